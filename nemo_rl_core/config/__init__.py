@@ -1,0 +1,1 @@
+"""Frozen pydantic models that every layer reads; imports no torch."""

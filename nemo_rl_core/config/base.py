@@ -1,0 +1,61 @@
+"""The base of every config: frozen, closed to unknown keys, clear about mistakes."""
+
+import difflib
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from nemo_rl_core.errors import ConfigError
+
+
+class FrozenConfig(BaseModel):
+    """A config that cannot be changed after loading and refuses keys it does not know.
+
+    Raises:
+        ConfigError: On an unknown key (names the nearest valid one).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, values: Any) -> Any:
+        # A ConfigError is not a ValueError, so pydantic lets it through unwrapped: a misspelt key
+        # is reported alone, not as one line among the errors of every member of a union.
+        if isinstance(values, dict):
+            for key in values:
+                if key not in cls.model_fields:
+                    raise _unknown_key(str(key), cls)
+        return values
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+
+def _unknown_key(key: str, config: type[FrozenConfig]) -> ConfigError:
+    choices = sorted(config.model_fields)
+    nearest = difflib.get_close_matches(key, choices, n=1, cutoff=0.5)
+    return ConfigError(
+        f"unknown key {key!r} in {config.__name__}",
+        expected=f"one of {', '.join(choices)}",
+        got=key,
+        fix=f"did you mean {nearest[0]!r}?" if nearest else "remove it",
+    )
+
+
+def describe(error: ValidationError) -> ConfigError:
+    """Turns pydantic's report into this project's form, first three problems only."""
+    problems = error.errors(include_url=False)
+    lines = [
+        f"{'.'.join(str(part) for part in item['loc']) or 'config'}: "
+        f"{item['msg'].removeprefix('Value error, ')}"
+        for item in problems[:3]
+    ]
+    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    first = problems[0]
+    return ConfigError(
+        f"the configuration is not valid{more}:\n  " + "\n  ".join(lines),
+        got=repr(first.get("input"))[:120],
+        fix="change the named value in the recipe or in --config",
+    )

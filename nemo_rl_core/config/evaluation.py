@@ -1,0 +1,18 @@
+"""How a checkpoint is measured, and what it takes to be promoted."""
+
+from pydantic import Field, PositiveInt
+
+from nemo_rl_core.config.base import FrozenConfig
+
+
+class EvaluationConfig(FrozenConfig):
+    """Greedy accuracy on every validation prompt, and pass@k from sampled completions."""
+
+    num_samples_per_prompt: PositiveInt = 4
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+
+class PromotionConfig(FrozenConfig):
+    """The paired improvement whose lower confidence bound must exceed `min_improvement`."""
+
+    min_improvement: float = Field(default=0.0, ge=-1, le=1)

