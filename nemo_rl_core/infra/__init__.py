@@ -1,0 +1,1 @@
+"""Everything around the learning: the store, checkpoints, lineage, logs, clocks and curves."""

@@ -1,0 +1,125 @@
+"""Curves and tables as small HTML strings for decks; nothing in them is ever run or fetched."""
+
+import html
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+_WIDTH, _HEIGHT = 420, 200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 408, 28, 176
+_MAX_CHARACTERS = 400
+
+_Point = tuple[float, float]
+
+
+def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:
+    """An inline SVG of one curve, with its range on both axes and its last value.
+
+    Args:
+        title: Shown above; any text.
+        xs: Such as steps.
+        ys: One value an x. Where one is NaN or infinite the line has a gap.
+
+    Raises:
+        ValueError: If the two differ in length.
+    """
+    runs = _finite_runs(xs, ys)
+    points = [point for run in runs for point in run]
+    parts = [_label(_LEFT, 16, title, size=13)]
+    if points:
+        parts += [_axes(points), *_lines(runs, points)]
+    else:
+        parts.append(_label(_WIDTH / 2, _HEIGHT / 2, "no values", anchor="middle"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-family="sans-serif">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table of completions, one row a mapping such as `{"prompt": …, "reward": …}`.
+
+    Whatever a model wrote is shown as text: markup is escaped, control characters are spelled out
+    and long values are cut.
+
+    Args:
+        rows: The columns are the keys of all rows, in order of first appearance.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    if not columns:
+        return "<p>no completions</p>"
+    cell = 'style="border:1px solid #ccc;padding:4px;text-align:left;white-space:pre-wrap"'
+    lines = ["".join(f"<th {cell}>{_text(column)}</th>" for column in columns)]
+    lines += [
+        "".join(f"<td {cell}>{_text(row.get(column, ''))}</td>" for column in columns)
+        for row in rows
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table style="border-collapse:collapse;font-size:12px">{body}</table>'
+
+
+def _finite_runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[_Point]]:
+    runs: list[list[_Point]] = [[]]
+    for x, y in zip(xs, ys, strict=True):
+        if math.isfinite(x) and math.isfinite(y):
+            runs[-1].append((float(x), float(y)))
+        else:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _axes(points: list[_Point]) -> str:
+    xs, ys = zip(*points, strict=True)
+    labels = [
+        _label(_LEFT - 6, _TOP + 4, f"{max(ys):.4g}", anchor="end"),
+        _label(_LEFT - 6, _BOTTOM, "" if min(ys) == max(ys) else f"{min(ys):.4g}", anchor="end"),
+        _label(_LEFT, _BOTTOM + 16, f"{min(xs):.6g}"),
+        _label(_RIGHT, _BOTTOM + 16, f"{max(xs):.6g}", anchor="end"),
+        _label(_RIGHT, 16, f"last {ys[-1]:.4g}", anchor="end"),
+    ]
+    frame = f'<path d="M{_LEFT},{_TOP} V{_BOTTOM} H{_RIGHT}" fill="none" stroke="#999"/>'
+    return frame + "".join(labels)
+
+
+def _lines(runs: list[list[_Point]], points: list[_Point]) -> list[str]:
+    xs, ys = zip(*points, strict=True)
+
+    def place(x: float, y: float) -> str:
+        across = _LEFT + (_RIGHT - _LEFT) * _fraction(x, min(xs), max(xs))
+        down = _BOTTOM - (_BOTTOM - _TOP) * _fraction(y, min(ys), max(ys))
+        return f"{across:.1f},{down:.1f}"
+
+    # A run of one point has no length: a round cap is what shows it.
+    return [
+        f'<polyline points="{" ".join(place(x, y) for x, y in [run[0], *run])}" fill="none" '
+        'stroke="#1f6feb" stroke-width="2" stroke-linecap="round"/>'
+        for run in runs
+    ]
+
+
+def _fraction(value: float, low: float, high: float) -> float:
+    # Halves first: the difference of two huge values of opposite sign would overflow.
+    span = high / 2 - low / 2
+    return (value / 2 - low / 2) / span if span else 0.5
+
+
+def _label(x: float, y: float, text: str, *, anchor: str = "start", size: int = 11) -> str:
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}">{_text(text)}</text>'
+    )
+
+
+def _text(value: object) -> str:
+    """Any value as inert HTML text."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]}… ({len(text) - _MAX_CHARACTERS} more characters)"
+    # Control, format (writing direction) and surrogate characters would garble the page.
+    shown = (
+        character
+        if character in "\n\t" or not unicodedata.category(character).startswith("C")
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+    return html.escape("".join(shown))

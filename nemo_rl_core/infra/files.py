@@ -1,0 +1,175 @@
+"""Files that are either there and whole, or not there: atomic writes, syncing and hashing.
+
+Whatever is being written lies beside its final place under a name that ends in `ASIDE`; whatever
+is being deleted is first renamed to end in `DISCARDED`. A killed process leaves only such names
+behind, so that nothing unfinished is ever taken for a result.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from nemo_rl_core.errors import StoreError
+
+ASIDE = ".aside~"
+DISCARDED = ".discarded~"
+
+_ELSEWHERE = "point NEMO_RL_HOME at a folder that can be written"
+_EXPLANATIONS = {
+    errno.ENOSPC: ("no space left on the disk", "free some space, or " + _ELSEWHERE),
+    errno.EDQUOT: ("the disk quota is used up", "free some space, or " + _ELSEWHERE),
+    errno.EROFS: ("the file system is mounted read-only", _ELSEWHERE),
+    errno.EACCES: ("permission denied", _ELSEWHERE),
+    errno.EPERM: ("permission denied", _ELSEWHERE),
+    errno.ENOTDIR: ("a file is in the way of a folder", "move that file away, or " + _ELSEWHERE),
+    errno.EEXIST: ("a file is in the way of a folder", "move that file away, or " + _ELSEWHERE),
+}
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turns the operating system's refusals (full, read-only, in the way) into a StoreError.
+
+    Args:
+        path: Named in the message where the refusal itself names no file.
+
+    Raises:
+        StoreError: For the refusals a user can mend; any other OSError passes unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _EXPLANATIONS:
+            raise
+        reason, fix = _EXPLANATIONS[error.errno]
+        raise StoreError(
+            f"cannot write {error.filename or path}",
+            expected="a folder that can be written and has space",
+            got=reason,
+            fix=fix,
+        ) from error
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yields a name to write a file under, which takes the place of `path` on a clean exit.
+
+    Raises:
+        StoreError: If the disk refuses; `path` is then what it was before.
+    """
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
+    try:
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield aside
+            fsync(aside)
+            aside.replace(path)
+            fsync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replaces a file's content so that a reader sees the old or the new, never a part.
+
+    Raises:
+        StoreError: If the disk refuses; the old content then stays.
+    """
+    with written_aside(path) as aside:
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def fsync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Syncs every file and folder under `folder`, contents before the names that lead to them."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            fsync(Path(parent, name))
+        fsync(Path(parent))
+
+
+def list_files(folder: Path) -> list[str]:
+    """Relative POSIX paths of every finished file below `folder`, sorted; links are followed."""
+    paths = (
+        Path(parent, name).relative_to(folder)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+    )
+    return sorted(path.as_posix() for path in paths if not _is_leftover(path))
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_folder(folder: Path, *, exclude: Sequence[str] = ()) -> str:
+    """One sha256 over the relative paths and contents of a folder's files.
+
+    Location, times, permissions, empty folders and leftovers of killed writers do not count.
+
+    Args:
+        folder: The folder to hash.
+        exclude: `fnmatch` patterns held against the whole relative path, so that
+            `manifest.json` leaves out the one at the top alone and `*.log` those at any depth.
+
+    Raises:
+        FileNotFoundError: If there is no such folder (an absent folder is not an empty one).
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder to hash", str(folder))
+    digest = hashlib.sha256()
+    for name in list_files(folder):
+        if not any(fnmatchcase(name, pattern) for pattern in exclude):
+            # A path can hold any byte but NUL, and a digest has a fixed length, so that no two
+            # different folders feed the same bytes to the hash.
+            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(hash_file(folder / name)))
+    return digest.hexdigest()
+
+
+def folder_bytes(folder: Path) -> int:
+    """The summed size of a folder's finished files, in bytes."""
+    return sum((folder / name).stat().st_size for name in list_files(folder))
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder so that it is gone at once: killed half-way, no half folder is left."""
+    doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep_discarded(parent: Path) -> None:
+    """Finishes the deletions that killed processes left behind in `parent`."""
+    for doomed in parent.glob(f".*{DISCARDED}"):
+        # Its own process may still be busy deleting it, hence no complaint when it vanishes.
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes everything unfinished or half-deleted below a folder that nobody else writes."""
+    for path in sorted(folder.rglob(".*~")):
+        if path.name.endswith((ASIDE, DISCARDED)):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _is_leftover(relative: Path) -> bool:
+    return any(part.endswith((ASIDE, DISCARDED)) for part in relative.parts)

