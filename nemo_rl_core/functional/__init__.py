@@ -1,0 +1,1 @@
+"""Pure tensor math: masks, logprobs, divergences, advantages, health of importance ratios."""

@@ -1,0 +1,72 @@
+"""Estimators of a Kullback-Leibler divergence from the logprobs of sampled tokens."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KLKind = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""Bound on `ref - cur` in nats, so that one token cannot overflow `exp`."""
+
+MAX_ESTIMATE = 10.0
+"""Bound on a token's estimate in nats, so that one token cannot own the step."""
+
+
+def kl_estimate(policy: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
+    """Estimates `KL(policy || reference)` token by token, for tokens sampled from `policy`.
+
+    With `d = clamp(reference - policy, +-20)`: k1 is `-d` (unbiased, may be negative), k2 is
+    `d^2 / 2` (biased, small variance), k3 is `e^d - 1 - d` (unbiased and never negative). The
+    result is clamped to +-10. Source: Schulman 2020, "Approximating KL divergence",
+    http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        policy: Logprobs in nats, any shape.
+        reference: Logprobs of the same tokens under the other model, the same shape.
+        kind: Which estimator.
+
+    Returns:
+        Nats, the shape of the inputs.
+    """
+    log_ratio = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match kind:
+        case "k1":
+            estimate = -log_ratio
+        case "k2":
+            estimate = log_ratio.square() / 2
+        case "k3":
+            # expm1 keeps the digits that exp(d) - 1 loses when the two policies are close.
+            estimate = torch.expm1(log_ratio) - log_ratio
+    return estimate.clamp(-MAX_ESTIMATE, MAX_ESTIMATE)
+
+
+def score_function_weight(current: Tensor) -> Tensor:
+    """`exp(cur - stopgrad(cur))`: the value is 1, the gradient is that of `cur`.
+
+    Multiplied into an estimate `f(cur)` of tokens that were sampled from the current policy, it
+    adds the term `f * grad(cur)` that differentiating the samples' own distribution gives; with it
+    the mean gradient is that of the mean of `f`, which for k1 and k3 is the divergence itself.
+
+    Args:
+        current: Logprobs that require gradients, any shape.
+
+    Returns:
+        Ones, the shape of `current`.
+    """
+    return torch.exp(current - current.detach())
+
+
+def kl_penalty(current: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
+    """`kl_estimate` with the gradient of the divergence: times `score_function_weight(current)`.
+
+    Args:
+        current: Logprobs that require gradients, any shape.
+        reference: Logprobs of the same tokens under the reference policy, the same shape.
+        kind: Which estimator.
+
+    Returns:
+        Nats, the shape of the inputs.
+    """
+    return score_function_weight(current) * kl_estimate(current, reference, kind=kind)

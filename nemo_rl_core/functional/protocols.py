@@ -1,0 +1,34 @@
+"""The seam between the algorithms, which own losses, and the backends, which run them."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class LossFunction(Protocol):
+    """A pure function of tensors whose micro-batch values sum to those of the optimizer step."""
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        batch: Mapping[str, Tensor],
+        *,
+        global_valid_seqs: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch and its metrics.
+
+        Args:
+            next_token_logprobs: `[B, T-1]` under the weights being trained, requiring gradients;
+                position t is the logprob of token t+1, in nats.
+            batch: `token_mask [B, T-1]`, `sample_mask [B]`, and what the loss reads besides.
+            global_valid_seqs: 0-dim; sequences whose `sample_mask` is set in the whole optimizer
+                step, over all micro-batches and ranks.
+            global_valid_tokens: 0-dim; tokens whose masks are both set in the whole step.
+
+        Returns:
+            The 0-dim loss, and detached 0-dim metrics, both already divided by the global
+            numbers, so that summing over micro-batches gives the value of the step.
+        """
+        ...

@@ -1,0 +1,154 @@
+"""Chunked logprobs against the plain computation, and what they hold in memory."""
+
+import math
+from weakref import WeakSet
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nemo_rl_core.functional.logprobs import (
+    logprobs_from_logits,
+    next_token_logprobs_from_hidden,
+)
+
+
+def head(num_rows, width, vocab, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return values.to(dtype).requires_grad_()
+
+    targets = torch.randint(vocab, (num_rows,), generator=generator)
+    return normal(num_rows, width), normal(vocab, width), targets, normal(vocab)
+
+
+def test_plain_logprobs_by_hand():
+    # logits / T = [ln 1, ln 2, ln 5] -> probabilities 1/8, 2/8, 5/8
+    logits = 2 * torch.tensor([[1.0, 2.0, 5.0]]).log()
+    result = logprobs_from_logits(logits, torch.tensor([1]), temperature=2.0)
+    assert result.item() == pytest.approx(math.log(2 / 8), abs=1e-6)
+
+
+def test_chunked_logprobs_by_hand():
+    # The head is the identity, so the hidden state is the logits: probabilities 1/4 and 3/4.
+    hidden = torch.tensor([[1.0, 3.0], [3.0, 1.0]]).log()
+    result = next_token_logprobs_from_hidden(
+        hidden, torch.eye(2), torch.tensor([0, 0]), temperature=1.0, chunk_size=1
+    )
+    assert result.exp().tolist() == pytest.approx([0.25, 0.75])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_rows=st.integers(0, 9),
+    chunk_size=st.integers(1, 12),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    with_bias=st.booleans(),
+)
+def test_equals_the_plain_computation_with_gradients(num_rows, chunk_size, temperature, with_bias):
+    hidden, weight, targets, bias = head(num_rows, 4, 7)
+    inputs = [hidden, weight, *([bias] if with_bias else [])]
+    chunked = next_token_logprobs_from_hidden(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        bias=bias if with_bias else None,
+    )
+    logits = hidden @ weight.T + (bias if with_bias else 0)
+    plain = logprobs_from_logits(logits, targets, temperature=temperature)
+    torch.testing.assert_close(chunked, plain)
+    weights = torch.arange(1, num_rows + 1, dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad((chunked * weights).sum(), inputs),
+        torch.autograd.grad((plain * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_by_finite_differences():
+    hidden, weight, targets, bias = head(5, 3, 4)
+
+    def compute(hidden, weight, bias):
+        return next_token_logprobs_from_hidden(
+            hidden, weight, targets, temperature=0.7, chunk_size=2, bias=bias
+        )
+
+    assert torch.autograd.gradcheck(compute, (hidden, weight, bias))
+
+
+def test_bfloat16_is_normalized_in_float32():
+    hidden, weight, targets, _ = head(6, 8, 300, dtype=torch.bfloat16)
+    result = next_token_logprobs_from_hidden(hidden, weight, targets, temperature=1.0, chunk_size=4)
+    # The product is bfloat16, as in the model; everything behind it must not be.
+    logits = (hidden @ weight.T).double()
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None]).squeeze(-1)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_logits_of_any_size_stay_finite():
+    hidden = torch.tensor([[1e4, -1e4]])
+    result = next_token_logprobs_from_hidden(
+        hidden.expand(2, 2), torch.eye(2), torch.tensor([0, 1]), temperature=1.0, chunk_size=1
+    )
+    assert result.tolist() == [0.0, -2e4]
+
+
+class LiveElements(TorchDispatchMode):
+    """Follows how many elements of `[*, vocab]` tensors are alive at once."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.live, self.peak = vocab, WeakSet(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.shape[-1:] == (self.vocab,):
+                self.live.add(leaf)
+        storages = {tensor.data_ptr(): tensor.numel() for tensor in self.live}
+        self.peak = max(self.peak, sum(storages.values()))
+        return result
+
+
+def peak_of(compute, vocab):
+    mode = LiveElements(vocab)
+    with mode:
+        compute().sum().backward()
+    return mode.peak
+
+
+def test_whole_logits_never_exist_forward_or_backward():
+    num_rows, vocab, chunk_size = 64, 1000, 4
+    hidden, weight, targets, _ = head(num_rows, 8, vocab, dtype=torch.float32)
+    chunked = peak_of(
+        lambda: next_token_logprobs_from_hidden(
+            hidden, weight, targets, temperature=0.5, chunk_size=chunk_size
+        ),
+        vocab,
+    )
+    plain = peak_of(
+        lambda: logprobs_from_logits(hidden @ weight.T, targets, temperature=0.5), vocab
+    )
+    assert plain >= 2 * num_rows * vocab
+    # The weight's transpose [D, V] ends in V as well; 6 chunks leave room for temporaries.
+    assert chunked <= 6 * chunk_size * vocab + weight.numel()
+
+
+def test_without_gradients_nothing_is_kept():
+    hidden, weight, targets, _ = head(8, 4, 50, dtype=torch.float32)
+    with torch.no_grad():
+        result = next_token_logprobs_from_hidden(
+            hidden, weight, targets, temperature=1.0, chunk_size=3
+        )
+    assert not result.requires_grad
+    expected = logprobs_from_logits(hidden @ weight.T, targets, temperature=1.0)
+    torch.testing.assert_close(result, expected)
