@@ -1,0 +1,1 @@
+"""One folder an algorithm: its config, its loss, its loop."""
