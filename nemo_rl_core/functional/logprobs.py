@@ -33,7 +33,7 @@ def next_token_logprobs_from_hidden(
     """Logprobs of `targets`, from hidden states, a chunk of rows at a time.
 
     The logits of a chunk are dropped after the forward pass and made again in the backward pass,
-    so that at most about three `[chunk_size, V]` tensors exist at once and `[N, V]` never does.
+    so that at most about four `[chunk_size, V]` tensors exist at once and `[N, V]` never does.
     The price is one more product with the head (Chen et al. 2016, arXiv:1604.06174).
 
     Args:

@@ -1,0 +1,306 @@
+"""The clipped loss by hand and against the definitions written out in plain Python."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_core.algorithms.grpo.config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.functional.protocols import LossFunction
+
+LN2 = math.log(2)
+PER_TOKEN = ["prev_logprobs", "generation_logprobs", "reference_logprobs"]
+
+
+def run(config, logprobs, batch, num_seqs=None, num_tokens=None):
+    """The loss; the global numbers are this batch's own where they are left out."""
+    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
+    loss_fn: LossFunction = GRPOLossFn(config)
+    seqs = batch["sample_mask"].bool().sum().item() if num_seqs is None else num_seqs
+    tokens = mask.sum().item() if num_tokens is None else num_tokens
+    return loss_fn(
+        logprobs,
+        batch,
+        global_valid_seqs=torch.tensor(float(seqs)),
+        global_valid_tokens=torch.tensor(float(tokens)),
+    )
+
+
+def hand_batch():
+    """Four valid tokens with ratios 2 and 1 (A = 1), and 1/2 and 2 (A = -3); one row masked out."""
+    zeros = torch.zeros(3, 3, dtype=torch.float64)
+    current = zeros.clone()
+    current[0, 0], current[1, 0], current[1, 2] = LN2, -LN2, LN2
+    batch = {
+        "token_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]]),
+        "sample_mask": torch.tensor([1, 1, 0]),
+        "advantages": torch.tensor([1.0, -3.0, 100.0], dtype=torch.float64),
+        **{name: zeros.clone() for name in PER_TOKEN},
+    }
+    return current.requires_grad_(), batch
+
+
+def test_token_mean_by_hand():
+    current, batch = hand_batch()
+    config = ClippedLoss(clip_low=0.2, clip_high=0.4, kl=None)
+    loss, metrics = run(config, current, batch)
+    loss.backward()
+    # A = 1:  r = 2 -> max(-2, -1.4) = -1.4 (clipped, no gradient); r = 1 -> -1, gradient -1
+    # A = -3: r = 1/2 -> max(1.5, 2.4) = 2.4 (clipped);  r = 2 -> max(6, 4.2) = 6, gradient 3 * 2
+    assert loss.item() == pytest.approx((-1.4 - 1 + 2.4 + 6) / 4)
+    expected = torch.tensor([[0, -1, 0], [0, 0, 6], [0, 0, 0]], dtype=torch.float64) / 4
+    torch.testing.assert_close(current.grad, expected)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "loss": 6 / 4,
+            "ratio_mean": (2 + 1 + 0.5 + 2) / 4,
+            "approx_entropy": -(LN2 + 0 - LN2 + LN2) / 4,
+            "clip_fraction_high": 1 / 4,
+            "clip_fraction_low": 1 / 4,
+            # d = cur - prev = ln2, 0, -ln2, ln2; e^d - 1 - d
+            "policy_kl": ((1 - LN2) + 0 + (-0.5 + LN2) + (1 - LN2)) / 4,
+        }
+    )
+
+
+def test_sequence_mean_by_hand():
+    current, batch = hand_batch()
+    batch["token_mask"][0, 1] = 0
+    config = ClippedLoss(clip_low=0.2, clip_high=0.4, reduction="sequence_mean", kl=None)
+    loss, metrics = run(config, current, batch)
+    # rows -1.4 / 1 and (2.4 + 6) / 2; the mean over two sequences, not over three tokens
+    assert loss.item() == pytest.approx((-1.4 + 4.2) / 2)
+    assert metrics["loss"].item() == loss.item()
+    # metrics stay a token
+    assert metrics["ratio_mean"].item() == pytest.approx((2 + 0.5 + 2) / 3)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_a_valid_sequence_without_tokens_adds_nothing_but_counts(reduction):
+    current, batch = hand_batch()
+    config = ClippedLoss(reduction=reduction, kl=None)
+    before, _ = run(config, current, batch)
+    batch["sample_mask"][2], batch["token_mask"][2] = 1, 0
+    after, _ = run(config, current, batch)
+    # Z_seq grows from 2 to 3, Z_tok stays
+    factor = 2 / 3 if reduction == "sequence_mean" else 1
+    assert after.item() == pytest.approx(before.item() * factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [
+        # cur = -1, ref = -1 - ln2, d = -ln2: estimate f, and f + df/dcur with df/dcur = -df/dd
+        ("k1", LN2, LN2 + 1),
+        ("k2", LN2**2 / 2, LN2**2 / 2 + LN2),
+        ("k3", LN2 - 0.5, (LN2 - 0.5) + 0.5),
+    ],
+)
+def test_kl_penalty_by_hand(kind, value, gradient):
+    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    batch = {
+        "token_mask": torch.ones(1, 1),
+        "sample_mask": torch.ones(1),
+        "advantages": torch.zeros(1, dtype=torch.float64),
+        "prev_logprobs": current.detach(),
+        "reference_logprobs": current.detach() - LN2,
+    }
+    loss, metrics = run(ClippedLoss(kl=KLPenalty(kind=kind, beta=0.5)), current, batch)
+    loss.backward()
+    assert metrics["kl"].item() == pytest.approx(value)
+    assert loss.item() == pytest.approx(0.5 * value)
+    assert current.grad.item() == pytest.approx(0.5 * gradient)
+
+
+def test_on_policy_gradient_is_minus_the_advantage():
+    current = torch.tensor([[-0.5, -2.0], [-1.0, -3.0]], requires_grad=True)
+    batch = {
+        "token_mask": torch.ones(2, 2),
+        "sample_mask": torch.ones(2),
+        "advantages": torch.tensor([2.0, -1.0]),
+        "prev_logprobs": current.detach().clone(),
+    }
+    loss, metrics = run(ClippedLoss(kl=None), current, batch)
+    loss.backward()
+    assert current.grad.tolist() == [[-0.5, -0.5], [0.25, 0.25]]
+    assert metrics["ratio_mean"].item() == 1
+    assert metrics["policy_kl"].item() == 0
+
+
+def test_without_a_penalty_the_reference_is_not_read():
+    current, batch = hand_batch()
+    del batch["reference_logprobs"]
+    _, metrics = run(ClippedLoss(kl=None), current, batch)
+    assert "kl" not in metrics
+    with pytest.raises(KeyError, match="reference_logprobs"):
+        run(ClippedLoss(), current, batch)
+
+
+@st.composite
+def cases(draw):
+    """A config with a random batch, whose ratios lie on both sides of the clip."""
+    num_rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    def normal(scale, *shape):
+        return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    current = -normal(1.0, num_rows, width).abs()
+    batch = {
+        "token_mask": (torch.rand(num_rows, width, generator=generator) < 0.7).float(),
+        "sample_mask": (torch.rand(num_rows, generator=generator) < 0.8).float(),
+        "advantages": normal(1.0, num_rows),
+        **{name: current + normal(0.4, num_rows, width) for name in PER_TOKEN},
+    }
+    config = ClippedLoss(
+        clip_low=draw(st.sampled_from([0.1, 0.2])),
+        clip_high=draw(st.sampled_from([0.2, 0.3])),
+        reduction=draw(st.sampled_from(["token_mean", "sequence_mean"])),
+        kl=draw(
+            st.sampled_from([None, *(KLPenalty(kind=k, beta=0.3) for k in ("k1", "k2", "k3"))])
+        ),
+    )
+    return config, current, batch
+
+
+def clamp(number, bound):
+    return max(-bound, min(bound, number))
+
+
+def token_loss(config, cur, anchor, advantage, prev, ref):
+    """losses.md for one token; `anchor` is `stopgrad(cur)`, which differentiation holds fixed."""
+    ratio = math.exp(cur - prev)
+    clipped = max(1 - config.clip_low, min(1 + config.clip_high, ratio))
+    loss = max(-advantage * ratio, -advantage * clipped)
+    if config.kl is None:
+        return loss
+    d = clamp(ref - cur, 20)
+    kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.kind]
+    return loss + config.kl.beta * math.exp(cur - anchor) * clamp(kl, 10)
+
+
+def plain_loss(config, current, anchor, batch):
+    num_tokens, by_tokens, by_sequences = 0, 0.0, 0.0
+    for i, sample_is_valid in enumerate(batch["sample_mask"].tolist()):
+        losses = [
+            token_loss(
+                config,
+                current[i][t],
+                anchor[i][t],
+                batch["advantages"][i].item(),
+                batch["prev_logprobs"][i, t].item(),
+                batch["reference_logprobs"][i, t].item(),
+            )
+            for t in range(len(current[i]))
+            if sample_is_valid and batch["token_mask"][i, t].item()
+        ]
+        num_tokens += len(losses)
+        by_tokens += sum(losses)
+        by_sequences += sum(losses) / max(len(losses), 1)
+    if config.reduction == "token_mean":
+        return by_tokens / max(num_tokens, 1)
+    return by_sequences / max(sum(batch["sample_mask"].tolist()), 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_value_and_gradient_equal_the_plain_definition(case):
+    config, current, batch = case
+    logprobs = current.clone().requires_grad_()
+    loss, _ = run(config, logprobs, batch)
+    loss.backward()
+    anchor, step = current.tolist(), 1e-6
+    assert loss.item() == pytest.approx(plain_loss(config, anchor, anchor, batch), abs=1e-10)
+    for i in range(current.shape[0]):
+        for t in range(current.shape[1]):
+            values = []
+            for sign in (1, -1):
+                moved = current.tolist()
+                moved[i][t] += sign * step
+                values.append(plain_loss(config, moved, anchor, batch))
+            slope = (values[0] - values[1]) / (2 * step)
+            assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.data())
+def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(case, data):
+    config, current, batch = case
+    num_rows = current.shape[0]
+    owner = torch.tensor(
+        data.draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows))
+    )
+    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
+    totals = {"num_seqs": batch["sample_mask"].sum().item(), "num_tokens": mask.sum().item()}
+    whole, split = current.clone().requires_grad_(), current.clone().requires_grad_()
+    loss, metrics = run(config, whole, batch, **totals)
+    loss.backward()
+    parts = []
+    for part in range(3):  # some of them empty
+        rows = owner == part
+        micro = {name: values[rows] for name, values in batch.items()}
+        value, micro_metrics = run(config, split[rows], micro, **totals)
+        value.backward()
+        parts.append((value, micro_metrics))
+    torch.testing.assert_close(sum(value for value, _ in parts), loss)
+    torch.testing.assert_close(split.grad, whole.grad)
+    for name, value in metrics.items():
+        torch.testing.assert_close(sum(found[name] for _, found in parts), value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 7))
+def test_poison_at_masked_entries_changes_nothing(case, poison, extra):
+    config, current, batch = case
+    mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
+    clean = current.clone().requires_grad_()
+    loss, metrics = run(config, clean, batch)
+    loss.backward()
+
+    def poisoned(values):
+        values = torch.where(mask, values, poison)
+        return torch.cat([values, values.new_full((values.shape[0], extra), poison)], dim=1)
+
+    padding = batch["token_mask"].new_zeros(mask.shape[0], extra)
+    dirty_batch = {
+        "token_mask": torch.cat([batch["token_mask"], padding], dim=1),
+        "sample_mask": batch["sample_mask"],
+        "advantages": torch.where(batch["sample_mask"].bool(), batch["advantages"], poison),
+        **{name: poisoned(batch[name]) for name in PER_TOKEN},
+    }
+    dirty = poisoned(current).requires_grad_()
+    dirty_loss, dirty_metrics = run(config, dirty, dirty_batch)
+    dirty_loss.backward()
+    torch.testing.assert_close(dirty_loss, loss)
+    for name, value in metrics.items():
+        torch.testing.assert_close(dirty_metrics[name], value)
+    torch.testing.assert_close(dirty.grad[:, : mask.shape[1]], clean.grad)
+    assert (dirty.grad[:, mask.shape[1] :] == 0).all()
+    assert (dirty.grad[:, : mask.shape[1]][~mask] == 0).all()
+
+
+def test_a_nan_at_a_valid_token_is_not_hidden():
+    current, batch = hand_batch()
+    batch["prev_logprobs"][0, 0] = math.nan
+    loss, metrics = run(ClippedLoss(kl=None), current, batch)
+    assert loss.isnan()
+    assert metrics["ratio_mean"].isnan()
+
+
+def test_metrics_are_detached_scalars():
+    current, batch = hand_batch()
+    loss, metrics = run(ClippedLoss(), current, batch)
+    assert loss.requires_grad
+    assert loss.ndim == 0
+    assert all(value.ndim == 0 and not value.requires_grad for value in metrics.values())
+
+
+def test_loss_is_picklable_and_frozen():
+    loss_fn = GRPOLossFn(ClippedLoss(clip_high=0.3))
+    assert pickle.loads(pickle.dumps(loss_fn)) == loss_fn  # noqa: S301
+    with pytest.raises(AttributeError):
+        loss_fn.config = ClippedLoss()
