@@ -64,15 +64,15 @@ def written_aside(path: Path) -> Iterator[Path]:
         StoreError: If the disk refuses; `path` is then what it was before.
     """
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
-    try:
-        with storage_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
             yield aside
             fsync(aside)
             aside.replace(path)
             fsync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

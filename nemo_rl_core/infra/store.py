@@ -127,6 +127,10 @@ class Store:
             _acquire(lock, stage)
             files.sweep_discarded(self.work)
             with files.storage_errors(folder):
+                for torn in self.work.glob(f".{_record_path(folder).name}.*{files.ASIDE}"):
+                    torn.unlink()
+                if folder.exists() and self.published(stage, key):
+                    files.discard(folder)  # its process was killed while it dropped a second copy
                 folder.mkdir(exist_ok=True)
             try:
                 yield folder

@@ -1,0 +1,359 @@
+import json
+import logging
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra import files
+from nemo_rl_core.infra.checkpointing import (
+    CheckpointManager,
+    load_tensors,
+    optimizer_tensors,
+    recover,
+    restore_optimizer,
+    save_atomic,
+    save_tensors,
+)
+
+KilledAt = Callable[[str, int, Path], bool]
+
+
+def _writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        (folder / "a").write_text(text)
+        (folder / "sub" / "b").write_text(text)
+
+    return write
+
+
+def _text(folder: Path) -> str:
+    texts = {(folder / name).read_text() for name in ("a", "sub/b")}
+    assert len(texts) == 1, f"{folder} is a mixture: {texts}"
+    return texts.pop()
+
+
+def _visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_save_atomic_makes_and_replaces(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "model"
+    save_atomic(folder, _writer("one"))
+    save_atomic(folder, _writer("two"))
+    assert _text(folder) == "two"
+    assert _visible(folder.parent) == ["model"]
+
+
+def test_save_atomic_keeps_the_old_when_writing_fails(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "a").write_text("torn")
+        raise RuntimeError("boom")
+
+    save_atomic(tmp_path / "model", _writer("one"))
+    with pytest.raises(RuntimeError, match="boom"):
+        save_atomic(tmp_path / "model", fail)
+    assert _text(tmp_path / "model") == "one"
+    assert _visible(tmp_path) == ["model"]
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(small_disk: Path) -> None:
+    manager = CheckpointManager(small_disk / "c")
+    manager.save(1, _writer("one"))
+
+    def too_large(folder: Path) -> None:
+        save_tensors(folder / "w.safetensors", {"w": torch.zeros(2**20)})
+
+    def too_large_as_bytes(folder: Path) -> None:
+        (folder / "w").write_bytes(b"x" * 2**22)
+
+    for write in (too_large, too_large_as_bytes):
+        with pytest.raises(StoreError, match=r"(?i)no space left"):
+            manager.save(2, write)
+    saved = manager.latest()
+    assert saved is not None
+    assert (saved[0], _text(saved[1])) == (1, "one")
+    assert _visible(small_disk / "c") == ["step-00000001"]
+
+
+def test_recover_between_the_two_renames(tmp_path: Path) -> None:
+    save_atomic(tmp_path / "model", _writer("one"))
+    (tmp_path / "model").rename(tmp_path / ".model.old~")
+    (tmp_path / f".model.new{files.ASIDE}").mkdir()
+    recover(tmp_path / "model")
+    assert _text(tmp_path / "model") == "one"
+    assert _visible(tmp_path) == ["model"]
+
+
+SAVE_OVER = """
+def write(folder):
+    (folder / "sub").mkdir()
+    (folder / "a").write_text("two")
+    (folder / "sub" / "b").write_text("two")
+manager = CheckpointManager(root)
+manager.latest()
+manager.save(int(STEP), write)
+"""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_killed_at_any_moment_one_whole_checkpoint_is_there(
+    tmp_path: Path, run_killed_at: KilledAt, step: int
+) -> None:
+    """Replacing the same step (two renames), and adding a step and dropping the one before."""
+    seen, moment, killed = set(), 0, True
+    script = SAVE_OVER.replace("STEP", str(step))
+    while killed:
+        moment += 1
+        manager = CheckpointManager(tmp_path / str(moment))
+        manager.save(1, _writer("one"))
+        killed = run_killed_at(script, moment, manager.root)
+        saved = manager.latest()
+        assert saved is not None
+        seen.add((saved[0], _text(saved[1])))
+        assert not run_killed_at(script, 0, manager.root)
+        assert _visible(manager.root) == [f"step-{step:08d}"]
+        assert _text(manager.root / f"step-{step:08d}") == "two"
+    assert seen == {(1, "one"), (step, "two")}
+    assert moment > 8
+
+
+def test_killed_at_random_times_checkpoints_stay_whole(
+    tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    script = """
+import itertools, sys
+from pathlib import Path
+from nemo_rl_core.infra.checkpointing import CheckpointManager
+manager = CheckpointManager(Path(sys.argv[1]), keep_latest=2)
+saved = manager.latest()
+start = saved[0] if saved else 0
+print(start, flush=True)
+for step in itertools.count(start + 1):
+    def write(folder):
+        for index in range(4):
+            (folder / f"{index}").write_bytes(str(step).encode() * 50_000)
+    manager.save(step, write)
+"""
+    rng, manager, last = random.Random(1), CheckpointManager(tmp_path, keep_latest=2), 0
+    for _ in range(15):
+        child = spawn(script, tmp_path)
+        assert child.stdout is not None
+        assert int(child.stdout.readline()) == last
+        time.sleep(rng.uniform(0.02, 0.2))
+        child.kill()
+        child.communicate()
+        saved = manager.latest()
+        step = saved[0] if saved else 0
+        assert step >= last
+        if saved:
+            assert (saved[1] / "3").read_bytes() == str(step).encode() * 50_000
+        last = step
+    assert last > 15
+
+
+def test_manager_keeps_the_latest(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_latest=2)
+    assert manager.latest() is None
+    for step in (1, 2, 10):
+        path = manager.save(step, _writer(str(step)))
+    assert manager.steps() == [2, 10]
+    assert manager.latest() == (10, path)
+
+
+def test_manager_drops_later_steps_of_an_abandoned_run(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_latest=1)
+    manager.save(20, _writer("20"))
+    manager.save(15, _writer("15"))
+    assert manager.steps() == [15]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _copy_manifest(folder: Path) -> None:
+    shutil.copy(folder.with_name("step-00000001") / "manifest.json", folder / "manifest.json")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "has changed": lambda folder: _flip(folder / "sub" / "b"),
+    "bytes instead of": lambda folder: (folder / "a").write_text("longer"),
+    "FileNotFoundError": lambda folder: (folder / "a").unlink(),
+    "No such file": lambda folder: (folder / "manifest.json").unlink(),
+    "JSONDecodeError": lambda folder: (folder / "manifest.json").write_text('{"step"'),
+    "TypeError": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "KeyError": lambda folder: (folder / "manifest.json").write_text("{}"),
+    "AttributeError": lambda folder: (folder / "manifest.json").write_text(
+        json.dumps({"step": 2, "files": 3})
+    ),
+    "that of step 1": _copy_manifest,
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, message: str
+) -> None:
+    manager = CheckpointManager(tmp_path, keep_latest=2)
+    for step in (1, 2):
+        manager.save(step, _writer("ab" * step))
+    DAMAGES[message](tmp_path / "step-00000002")
+    with caplog.at_level(logging.WARNING):
+        assert manager.latest() == (1, tmp_path / "step-00000001")
+    assert "step-00000002 is refused" in caplog.text
+    assert message in caplog.text
+
+
+def test_without_verify_only_the_size_counts(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    path = manager.save(1, _writer("abc"))
+    _flip(path / "a")
+    assert manager.latest() is None
+    assert manager.latest(verify=False) == (1, path)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_latest"):
+        CheckpointManager(tmp_path, keep_latest=0)
+    with pytest.raises(ValueError, match=r"manifest\.json is"):
+        CheckpointManager(tmp_path).save(1, _touch_manifest)
+    assert _visible(tmp_path) == []
+
+
+def _touch_manifest(folder: Path) -> None:
+    (folder / "manifest.json").touch()
+
+
+def test_tensors_round_trip_with_shared_sliced_and_empty_ones(tmp_path: Path) -> None:
+    base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    tensors = {
+        "embed": base,
+        "tied": base,
+        "turned": base.T,
+        "part": base[1:, ::2],
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "half": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "count": torch.tensor(7),
+        "none": torch.zeros(0, 3),
+        "trained": torch.nn.Parameter(torch.ones(2)),
+    }
+    save_tensors(tmp_path / "t.safetensors", tensors)
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].nan_to_num(9), tensor.detach().nan_to_num(9)), name
+    assert torch.signbit(loaded["nan"][1])
+    assert loaded["embed"].data_ptr() != loaded["tied"].data_ptr()
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "missing"])
+def test_damaged_tensors_are_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "t.safetensors"
+    save_tensors(path, {"a": torch.ones(100)})
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif damage == "garbage":
+        path.write_bytes(b"\x80\x04pickle?" * 9)
+    else:
+        path.unlink()
+    with pytest.raises(StoreError, match="cannot read tensors"):
+        load_tensors(path)
+
+
+def _model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(5, 3, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _adamw(model: torch.nn.Module, *, reverse: bool = False) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(parameters[::-1] if reverse else parameters, lr=1e-2)
+
+
+@settings(max_examples=10, deadline=None)
+@given(before=st.integers(0, 4), after=st.integers(1, 4))
+def test_a_resumed_optimizer_continues_to_the_bit(
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int
+) -> None:
+    folder = tmp_path_factory.mktemp("o")
+    straight = _model()
+    optimizer = _adamw(straight)
+    _train(straight, optimizer, range(before))
+    state = optimizer_tensors(optimizer, dict(straight.named_parameters()))
+    save_tensors(folder / "optimizer.safetensors", state)
+    save_tensors(folder / "model.safetensors", straight.state_dict())
+    _train(straight, optimizer, range(before, before + after))
+
+    resumed = _model(seed=9)
+    resumed.load_state_dict(load_tensors(folder / "model.safetensors"))
+    # In another order, since the names and not the places must count.
+    other = _adamw(resumed, reverse=True)
+    names = dict(resumed.named_parameters())
+    restore_optimizer(other, names, load_tensors(folder / "optimizer.safetensors"))
+    restored = optimizer_tensors(other, names)
+    assert restored.keys() == state.keys()
+    assert len(state) == (9 if before else 0)  # 3 parameters with (step, exp_avg, exp_avg_sq)
+    _train(resumed, other, range(before, before + after))
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert all(state["step"] == before + after for state in other.state.values())
+
+
+def test_restored_state_is_a_copy_and_replaces_the_old(tmp_path: Path) -> None:
+    model = _model()
+    optimizer, names = _adamw(model), dict(model.named_parameters())
+    _train(model, optimizer, range(2))
+    taken = {key: value.clone() for key, value in optimizer_tensors(optimizer, names).items()}
+    only_first = {key: value for key, value in taken.items() if key.startswith("0.weight.")}
+    restore_optimizer(optimizer, names, only_first)
+    assert set(optimizer_tensors(optimizer, names)) == set(only_first)
+    _train(model, optimizer, range(2, 3))
+    assert only_first["0.weight.step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("foreign", "message"),
+    [
+        ({"9.weight.step": torch.tensor(1.0)}, "no such parameter is trained"),
+        ({"0.weight.exp_avg": torch.zeros(3, 4)}, r"shape \(3, 4\), and the parameter \(4, 3\)"),
+    ],
+)
+def test_foreign_optimizer_state_is_refused(foreign: dict[str, torch.Tensor], message: str) -> None:
+    model = _model()
+    optimizer, names = _adamw(model), dict(model.named_parameters())
+    _train(model, optimizer, range(1))
+    before = {key: value.clone() for key, value in optimizer_tensors(optimizer, names).items()}
+    with pytest.raises(StoreError, match=message):
+        restore_optimizer(optimizer, names, foreign)
+    after = optimizer_tensors(optimizer, names)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_an_unnamed_parameter_is_refused() -> None:
+    model = _model()
+    optimizer = _adamw(model)
+    _train(model, optimizer, range(1))
+    with pytest.raises(ValueError, match="no name for a trained parameter"):
+        optimizer_tensors(optimizer, {})
