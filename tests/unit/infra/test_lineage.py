@@ -1,0 +1,178 @@
+import hashlib
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.lineage import (
+    Cost,
+    GitState,
+    Machine,
+    Manifest,
+    ParentRef,
+    ancestry,
+    config_hash,
+    git_state,
+    package_versions,
+)
+
+
+def _manifest(stage: str, parents: tuple[ParentRef, ...] = ()) -> Manifest:
+    return Manifest(
+        kind="model", format="hf", stage=stage, content_hash=f"hash-{stage}", parents=parents
+    )
+
+
+def _write(folder: Path, stage: str, *parents: ParentRef) -> ParentRef:
+    manifest = _manifest(stage, parents)
+    manifest.write(folder)
+    return manifest.ref(folder)
+
+
+def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
+    manifest = Manifest(
+        kind="checkpoint",
+        format="hf",
+        stage="train_sft",
+        content_hash="c" * 64,
+        weights_hash="w" * 64,
+        step=7,
+        config_hash=config_hash({"a": 1}),
+        config={"a": [1, {"b": None}]},
+        seed=3,
+        git_commit="f" * 40,
+        git_dirty=True,
+        packages=package_versions(),
+        parents=(_manifest("prepare_data").ref(tmp_path),),
+        cost=Cost(wall_seconds=1.5, tokens=10, peak_memory_gib=0.5, gpu_seconds=0, flops=1e12),
+    )
+    path = manifest.write(tmp_path / "artifact")
+    assert path == tmp_path / "artifact" / "manifest.json"
+    assert Manifest.read(path.parent) == manifest
+    assert manifest.created_at.endswith("+00:00")
+    assert os.uname().nodename not in (manifest.machine.cpu_model, str(manifest.machine.cores))
+    assert set(json.loads(path.read_text())["machine"]) == {"cpu_model", "cores"}
+
+
+def test_manifest_is_frozen_and_closed() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        _manifest("a").stage = "b"  # type: ignore[misc]
+    with pytest.raises(pydantic.ValidationError, match="extra"):
+        Manifest(kind="m", format="f", stage="s", content_hash="c", sead=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("damage", [None, "", '{"kind": "model"', '{"kind": "model"}'])
+def test_an_unreadable_manifest_is_a_store_error(tmp_path: Path, damage: str | None) -> None:
+    if damage is not None:
+        (tmp_path / "manifest.json").write_text(damage)
+    with pytest.raises(StoreError, match="no artifact that this project made"):
+        Manifest.read(tmp_path)
+
+
+def test_ancestry_walks_nearest_first_and_each_once(tmp_path: Path) -> None:
+    data = _write(tmp_path / "data", "data")
+    sft = _write(tmp_path / "sft", "sft", data)
+    child = _manifest("grpo", (sft, data))
+    walked = [(found.depth, found.ref.stage, found.state) for found in ancestry(child)]
+    assert walked == [(1, "sft", "found"), (1, "data", "found")]
+    assert ancestry(_manifest("grpo", (sft,)))[1].depth == 2
+
+
+def test_ancestry_shows_what_it_cannot_read(tmp_path: Path) -> None:
+    gone = ParentRef(kind="model", stage="gone", content_hash="h", path=str(tmp_path / "gone"))
+    damaged = _write(tmp_path / "damaged", "damaged", gone)
+    (tmp_path / "damaged" / "manifest.json").write_text("{")
+    changed = _write(tmp_path / "changed", "changed", gone)
+    _write(tmp_path / "changed", "another", gone)
+    walked = ancestry(_manifest("child", (gone, damaged, changed)))
+    assert [found.state for found in walked] == ["missing", "damaged", "changed"]
+    assert all(found.manifest is None for found in walked)
+
+
+def test_ancestry_ends_on_a_circle(tmp_path: Path) -> None:
+    one = ParentRef(kind="model", stage="a", content_hash="hash-a", path=str(tmp_path / "a"))
+    two = _write(tmp_path / "b", "b", one)
+    _write(tmp_path / "a", "a", two)
+    assert [found.ref.stage for found in ancestry(_manifest("c", (one,)))] == ["a", "b"]
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_git_state_of_a_real_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_state(tmp_path) == GitState(None, None)
+    assert git_state(tmp_path / "none") == GitState(None, None)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        _git(tmp_path / name, "init", "-q")
+        (tmp_path / name / "a").write_text(name)
+        _git(tmp_path / name, "add", "a")
+        _git(tmp_path / name, "commit", "-q", "-m", name)
+    commit = _git(tmp_path / "one", "rev-parse", "HEAD")
+    # As a hook of the other repository would set it.
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "two" / ".git"))
+    assert git_state(tmp_path / "one") == GitState(commit, dirty=False)
+    (tmp_path / "one" / "new").write_text("")
+    assert git_state(tmp_path / "one") == GitState(commit, dirty=True)
+
+
+def test_package_versions_names_what_is_installed() -> None:
+    versions = package_versions()
+    assert versions["pydantic"] == pydantic.VERSION
+    assert versions["python"].startswith("3.")
+    assert not {name for name, version in versions.items() if not version}
+
+
+def test_machine_is_this_one() -> None:
+    assert Machine.here().cores == os.cpu_count()
+    assert Machine.here().cpu_model
+
+
+class Color(Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+    names: frozenset[str] = frozenset()
+
+
+def test_config_hash_by_hand() -> None:
+    expected = hashlib.sha256(b'{"a":[1,2.5,null],"b":"x"}').hexdigest()
+    assert config_hash({"b": Path("x"), "a": (1, 2.5, None)}) == expected
+
+
+def test_config_hash_of_records() -> None:
+    assert config_hash(ClusterConfig()) == config_hash({"num_threads": 2, "shape": "laptop"})
+    assert config_hash(ClusterConfig()) != config_hash(ClusterConfig(num_threads=1))
+    assert config_hash(Point(1, frozenset("ba"))) == config_hash({"x": 1, "names": ["a", "b"]})
+    assert config_hash([Color.RED]) == config_hash(["red"])
+
+
+@pytest.mark.parametrize("value", [object(), len, Point, {"a": b"x"}])
+def test_config_hash_refuses_what_has_no_stable_form(value: object) -> None:
+    with pytest.raises(TypeError, match="no stable form"):
+        config_hash(value)
+
+
+def test_config_hash_refuses_nan() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        config_hash({"a": float("nan")})
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=5))
+def test_config_hash_ignores_the_order_of_keys(config: dict[str, int | str]) -> None:
+    assert config_hash(config) == config_hash(dict(reversed(config.items())))
