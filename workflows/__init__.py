@@ -1,0 +1,1 @@
+"""The DAGs: one a file, one screen each."""

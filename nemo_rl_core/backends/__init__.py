@@ -1,0 +1,14 @@
+"""Training and generation backends: plain classes, found by name, one instance a rank."""
+
+from nemo_rl_core.backends.generation.base import (
+    get_generation_backend,
+    register_generation_backend,
+)
+from nemo_rl_core.backends.training.base import get_training_backend, register_training_backend
+
+__all__ = [
+    "get_generation_backend",
+    "get_training_backend",
+    "register_generation_backend",
+    "register_training_backend",
+]

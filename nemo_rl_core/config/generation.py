@@ -17,6 +17,6 @@ class GenerationConfig(FrozenConfig):
     backend: Literal["vllm"] = "vllm"
     max_new_tokens: PositiveInt = 8
     temperature: PositiveFloat = 1.0
-    kv_cache_gib: PositiveFloat = 0.5
+    kv_cache_gib: PositiveInt = 1
     max_num_seqs: PositiveInt = 512
     gpu_memory_utilization: float = Field(default=0.5, gt=0, lt=1)

@@ -1,0 +1,1 @@
+"""Models from one form into another."""

@@ -1,0 +1,1 @@
+"""The controller's side of policies and generation: they drive worker groups."""

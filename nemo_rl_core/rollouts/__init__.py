@@ -1,0 +1,1 @@
+"""Completions of prompts, sampled from an engine and scored by an environment."""

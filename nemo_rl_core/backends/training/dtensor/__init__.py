@@ -1,0 +1,1 @@
+"""Any transformers causal model, trained with torch alone; one rank so far."""

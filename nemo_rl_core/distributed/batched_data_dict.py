@@ -1,0 +1,88 @@
+"""A dictionary of columns with one row a sequence."""
+
+from collections import UserDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+
+class BatchedDataDict(UserDict[str, Any]):
+    """Columns of equal length: tensors whose first dimension is the batch, or plain lists.
+
+    Example:
+        >>> batch = BatchedDataDict({"input_ids": torch.tensor([[1, 2], [3, 4]]), "id": ["a", "b"]})
+        >>> batch.select_indices([1])["id"]
+        ['b']
+    """
+
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_values: Mapping[str, float] | None = None
+    ) -> Self:
+        """Joins batches; tensors of two dimensions are padded on the right to the longest.
+
+        Args:
+            batches: Batches with the same columns.
+            pad_values: What fills each column's padding; 0 where a column is not named.
+        """
+        joined: dict[str, Any] = {}
+        for key, first in batches[0].items():
+            values = [batch[key] for batch in batches]
+            if isinstance(first, torch.Tensor):
+                joined[key] = _cat_padded(values, (pad_values or {}).get(key, 0))
+            else:
+                joined[key] = [item for value in values for item in value]
+        return cls(joined)
+
+    @property
+    def size(self) -> int:
+        """How many rows there are; 0 without columns.
+
+        Raises:
+            ValueError: If the columns disagree.
+        """
+        lengths = {key: len(value) for key, value in self.data.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of one batch must have equal lengths, got {lengths}")
+        return next(iter(lengths.values()), 0)
+
+    def select_indices(self, indices: Sequence[int]) -> Self:
+        """The rows at `indices`, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.long)
+        return type(self)(
+            {
+                key: value[index]
+                if isinstance(value, torch.Tensor)
+                else [value[i] for i in index.tolist()]
+                for key, value in self.data.items()
+            }
+        )
+
+    def slice(self, start: int, end: int) -> Self:
+        """The rows from `start` up to, not including, `end`."""
+        return type(self)({key: value[start:end] for key, value in self.data.items()})
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with its tensors on `device`."""
+        return type(self)(
+            {
+                key: value.to(device) if isinstance(value, torch.Tensor) else value
+                for key, value in self.data.items()
+            }
+        )
+
+
+def _cat_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
+    if tensors[0].dim() < 2:
+        return torch.cat(list(tensors))
+    width = max(tensor.shape[1] for tensor in tensors)
+    if any(tensor.dim() > 2 and tensor.shape[1] != width for tensor in tensors):
+        raise ValueError("only columns of one or two dimensions can be padded")
+    padded = [
+        torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=pad_value)
+        if tensor.dim() == 2
+        else tensor
+        for tensor in tensors
+    ]
+    return torch.cat(padded)

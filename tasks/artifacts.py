@@ -1,0 +1,99 @@
+"""What stages hand on: a folder with a manifest, known by its content.
+
+Use the annotated names (`Dataset`, `Checkpoint`, ...) in signatures: they make Flyte's cache compare
+content hashes, not paths.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from flytekit import HashMethod
+from flytekit.types.directory import FlyteDirectory
+from pydantic import BaseModel, ConfigDict
+
+from nemo_rl_core.infra.lineage import Manifest
+
+
+class Artifact(BaseModel):
+    """A folder and what it is.
+
+    Attributes:
+        directory: The files, `manifest.json` among them.
+        manifest: Content hash, origin and cost.
+        summary: One line for the table at the end of a run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: FlyteDirectory
+    manifest: Manifest
+    summary: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """The files on this machine, downloaded where they lie elsewhere."""
+        return Path(self.directory)
+
+    def __str__(self) -> str:
+        return f"{self.manifest.stage} {self.manifest.content_hash[:12]} in {self.directory.path}"
+
+
+class TokenizerArtifact(Artifact):
+    """A tokenizer in the transformers layout."""
+
+
+class DatasetArtifact(Artifact):
+    """Checked rows as `rows.parquet`."""
+
+
+class CheckpointArtifact(Artifact):
+    """`model/` in the transformers layout; `trainer/` where training can go on from it."""
+
+    @property
+    def model_folder(self) -> Path:
+        """Weights, config and tokenizer."""
+        return self.folder / "model"
+
+
+class EvalReport(Artifact):
+    """`rows.parquet` with every completion, and the figures.
+
+    Attributes:
+        metrics: `greedy_accuracy` and its interval, `mean_reward`, `pass_at_k`.
+    """
+
+    metrics: dict[str, float]
+
+
+class PromotionDecision(Artifact):
+    """Whether the candidate takes the incumbent's place, and the figures behind it.
+
+    Attributes:
+        promoted: The candidate is better at the stated confidence.
+        difference: Greedy accuracy of the candidate less that of the incumbent, on the same prompts.
+        low: Lower bound of the paired interval of the difference.
+        high: Upper bound.
+    """
+
+    promoted: bool
+    difference: float
+    low: float
+    high: float
+
+
+class LineageReport(Artifact):
+    """`lineage.html` and `lineage.json`: a checkpoint and all it came from."""
+
+
+def content_hash(artifact: Artifact) -> str:
+    """What Flyte's cache compares."""
+    return artifact.manifest.content_hash
+
+
+_by_content = HashMethod(content_hash)
+Tokenizer = Annotated[TokenizerArtifact, _by_content]
+Dataset = Annotated[DatasetArtifact, _by_content]
+Checkpoint = Annotated[CheckpointArtifact, _by_content]
+Evaluation = Annotated[EvalReport, _by_content]
+Promotion = Annotated[PromotionDecision, _by_content]
+Lineage = Annotated[LineageReport, _by_content]

@@ -1,0 +1,58 @@
+"""Stage: a checkpoint measured on rows that were never trained on."""
+
+import json
+from pathlib import Path
+
+from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.files import write_atomic
+from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
+from tasks.experiment import EvaluationStage
+from tasks.resources import ray_stage
+from tasks.stage import Made, cached_task, make
+
+
+@cached_task(task_config=ray_stage())
+def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Dataset) -> Evaluation:
+    """Greedy accuracy with its interval, and pass@k."""
+
+    def work(folder: Path) -> Made:
+        import pandas as pd
+
+        from nemo_rl_core.evals.evaluate import EvaluationSetup
+        from nemo_rl_core.evals.evaluate import evaluate as evaluate_model
+
+        setup = EvaluationSetup(
+            generation=config.generation,
+            environment=config.environment,
+            dtype=config.dtype,
+            max_prompt_tokens=config.max_prompt_tokens,
+            seed=config.seed,
+        )
+        result = evaluate_model(
+            checkpoint.model_folder,
+            validation.folder,
+            connect(config.cluster),
+            config=config.evaluation,
+            setup=setup,
+        )
+        pd.DataFrame(result.rows).to_parquet(folder / "rows.parquet", index=False)
+        write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
+        metrics = result.metrics
+        summary = (
+            f"greedy accuracy {metrics['greedy_accuracy']:.3f} "
+            f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}]"
+        )
+        return Made(
+            "evaluation",
+            "parquet",
+            summary,
+            num_tokens=result.num_tokens,
+            peak_memory_gib=result.peak_memory_gib,
+            deck=completions_html([metrics]) + completions_html(result.rows[:40]),
+        )
+
+    parents = {"checkpoint": checkpoint, "validation": validation}
+    fields = make("evaluate", config=config, parents=parents, work=work)
+    metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
+    return EvalReport(**fields, metrics=metrics)

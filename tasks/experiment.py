@@ -1,0 +1,169 @@
+"""The recipe of a GRPO run, and which stage reads what of it.
+
+Each stage takes a record with exactly the fields it reads, so that Flyte's cache key is exactly its
+true input: another learning rate for GRPO leaves the data and the supervised checkpoint as they are.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import click
+from flytekit import task
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
+
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
+from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.data import ArithmeticData, DataConfig
+from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
+from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.model import DType, ModelConfig, ModelFromConfig
+from nemo_rl_core.config.training import TrainingConfig
+from nemo_rl_core.errors import ConfigError
+from tasks.resources import LIGHT
+
+
+class RecipeError(click.ClickException, ConfigError):
+    """A recipe that cannot be run, in the form that `pyflyte run` prints without a trace."""
+
+    exit_code = 2
+
+    def __init__(self, error: ConfigError) -> None:
+        ConfigError.__init__(self, *error.args)
+        self.message = str(error)
+
+
+class Recipe(FrozenConfig):
+    """Base of a workflow's input: whatever is wrong with it is said in a few lines."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        try:
+            validated: Self = handler(value)
+        except ValidationError as error:
+            raise RecipeError(describe(error)) from error
+        except ConfigError as error:
+            raise RecipeError(error) from error
+        return validated
+
+
+class GRPOExperiment(Recipe):
+    """All of a GRPO run; a recipe file holds only what differs from these defaults."""
+
+    seed: NonNegativeInt = 0
+    model: ModelConfig = ModelFromConfig()
+    data: DataConfig = ArithmeticData()
+    environment: EnvironmentConfig = ExactMatch()
+    sft: SFTConfig | None = None
+    grpo: GRPOSchedule = GRPOSchedule()
+    training: TrainingConfig = TrainingConfig()
+    generation: GenerationConfig = GenerationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    promotion: PromotionConfig = PromotionConfig()
+
+
+class ModelStage(FrozenConfig):
+    """What `prepare_model` reads; the seed only where weights are drawn."""
+
+    model: ModelConfig
+    seed: int | None
+
+
+class DataStage(FrozenConfig):
+    """What `prepare_data` reads."""
+
+    data: DataConfig
+    seed: int
+
+
+class SFTStage(FrozenConfig):
+    """What `train_sft` reads; without `sft` there is no warm start."""
+
+    sft: SFTConfig | None
+    training: TrainingConfig
+    cluster: ClusterConfig
+    dtype: DType
+    seed: int
+
+
+class GRPOStage(FrozenConfig):
+    """What `grpo_iteration` reads."""
+
+    grpo: GRPOConfig
+    environment: EnvironmentConfig
+    training: TrainingConfig
+    generation: GenerationConfig
+    cluster: ClusterConfig
+    dtype: DType
+    max_prompt_tokens: int
+    seed: int
+
+
+class EvaluationStage(FrozenConfig):
+    """What `evaluate` reads."""
+
+    evaluation: EvaluationConfig
+    environment: EnvironmentConfig
+    generation: GenerationConfig
+    cluster: ClusterConfig
+    dtype: DType
+    max_prompt_tokens: int
+    seed: int
+
+
+class PromotionStage(FrozenConfig):
+    """What `promote` reads."""
+
+    promotion: PromotionConfig
+    confidence: float = Field(gt=0.5, lt=1)
+    seed: int
+
+
+class GRPOPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    grpo: GRPOStage
+    num_iterations: int
+    evaluation: EvaluationStage
+    promotion: PromotionStage
+
+
+@task(requests=LIGHT)
+def plan(config: GRPOExperiment) -> GRPOPlan:
+    """Deals the recipe out to the stages."""
+    shared = {
+        "cluster": config.cluster,
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+    }
+    rollouts = {
+        "environment": config.environment,
+        "generation": config.generation,
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+    }
+    draws_weights = config.model.kind == "from_config"
+    return GRPOPlan(
+        model=ModelStage(model=config.model, seed=config.seed if draws_weights else None),
+        data=DataStage(data=config.data, seed=config.seed),
+        sft=SFTStage(sft=config.sft, training=config.training, **shared),
+        grpo=GRPOStage(grpo=config.grpo.iteration, training=config.training, **rollouts, **shared),
+        num_iterations=config.grpo.num_iterations,
+        evaluation=EvaluationStage(evaluation=config.evaluation, **rollouts, **shared),
+        promotion=PromotionStage(
+            promotion=config.promotion,
+            confidence=config.evaluation.confidence,
+            seed=config.seed,
+        ),
+    )

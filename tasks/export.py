@@ -1,0 +1,29 @@
+"""Stage: the model that stands at the end, as a folder for transformers and vLLM."""
+
+import shutil
+from pathlib import Path
+
+from nemo_rl_core.config.base import FrozenConfig
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
+from tasks.resources import LIGHT
+from tasks.stage import Made, cached_task, make
+
+
+class ExportStage(FrozenConfig):
+    """What `export` reads: nothing but its checkpoint."""
+
+
+@cached_task(requests=LIGHT)
+def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
+    """Writes the model alone, and proves that it loads to the same weights."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.converters.export import export_model
+
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        count = export_model(checkpoint.model_folder, folder / "model")
+        step = checkpoint.manifest.step
+        return Made("model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step)
+
+    parents = {"checkpoint": checkpoint, "decision": decision}
+    return CheckpointArtifact(**make("export", config=ExportStage(), parents=parents, work=work))

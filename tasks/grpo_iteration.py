@@ -1,0 +1,66 @@
+"""Stage: some steps of GRPO, from one checkpoint to the next."""
+
+from pathlib import Path
+
+from nemo_rl_core.distributed.session import connect
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
+from tasks.decks import curves, last_rollouts
+from tasks.experiment import GRPOStage
+from tasks.resources import ray_stage
+from tasks.stage import Made, cached_task, make
+
+_CURVES = (
+    "reward",
+    "loss",
+    "kl",
+    "token_mult_prob_error",
+    "completion_length",
+    "zero_variance_fraction",
+    "grad_norm",
+)
+
+
+@cached_task(task_config=ray_stage())
+def grpo_iteration(
+    config: GRPOStage, start: Checkpoint, reference: Checkpoint, train: Dataset, iteration: int
+) -> Checkpoint:
+    """Rolls out, scores, trains and syncs for the steps of one iteration, 1-based."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.algorithms.grpo.trainer import GRPOSetup, GRPOTrainer
+
+        setup = GRPOSetup(
+            training=config.training,
+            generation=config.generation,
+            environment=config.environment,
+            dtype=config.dtype,
+            max_prompt_tokens=config.max_prompt_tokens,
+            seed=config.seed,
+        )
+        trainer = GRPOTrainer(config.grpo, connect(config.cluster), setup)
+        result = trainer.fit(
+            train.folder,
+            start=start.folder,
+            reference=reference.model_folder,
+            iteration=iteration,
+            work=folder,
+        )
+        summary, deck = curves(folder, _CURVES)
+        return Made(
+            "checkpoint",
+            "hf",
+            summary,
+            num_tokens=result.num_tokens,
+            peak_memory_gib=result.peak_memory_gib,
+            step=result.step,
+            deck=deck + last_rollouts(folder),
+        )
+
+    fields = make(
+        "grpo_iteration",
+        config=config,
+        parents={"start": start, "reference": reference, "train": train},
+        work=work,
+        part=str(iteration),
+    )
+    return CheckpointArtifact(**fields)

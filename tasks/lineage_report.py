@@ -1,0 +1,51 @@
+"""Stage: a page and a record of all that a model came from."""
+
+import json
+from pathlib import Path
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.lineage import Manifest, ancestry
+from tasks.artifacts import Checkpoint, Lineage, LineageReport
+from tasks.resources import LIGHT
+from tasks.stage import Made, cached_task, make
+
+
+class LineageStage(FrozenConfig):
+    """What `lineage_report` reads: nothing but its model."""
+
+
+@cached_task(requests=LIGHT)
+def lineage_report(model: Checkpoint) -> Lineage:
+    """Walks from the model through its parents back to data, code and config."""
+
+    def work(folder: Path) -> Made:
+        found = ancestry(model.manifest)
+        rows = [_row(0, model.manifest)]
+        rows += [
+            _row(a.depth, a.manifest)
+            if a.manifest
+            else {"generation": a.depth, "stage": a.ref.stage, "content": a.state}
+            for a in found
+        ]
+        write_atomic(folder / "lineage.json", json.dumps(rows, indent=1, sort_keys=True))
+        summary = f"{len(rows)} artifacts from {rows[-1]['stage']} to {rows[0]['stage']}"
+        return Made("lineage", "json", summary, deck=completions_html(rows))
+
+    fields = make("lineage_report", config=LineageStage(), parents={"model": model}, work=work)
+    return LineageReport(**fields)
+
+
+def _row(depth: int, manifest: Manifest) -> dict[str, object]:
+    return {
+        "generation": depth,
+        "stage": manifest.stage,
+        "kind": manifest.kind,
+        "content": manifest.content_hash[:16],
+        "step": manifest.step,
+        "seed": manifest.seed,
+        "config": manifest.config_hash[:12],
+        "source": manifest.source_digest,
+        "parents": ", ".join(parent.content_hash[:8] for parent in manifest.parents),
+    }

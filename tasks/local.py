@@ -1,0 +1,59 @@
+"""Where flytekit keeps things when it runs on this machine: in the store, nowhere else.
+
+flytekit would put outputs into a temporary folder of each process, so that a cache hit fails after
+a clean-up, and its cache beside the store. Both are moved; on a cluster nothing is touched.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from flytekit.configuration import DataConfig
+from flytekit.core import data_persistence, local_cache
+from flytekit.core.context_manager import FlyteContextManager
+
+from nemo_rl_core.infra.store import Store
+
+
+def on_cluster() -> bool:
+    """Whether this process is a container that Flyte started."""
+    return "FLYTE_INTERNAL_EXECUTION_ID" in os.environ
+
+
+def use_store() -> None:
+    """Points flytekit's local files and its local cache at the store of `NEMO_RL_HOME`."""
+    if on_cluster():
+        return
+    cache = Store.default().cache
+    provider = data_persistence.default_local_file_access_provider
+    # Initialized anew rather than replaced: contexts that exist already hold this very object.
+    provider.__init__(
+        local_sandbox_dir=str(cache / "sandbox"),
+        raw_output_prefix=str(cache / "raw"),
+        data_config=DataConfig.auto(),
+    )
+    FlyteContextManager.initialize()
+    local_cache.CACHE_LOCATION = str(cache / "flyte")
+    local_cache.LocalTaskCache._initialized = False
+    local_cache.LocalTaskCache.get = staticmethod(_get_if_whole)
+
+
+_flytekit_get = local_cache.LocalTaskCache.get
+
+
+def _get_if_whole(*args: Any) -> Any:
+    """A cached result whose folders are all still there; else the stage runs again."""
+    literals = _flytekit_get(*args)
+    if literals is None or all(folder.is_dir() for folder in _folders(literals)):
+        return literals
+    return None
+
+
+def _folders(literals: Any) -> Iterator[Path]:
+    for literal in literals.literals.values():
+        binary = literal.scalar.binary if literal.scalar else None
+        record = msgpack.loads(binary.value) if binary else None
+        if isinstance(record, dict) and isinstance(record.get("directory"), dict):
+            yield Path(record["directory"]["path"])

@@ -1,0 +1,50 @@
+"""Stage: rows, checked before any worker starts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.types import Row
+from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
+from tasks.experiment import DataStage
+from tasks.resources import LIGHT
+from tasks.stage import Made, cached_task, make
+
+
+class PreparedData(NamedTuple):
+    """Rows to train on, and rows that are never trained on."""
+
+    train: Dataset
+    validation: Dataset
+
+
+@cached_task(requests=LIGHT)
+def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
+    """Reads or generates the rows, and refuses bad ones by number."""
+    from nemo_rl_core.data.loader import save_frame
+    from nemo_rl_core.data.schemas import check_disjoint, validate_rows
+
+    from nemo_rl_core.data.datasets import load_rows
+    from nemo_rl_core.data.pretrained import load_tokenizer
+
+    train, validation = load_rows(config.data, seed=config.seed)
+    loaded_tokenizer = load_tokenizer(tokenizer.folder)
+
+    def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
+        limit = config.data.max_prompt_tokens
+        frame = validate_rows(rows, tokenizer=loaded_tokenizer, max_prompt_tokens=limit, name=name)
+
+        def write(folder: Path) -> Made:
+            save_frame(frame, folder)
+            deck = completions_html(frame.head(20).to_dict("records"))
+            return Made("dataset", "parquet", f"{name} {len(frame)} rows", deck=deck)
+
+        fields = make(
+            "prepare_data", config=config, parents={"tokenizer": tokenizer}, work=write, part=name
+        )
+        return DatasetArtifact(**fields)
+
+    prepared = PreparedData(artifact("train", train), artifact("validation", validation))
+    check_disjoint(train, validation)
+    return prepared

@@ -1,0 +1,42 @@
+"""Stage: the model a run starts from, and its tokenizer."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_rl_core.converters.materialize import materialize
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
+from tasks.experiment import ModelStage
+from tasks.resources import LIGHT
+from tasks.stage import Made, cached_task, make
+
+
+class PreparedModel(NamedTuple):
+    """The first checkpoint and the tokenizer alone, which data depend on."""
+
+    base: Checkpoint
+    tokenizer: Tokenizer
+
+
+@cached_task(requests=LIGHT)
+def prepare_model(config: ModelStage) -> PreparedModel:
+    """Brings the model into the store, in the transformers layout."""
+
+    def write_model(folder: Path) -> Made:
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        count = materialize(config.model, folder / "model", seed=config.seed)
+        summary = f"{config.model.name}, {count / 1e6:.2f} M parameters"
+        return Made("checkpoint", "hf", summary, step=0)
+
+    base = CheckpointArtifact(**make("prepare_model", config=config, parents={}, work=write_model))
+
+    def write_tokenizer(folder: Path) -> Made:
+        for file in sorted(base.model_folder.iterdir()):
+            if not file.name.endswith((".safetensors", ".index.json")):
+                shutil.copy(file, folder)
+        return Made("tokenizer", "hf")
+
+    tokenizer = TokenizerArtifact(
+        **make("tokenizer", config=config, parents={"base": base}, work=write_tokenizer)
+    )
+    return PreparedModel(base, tokenizer)
