@@ -83,7 +83,7 @@ class GRPOLossFn:
             loss = masked_sum(values, mask, denominator=global_valid_tokens)
         else:
             means = masked_sequence_mean(values, mask)
-            loss = masked_sum(means, mask.any(dim=-1), denominator=global_valid_seqs)
+            loss = masked_sum(means, batch["sample_mask"].bool(), denominator=global_valid_seqs)
         metrics = {
             name: masked_sum(metric, mask, denominator=global_valid_tokens)
             for name, metric in per_token.items()

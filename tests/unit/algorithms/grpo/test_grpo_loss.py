@@ -79,6 +79,16 @@ def test_sequence_mean_by_hand():
     assert metrics["ratio_mean"].item() == pytest.approx((2 + 0.5 + 2) / 3)
 
 
+def test_a_clip_that_does_not_bind_is_not_counted():
+    current, batch = hand_batch()
+    # With the signs swapped, max() takes the unclipped side at every ratio outside the band but
+    # one: row 0 has r = 2 with A < 0; row 1 has r = 1/2 and, the one, r = 2 with A > 0.
+    batch["advantages"] = -batch["advantages"]
+    _, metrics = run(ClippedLoss(kl=None), current, batch)
+    assert metrics["clip_fraction_low"].item() == 0
+    assert metrics["clip_fraction_high"].item() == 1 / 4
+
+
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
 def test_a_valid_sequence_without_tokens_adds_nothing_but_counts(reduction):
     current, batch = hand_batch()
@@ -273,8 +283,11 @@ def test_poison_at_masked_entries_changes_nothing(case, poison, extra):
         **{name: poisoned(batch[name]) for name in PER_TOKEN},
     }
     dirty = poisoned(current).requires_grad_()
-    dirty_loss, dirty_metrics = run(config, dirty, dirty_batch)
-    dirty_loss.backward()
+    # Under anomaly detection, so that no step of the backward pass may make a NaN either: someone
+    # who hunts a real one with it must not be sent after padding.
+    with torch.autograd.set_detect_anomaly(True):
+        dirty_loss, dirty_metrics = run(config, dirty, dirty_batch)
+        dirty_loss.backward()
     torch.testing.assert_close(dirty_loss, loss)
     for name, value in metrics.items():
         torch.testing.assert_close(dirty_metrics[name], value)
