@@ -1,1 +1,5 @@
 """The DAGs: one a file, one screen each."""
+
+from tasks import recorder
+
+recorder.install()

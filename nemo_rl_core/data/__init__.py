@@ -1,0 +1,1 @@
+"""From rows to batches of tokens: readers, checks, chat templates, masks, packing."""

@@ -157,8 +157,13 @@ class CheckpointManager:
                 return step, path
         return None
 
+    @staticmethod
+    def folder_name(step: int) -> str:
+        """What the checkpoint of a step is called in `root`."""
+        return f"step-{step:08d}"
+
     def _path(self, step: int) -> Path:
-        return self.root / f"step-{step:08d}"
+        return self.root / self.folder_name(step)
 
     def _recover(self) -> None:
         for old in self.root.glob(f".step-*{_OLD}"):

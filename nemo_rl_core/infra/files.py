@@ -148,9 +148,15 @@ def folder_bytes(folder: Path) -> int:
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder so that it is gone at once: killed half-way, no half folder is left."""
+    """Deletes a folder so that it is gone at once: killed half-way, no half folder is left.
+
+    Nothing happens when it is gone already.
+    """
     doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
-    path.rename(doomed)
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra import files
@@ -122,9 +121,7 @@ class Store:
         folder = self.work / _work_name(stage, key)
         with files.storage_errors(folder):
             self.work.mkdir(parents=True, exist_ok=True)
-            lock = folder.with_name(folder.name + ".lock").open("a+")
-        with lock:
-            _acquire(lock, stage)
+        with _held(folder.with_name(folder.name + ".lock"), stage):
             files.sweep_discarded(self.work)
             with files.storage_errors(folder):
                 for torn in self.work.glob(f".{_record_path(folder).name}.*{files.ASIDE}"):
@@ -197,21 +194,41 @@ def _record_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".done")
 
 
-def _acquire(lock: IO[str], stage: str) -> None:
-    """Takes the lock; the kernel gives it back when this process ends, killed or not."""
+_open_locks: set[int] = set()
+
+
+def _close_locks_in_child() -> None:
+    # A lock lasts as long as any process has it open. A pool's worker that outlives its killed
+    # parent would keep it for ever; closing the copy here takes nothing from the parent.
+    for descriptor in _open_locks:
+        os.close(descriptor)
+    _open_locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks_in_child)
+
+
+@contextmanager
+def _held(path: Path, stage: str) -> Iterator[None]:
+    """Holds a lock file; the kernel gives it back when this process ends, killed or not."""
+    with files.storage_errors(path):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    _open_locks.add(lock)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        logger.warning("%s: waiting for process %s, which runs the same stage", stage, holder)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    lock.truncate(0)
-    try:
-        lock.write(str(os.getpid()))
-        lock.flush()
-    except OSError:
-        logger.debug("no space to name this process in its lock", exc_info=True)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode().strip() or "unknown"
+            logger.warning("%s: waiting for process %s, which runs the same stage", stage, holder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.storage_errors(path):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        if lock in _open_locks:  # else this is a forked child, where it is closed already
+            _open_locks.remove(lock)
+            os.close(lock)
 
 
 def _remove_if_empty(folder: Path) -> None:

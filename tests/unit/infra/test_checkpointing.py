@@ -287,19 +287,21 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: rang
         optimizer.step()
 
 
-def _adamw(model: torch.nn.Module, *, reverse: bool = False) -> torch.optim.AdamW:
+def _adamw(
+    model: torch.nn.Module, *, reverse: bool = False, fused: bool = False
+) -> torch.optim.AdamW:
     parameters = list(model.parameters())
-    return torch.optim.AdamW(parameters[::-1] if reverse else parameters, lr=1e-2)
+    return torch.optim.AdamW(parameters[::-1] if reverse else parameters, lr=1e-2, fused=fused)
 
 
 @settings(max_examples=10, deadline=None)
-@given(before=st.integers(0, 4), after=st.integers(1, 4))
+@given(before=st.integers(0, 4), after=st.integers(1, 4), fused=st.booleans())
 def test_a_resumed_optimizer_continues_to_the_bit(
-    tmp_path_factory: pytest.TempPathFactory, before: int, after: int
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, fused: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("o")
     straight = _model()
-    optimizer = _adamw(straight)
+    optimizer = _adamw(straight, fused=fused)
     _train(straight, optimizer, range(before))
     state = optimizer_tensors(optimizer, dict(straight.named_parameters()))
     save_tensors(folder / "optimizer.safetensors", state)
@@ -309,7 +311,7 @@ def test_a_resumed_optimizer_continues_to_the_bit(
     resumed = _model(seed=9)
     resumed.load_state_dict(load_tensors(folder / "model.safetensors"))
     # In another order, since the names and not the places must count.
-    other = _adamw(resumed, reverse=True)
+    other = _adamw(resumed, reverse=True, fused=fused)
     names = dict(resumed.named_parameters())
     restore_optimizer(other, names, load_tensors(folder / "optimizer.safetensors"))
     restored = optimizer_tensors(other, names)

@@ -121,3 +121,16 @@ def test_remove_leftovers_spares_what_is_whole(tmp_path: Path) -> None:
     files.remove_leftovers(tmp_path)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
     assert left == [".keep~", "a", "c", "c/f"]
+
+
+def test_discard_of_an_absent_folder_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    files.discard(tmp_path / "a")
+    files.discard(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_finishes_what_a_killed_process_was_deleting(tmp_path: Path) -> None:
+    _fill(tmp_path, {".a.1.discarded~/b": b"", ".c.1.aside~": b"", "d": b""})
+    files.sweep_discarded(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".c.1.aside~", "d"]

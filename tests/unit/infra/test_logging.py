@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.display import PlainDisplay, choose_display, show_on, summary_table
+from nemo_rl_core.infra.display import (
+    PlainDisplay,
+    RichDisplay,
+    choose_display,
+    show_on,
+    summary_table,
+)
 from nemo_rl_core.infra.logging import (
     Event,
     Note,
@@ -294,6 +300,30 @@ def test_a_terminal_gets_one_live_line(tmp_path: Path, columns: int) -> None:
     kept = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
     assert sum("reward" in line for line in kept) <= 4
     assert all(noise in _log_text(tmp_path) for noise in NOISE)
+
+
+def test_a_live_display_follows_stages_and_window_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(terminal, "w") as stream:
+        display = choose_display(stream)
+        assert isinstance(display, RichDisplay)
+        display.step(StepReport("unannounced", 1, 2, {"loss": 0.5}))
+        time.sleep(0.3)  # four frames a second
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+        display.stage_started("a_stage_with_a_long_name")
+        display.step(StepReport("a_stage_with_a_long_name", 1, 2, {"reward": 0.5}))
+        display.note("x" * 40)
+        display.stage_finished(StageRecord("a_stage_with_a_long_name", "failed", 1.0))
+        display.close()
+        display.close()
+        shown = os.read(controller, 65536).decode()
+    os.close(controller)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "1/2  loss 0.500" in text
+    assert f"{'x' * 30}\r\n{'x' * 10}" in text, "a long note wraps at the new width"
+    assert "FAILED" in text
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(tmp_path: Path) -> None:

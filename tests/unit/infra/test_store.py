@@ -1,6 +1,8 @@
 import json
 import logging
+import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -191,6 +193,48 @@ with Store(Path(sys.argv[1])).work_folder("sft", "key") as folder:
     assert (out, err) == ("['busy']\n", "")
 
 
+def test_a_forked_child_that_outlives_its_parent_keeps_no_lock(store: Store, spawn: Spawn) -> None:
+    forks = """
+import os, sys, time
+from pathlib import Path
+from nemo_rl_core.infra.store import Store
+with Store(Path(sys.argv[1])).work_folder("sft", "key") as folder:
+    (folder / "mine").touch()
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
+"""
+    holder = spawn(forks, store.root)
+    assert holder.stdout is not None
+    orphan = int(holder.stdout.readline())
+    waiter = spawn(STAGE.replace("started", "took over"), store.root, 0)
+    time.sleep(0.5)
+    assert waiter.poll() is None, "the fork must not take the lock from its parent"
+    holder.kill()
+    try:
+        out, _ = waiter.communicate(timeout=20)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    assert out.split() == ["took", "over", "ran"]
+
+
+def test_a_forked_child_may_leave_the_work_folder(store: Store, spawn: Spawn) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from nemo_rl_core.infra.store import Store
+store = Store(Path(sys.argv[1]))
+with store.work_folder("sft", "key") as folder:
+    (folder / "mine").touch()
+    child = os.fork()
+if child == 0:
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    assert spawn(script, store.root).communicate(timeout=20) == ("0\n", "")
+
+
 def test_other_keys_do_not_wait(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     with store.work_folder("sft", "a"), store.work_folder("sft", "b"):
         pass
@@ -250,7 +294,7 @@ for key in map(str, itertools.count()):
     rng = random.Random(0)
     children = [spawn(script, store.root) for _ in range(3)]
     deadline = time.monotonic() + 20
-    while not (store.work / "9.done").exists() and not (store.work / "sft-9.done").exists():
+    while not (store.work / "sft-9.done").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     for _ in range(12):
