@@ -86,8 +86,7 @@ class CheckpointManager:
 
     Args:
         root: Holds one folder a checkpoint.
-        keep_latest: How many to keep. With one there is nothing to fall back on when the disk
-            damages it; a kill alone never does.
+        keep_latest: How many to keep. With one, a disk that damages it leaves no other.
 
     Example:
         >>> manager = CheckpointManager(folder / "checkpoints")                # doctest: +SKIP
@@ -102,10 +101,9 @@ class CheckpointManager:
         self.root, self.keep_latest = root, keep_latest
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Saves a checkpoint, then drops those that are not among the latest up to this step.
+        """Saves a checkpoint, then drops all but the latest up to this step.
 
-        Checkpoints of later steps go too: a run that saves step 15 after 20 started over from an
-        earlier one, because 20 was refused.
+        Later steps go too: a run that saves 15 after 20 went back because 20 was refused.
 
         Args:
             step: Replaces an older checkpoint of the same step.
@@ -171,12 +169,10 @@ class CheckpointManager:
 
 
 def _manifest(step: int, folder: Path) -> str:
+    paths = {name: folder / name for name in files.list_files(folder)}
     entries = {
-        name: {
-            "sha256": files.hash_file(folder / name),
-            "bytes": (folder / name).stat().st_size,
-        }
-        for name in files.list_files(folder)
+        name: {"sha256": files.hash_file(path), "bytes": path.stat().st_size}
+        for name, path in paths.items()
     }
     return json.dumps({"step": step, "files": entries}, indent=1)
 
