@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-
 # Not one of the leftovers that `files` may sweep: until recovered it can be the only whole copy.
 _OLD = ".old~"
 

@@ -44,7 +44,7 @@ def test_truncate_after_keeps_the_bytes_of_the_rest(tmp_path: Path) -> None:
     assert metrics.read() == []
 
 
-@pytest.mark.parametrize("torn", [b"{", b'{"stage": "a"}', b"\x00\xff", b'{"st\xc3'])
+@pytest.mark.parametrize("torn", [b"{", b'{"stage": "a"}', b"\x00\xff", b'{"st\xc3', b"x" * 9999])
 def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path, torn: bytes) -> None:
     metrics = MetricsFile(tmp_path / "m")
     metrics.append(_report(1))

@@ -265,6 +265,10 @@ def test_killed_at_any_moment_publishing_loses_nothing(
         killed = run_killed_at(PUBLISH, moment, store.root)
         artifact = store.published("sft", "key")
         assert artifact or killed
+        left = store.work / "sft-key"
+        if (store.work / "sft-key.done").exists() and left.exists():
+            # Whole until it is gone: a stage could still be asked to go on from it.
+            assert {path.name for path in left.iterdir()} == {"a", "b"}
         for folder in store.artifacts.glob("*"):
             assert {path.name for path in folder.iterdir()} == {"a", "b"}
         assert not run_killed_at(PUBLISH, 0, store.root)
