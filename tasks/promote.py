@@ -11,6 +11,8 @@ from tasks.experiment import PromotionStage
 from tasks.resources import LIGHT
 from tasks.stage import Made, cached_task, make
 
+_NUM_RESAMPLES = 10_000
+
 
 class Promoted(NamedTuple):
     """The decision, and the checkpoint that stands after it."""
@@ -33,7 +35,12 @@ def promote(
         old, new = _scores(before), _scores(after)
         order = sorted(old)
         pairs = [old[key] for key in order], [new[key] for key in order]
-        compared = paired_bootstrap(*pairs, confidence=config.confidence, seed=config.seed)
+        compared = paired_bootstrap(
+            *pairs,
+            confidence=config.confidence,
+            num_resamples=_NUM_RESAMPLES,
+            seed=config.seed,
+        )
         figures = {
             "promoted": compared.lower > config.promotion.min_improvement,
             "difference": compared.difference,
