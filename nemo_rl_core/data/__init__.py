@@ -1,1 +1,1 @@
-"""From rows to batches of tokens: readers, checks, chat templates, masks, packing."""
+"""Rows, their checks, and how they become tokens and batches."""

@@ -1,95 +1,131 @@
-"""Rows on disk, and the order in which they are used."""
+"""Data set folders, and batches that are a pure function of seed and step."""
 
-import hashlib
 import random
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 T = TypeVar("T")
+
 ROWS_FILE = "rows.parquet"
-
-
-def save_frame(frame: pd.DataFrame, folder: Path) -> None:
-    """Writes rows as `rows.parquet`; the same rows give the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    frame.to_parquet(folder / ROWS_FILE, index=False)
-
-
-def load_frame(folder: Path) -> pd.DataFrame:
-    """Reads what `save_frame` wrote."""
-    return pd.read_parquet(folder / ROWS_FILE)
-
-
-def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
-    """All rows of a data set folder as prompts, tokenized."""
-    frame = load_frame(folder)
-    columns = ("id", "prompt", "answer", "task", "metadata")
-    return [
-        Prompt(
-            id=str(key),
-            text=text,
-            token_ids=tuple(prompt_token_ids(tokenizer, text)),
-            answer=answer,
-            task=task,
-            metadata=metadata,
-        )
-        for key, text, answer, task, metadata in zip(*(frame[c] for c in columns), strict=True)
-    ]
+"""The one file of a data set folder."""
 
 
 class PromptLoader(Generic[T]):
-    """Batches in shuffled order, epoch after epoch, as a pure function of the step.
+    """Batches from shuffled passes over the data.
 
-    There is no position to save: a resumed run asks for the next step and gets its rows.
+    The rows of all epochs, each shuffled on its own, form one endless sequence, and step `k` takes
+    the slice from `k * batch_size`. So each row comes once an epoch whatever the batch size is, and
+    a run that resumes at any step needs no state. A batch across two epochs may hold a row twice.
 
     Args:
-        rows: What to draw from.
-        batch_size: Rows a step; a batch may span the border of two epochs.
-        seed: Of the order; every epoch has another.
+        prompts: What to draw from.
+        batch_size: Items a step.
+        seed: Of the order.
 
     Raises:
-        DataError: If there are fewer rows than a batch takes.
+        DataError: When a batch would be larger than the data set.
 
     Example:
-        >>> loader = PromptLoader(["a", "b", "c"], batch_size=2, seed=0)
-        >>> sorted(loader.batch(0) + loader.batch(1)[:1])
-        ['a', 'b', 'c']
+        >>> loader = PromptLoader("abc", batch_size=2, seed=0)
+        >>> sorted((loader.batch(0) + loader.batch(1) + loader.batch(2)))
+        ['a', 'a', 'b', 'b', 'c', 'c']
     """
 
-    def __init__(self, rows: Sequence[T], *, batch_size: int, seed: int) -> None:
-        if len(rows) < batch_size:
+    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int) -> None:
+        if batch_size < 1 or batch_size > len(prompts):
             raise DataError(
-                "the data set has fewer rows than one step takes",
-                expected=f"at least {batch_size} rows",
-                got=str(len(rows)),
-                fix="lower num_prompts_per_step or global_batch_size, or bring more rows",
+                "a step takes more rows than the data set has",
+                expected=f"a batch of 1 to {len(prompts)} rows",
+                got=str(batch_size),
+                fix="use more data (num_train), or fewer rows a step (num_prompts_per_step of "
+                "grpo, global_batch_size of sft)",
             )
-        self._rows = rows
+        self._prompts = prompts
         self._batch_size = batch_size
         self._seed = seed
+        self._orders: dict[int, list[int]] = {}
 
     def batch(self, step: int) -> list[T]:
-        """The rows of a step, counted from 0."""
+        """The items of a step, which counts from 0."""
         first = step * self._batch_size
         places = range(first, first + self._batch_size)
-        size = len(self._rows)
+        epochs = {place // len(self._prompts) for place in places}
+        self._orders = {epoch: self._order(epoch) for epoch in epochs}
         return [
-            self._rows[_permutation(size, self._seed, place // size)[place % size]]
+            self._prompts[self._orders[place // len(self._prompts)][place % len(self._prompts)]]
             for place in places
         ]
 
+    def _order(self, epoch: int) -> list[int]:
+        if epoch in self._orders:
+            return self._orders[epoch]
+        order = list(range(len(self._prompts)))
+        # A text is hashed with SHA-512 first: `seed + epoch` would make epoch 1 of seed 0 the same
+        # as epoch 0 of seed 1.
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
 
-@lru_cache(maxsize=8)
-def _permutation(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
-    order = list(range(size))
-    random.Random(int.from_bytes(key, "big")).shuffle(order)
-    return tuple(order)
+
+def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
+    """Writes a data set folder; equal frames give equal bytes.
+
+    Returns:
+        The file that was written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # pandas' own metadata would carry its version into the content hash.
+    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+    pq.write_table(table, folder / ROWS_FILE)
+    return folder / ROWS_FILE
+
+
+def load_frame(folder: Path) -> "pd.DataFrame":
+    """The rows of a data set folder.
+
+    Raises:
+        DataError: When the folder holds no readable rows.
+    """
+    import pandas as pd
+    import pyarrow as pa
+
+    path = Path(folder) / ROWS_FILE
+    try:
+        return pd.read_parquet(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(
+            f"the data set folder {folder} cannot be read",
+            expected=f"a parquet file {ROWS_FILE} in it",
+            got=f"{type(error).__name__}: {str(error)[:160]}",
+            fix="run the stage prepare_data again",
+        ) from error
+
+
+def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
+    """The rows of a data set folder as prompts, tokenized, in the order of the file.
+
+    Args:
+        folder: A folder that `save_frame` wrote.
+        tokenizer: The model's tokenizer.
+    """
+    return [
+        Prompt(
+            id=row["id"],
+            text=row["prompt"],
+            token_ids=tuple(prompt_token_ids(tokenizer, row["prompt"])),
+            answer=row["answer"],
+            task=row["task"],
+            metadata=row["metadata"],
+        )
+        for row in load_frame(folder).to_dict("records")
+    ]

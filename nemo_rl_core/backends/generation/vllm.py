@@ -1,5 +1,6 @@
 """The generation worker over vLLM's offline engine, which lives inside the worker's process."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
 from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 
 
 class VllmBackend:
@@ -79,7 +83,8 @@ class VllmBackend:
         )
 
     def _reload(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        weights = _with_tied_head(named_tensors, self._setup.model_folder)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         # Keys and values that the old weights computed would otherwise be reused for the new ones.
         if not self._llm.reset_prefix_cache():
             raise ConsistencyError(
@@ -117,6 +122,29 @@ class VllmBackend:
     def shutdown(self) -> None:
         """Ends the engine."""
         self.__dict__.clear()
+
+
+def _with_tied_head(
+    named_tensors: list[tuple[str, torch.Tensor]], model_folder: Path
+) -> list[tuple[str, torch.Tensor]]:
+    """Names the embedding a second time where the head shares it.
+
+    Checkpoints hold a shared matrix once. vLLM loads that well the first time, but on a CPU it
+    re-packs the head into a copy, which a later reload refreshes only if the head is named: the
+    engine would go on with the head of its first weights.
+    """
+    config = json.loads((model_folder / "config.json").read_text())
+    names = {name for name, _ in named_tensors}
+    if not config.get("tie_word_embeddings", True) or _HEAD in names:
+        return named_tensors
+    embeddings = [tensor for name, tensor in named_tensors if name.endswith(_EMBEDDING)]
+    if len(embeddings) != 1:
+        raise ConsistencyError(
+            "the head of the model shares its weights, but no embedding was sent with them",
+            expected=f"one tensor whose name ends with {_EMBEDDING!r}",
+            got=f"{len(embeddings)}",
+        )
+    return [*named_tensors, (_HEAD, embeddings[0])]
 
 
 def _as_batch(prompts: list[list[int]], completions: list[Any]) -> BatchedDataDict:

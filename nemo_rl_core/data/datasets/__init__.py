@@ -5,7 +5,15 @@ from nemo_rl_core.types import Row
 
 
 def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to validate on."""
+    """Rows to train on and rows to validate on, a function of the arguments alone.
+
+    Args:
+        config: What to read or to generate.
+        seed: Of generated rows; rows from files do not depend on it.
+
+    Raises:
+        DataError: When the rows cannot be read or made.
+    """
     match config:
         case ArithmeticData():
             from nemo_rl_core.data.datasets import arithmetic
