@@ -1,0 +1,48 @@
+"""Procedurally generated reasoning tasks, drawn in a process of their own.
+
+Several tasks go through sets of strings while they draw, so that their questions change with the
+interpreter's hash seed (word_ladder, isomorphic_strings, ransom_note ...). A seed must give the
+same rows in every run, and the hash seed can only be set when a process starts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+from nemo_rl_core.config.data import ReasoningGymData
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
+
+
+def load(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Different questions of every task, in equal parts, the tasks taking turns.
+
+    Returns:
+        Training rows and validation rows. `metadata` is JSON with `task`, `options` and `entry`:
+        what `environments.reasoning_gym` needs to call the task's own scorer.
+
+    Raises:
+        DataError: For an unknown task or option, a task that cannot be scored later, or one that
+            has too few different questions.
+    """
+    search_path = os.pathsep.join(path or os.curdir for path in sys.path)
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "nemo_rl_core.data.datasets.reasoning_gym_draw"],
+        input=json.dumps({"config": config.model_dump(), "seed": seed}),
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": search_path},
+        check=False,
+    )
+    if child.returncode:
+        raise DataError(
+            "the process that draws reasoning-gym questions died",
+            got=f"exit code {child.returncode}: {(child.stderr.strip() or 'no output')[-200:]}",
+            fix="try the tasks of data.tasks one by one; a negative code -9 means out of memory",
+        )
+    result = json.loads(child.stdout)
+    if "error" in result:
+        raise DataError(*result["error"])
+    train, validation = result["rows"]
+    return train, validation

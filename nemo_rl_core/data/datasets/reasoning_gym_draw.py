@@ -1,0 +1,160 @@
+"""Draws reasoning-gym questions: the program of the child process that `reasoning_gym.load` starts.
+
+Left out: tasks without a reference answer (rubiks_cube, graph_color and the like), and tasks whose
+entries JSON cannot carry to the scorer (arc_agi and rearc compare tuples). Both are refused, and so
+is codeio, which runs programs that draw numbers without a seed.
+"""
+
+import difflib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from itertools import chain, islice, zip_longest
+from typing import Any
+
+from nemo_rl_core.config.data import ReasoningGymData
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
+
+_LEFT_OUT = {"codeio", "composite"}
+_TRIES_PER_ROW = 10
+"""How many questions are drawn for each wanted one before a task counts as too small."""
+
+
+def draw(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """The rows of `reasoning_gym.load`, equal only in processes with the same `PYTHONHASHSEED`.
+
+    The first questions of a task are for validation and the next for training.
+    """
+    if len(set(config.tasks)) < len(config.tasks):
+        raise DataError(
+            "data.tasks names a task twice", got=", ".join(config.tasks), fix="once each"
+        )
+    train, validation = [], []
+    # Two tasks that ask the same (prompts are unique in a data set) must not both keep a question.
+    taken: set[str] = set()
+    num_train = _shares(config.num_train, len(config.tasks))
+    num_validation = _shares(config.num_validation, len(config.tasks))
+    for task, wanted, held_out in zip(config.tasks, num_train, num_validation, strict=True):
+        rows = _rows(config, task, seed=seed, num_rows=wanted + held_out, taken=taken)
+        validation.append(rows[:held_out])
+        train.append(rows[held_out:])
+    return _take_turns(train), _take_turns(validation)
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    return [total // parts + (place < total % parts) for place in range(parts)]
+
+
+def _take_turns(parts: list[list[Row]]) -> list[Row]:
+    return [row for row in chain.from_iterable(zip_longest(*parts)) if row is not None]
+
+
+def _rows(
+    config: ReasoningGymData, task: str, *, seed: int, num_rows: int, taken: set[str]
+) -> list[Row]:
+    # codeio and list_functions draw from the global generator too.
+    random.seed(seed)
+    options = config.task_options.get(task, {})
+    dataset = _create(task, options, seed=seed, size=_TRIES_PER_ROW * num_rows)
+    found = list(islice(_questions(config, task, dataset, taken), num_rows))
+    if len(found) < num_rows:
+        raise DataError(
+            f"the reasoning-gym task {task!r} has too few different questions",
+            expected=f"{num_rows} (its part of num_train and num_validation)",
+            got=f"{len(found)} in {_TRIES_PER_ROW * num_rows} draws",
+            fix="lower num_train, or widen the task through task_options",
+        )
+    return found
+
+
+def _questions(config: ReasoningGymData, task: str, dataset: Any, taken: set[str]) -> Iterator[Row]:
+    options = config.task_options.get(task, {})
+    for index in range(len(dataset)):
+        entry = dataset[index]
+        question = entry["question"]
+        if question in taken:
+            continue
+        taken.add(question)
+        if entry["answer"] == "":  # An empty string is right here, and an empty row is not.
+            continue
+        metadata = _metadata(task, options, entry, dataset)
+        yield {
+            "id": f"{task}-{index}",
+            "prompt": f"{question}\n{config.instruction}" if config.instruction else question,
+            "answer": entry["answer"],
+            "completion": entry["answer"],
+            "task": task,
+            "metadata": metadata,
+        }
+
+
+def _metadata(task: str, options: dict[str, Any], entry: dict[str, Any], dataset: Any) -> str:
+    """The entry as JSON, once the task's scorer has been seen to give the answer full marks."""
+    answer = entry["answer"]
+    if not isinstance(answer, str) or not answer.strip():
+        raise DataError(
+            f"the reasoning-gym task {task!r} has no reference answer",
+            got=f"answer {answer!r}",
+            fix="choose another task",
+        )
+    try:
+        # What JSON does not know (the fractions of gsm_symbolic) becomes text: where the scorer
+        # reads it, the score below tells.
+        stored = {"task": task, "options": options, "entry": entry}
+        text = json.dumps(stored, sort_keys=True, default=str)
+        score = dataset.score_answer(answer=answer, entry=json.loads(text)["entry"])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        score = f"{type(error).__name__}: {error}"
+    # Some tasks score their own answer a little below 1, as it was written with fewer digits.
+    if isinstance(score, str) or score < 0.99:
+        raise DataError(
+            f"the reasoning-gym task {task!r} cannot be scored after its rows were stored",
+            expected="a score of 1 for its own answer",
+            got=str(score)[:160],
+            fix="choose another task",
+        )
+    return text
+
+
+def _create(task: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS or task in _LEFT_OUT:
+        choices = sorted(set(DATASETS) - _LEFT_OUT)
+        nearest = difflib.get_close_matches(task, choices, n=3)
+        raise DataError(
+            f"reasoning-gym has no task {task!r} that can be used here",
+            expected=f"one of {', '.join(nearest)}" if nearest else "a name in its gallery",
+            got=task,
+            fix="correct data.tasks",
+        )
+    try:
+        return reasoning_gym.create_dataset(task, **{**options, "seed": seed, "size": size})
+    # Named fault boundary: each task checks its options in its own way, often by `assert`.
+    except Exception as error:
+        raise DataError(
+            f"the reasoning-gym task {task!r} refuses its options",
+            got=f"{options}: {type(error).__name__}: {str(error)[:160]}",
+            fix=f"correct data.task_options[{task!r}], or lower num_train",
+        ) from error
+
+
+def _main() -> None:
+    # The rows go out on a copy of stdout, which some tasks print to.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)
+        request = json.load(sys.stdin)
+        config = ReasoningGymData.model_validate(request["config"])
+        try:
+            result = {"rows": draw(config, seed=request["seed"])}
+        except DataError as error:
+            result = {"error": error.args}
+        json.dump(result, answer)
+
+
+if __name__ == "__main__":
+    _main()
