@@ -11,7 +11,11 @@ from nemo_rl_core.environments.interfaces import Scorer
 
 
 def make_scorer(config: EnvironmentConfig) -> Scorer:
-    """A scorer that is ready; close it when done."""
+    """A scorer that is ready; close it when done.
+
+    Raises:
+        ConfigError: When a reward function cannot be imported or called.
+    """
     match config:
         case ExactMatch():
             from nemo_rl_core.environments.exact import ExactScorer

@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 
+from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
 
 class ExactScorer:
-    """1.0 when the completion, stripped of white space around it, is the answer; else 0.0."""
+    """1.0 when completion and answer are equal, white space around them aside; else 0.0."""
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One score a rollout; comparing text cannot fail."""
+        return list(self.score(rollouts))
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
         """One score a rollout."""
-        return [
-            float(rollout.text.strip() == rollout.prompt.answer.strip()) for rollout in rollouts
-        ]
+        return [float(each.text.strip() == each.prompt.answer.strip()) for each in rollouts]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -1,13 +1,30 @@
-"""What an environment must offer."""
+"""What an environment offers, and the one check that every reward passes."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+Message = Mapping[str, str]
+"""One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
 
 
 class Scorer(Protocol):
     """Gives completions a score each."""
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout, in order: a finite score, or why there is none.
+
+        For a caller that sets failures aside (quarantine) instead of stopping.
+        """
+        ...
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
         """One finite score a rollout, in order.
@@ -20,3 +37,107 @@ class Scorer(Protocol):
     def close(self) -> None:
         """Ends what the scorer has started."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReturn:
+    """What an environment says to a batch of `B` conversations.
+
+    Attributes:
+        observations: A message to append to each conversation; empty when all have ended.
+        metadata: What the environment wants back at the next step, one a conversation.
+        next_stop_strings: Where the next completion must stop, one list (or None) a conversation.
+        rewards: `[B]` float.
+        terminateds: `[B]` bool.
+        answers: The answers found in the completions, or None where none were looked for.
+    """
+
+    observations: list[dict[str, str]]
+    metadata: list[Any]
+    next_stop_strings: list[list[str] | None]
+    rewards: "torch.Tensor"
+    terminateds: "torch.Tensor"
+    answers: list[str | None] | None = None
+
+
+class EnvironmentInterface(Protocol):
+    """An environment that answers to whole conversations."""
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Answers to the last turn of each of `B` conversations."""
+        ...
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Adapts a whole rolled-out batch, and sums it up in numbers."""
+        ...
+
+
+def raise_first(outcomes: Iterable[float | RewardError]) -> list[float]:
+    """Scores, when every outcome is one.
+
+    Raises:
+        RewardError: The first failure.
+    """
+    scores = []
+    for outcome in outcomes:
+        if isinstance(outcome, RewardError):
+            raise outcome
+        scores.append(outcome)
+    return scores
+
+
+def attempt(
+    reward: Callable[[], Any], *, prompt: str, completion: str, source: str
+) -> float | RewardError:
+    """Calls a reward: the named boundary at which whatever it raises becomes an outcome."""
+    try:
+        value = reward()
+    except RewardError as error:
+        return error
+    # SystemExit is caught too: a reward that calls exit() must not end a run with code 0.
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
+        got = f"{type(error).__name__}: {shorten(str(error))}"
+        return failure("raised", got, prompt=prompt, completion=completion, source=source)
+    return checked(value, prompt=prompt, completion=completion, source=source)
+
+
+def checked(value: Any, *, prompt: str, completion: str, source: str) -> float | RewardError:
+    """A reward as a finite float (numpy's and torch's scalars count), or why it is none."""
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+        what = "returned a number that is not finite"
+    else:
+        what = "returned no number"
+    got = shorten(repr(value))
+    return failure(what, got, prompt=prompt, completion=completion, source=source)
+
+
+def failure(what: str, got: str, *, prompt: str, completion: str, source: str) -> RewardError:
+    """An error that names the prompt and the completion."""
+    return RewardError(
+        f"{source} {what} for prompt {shorten(repr(prompt))}, "
+        f"completion {shorten(repr(completion))}",
+        expected="a finite number",
+        got=got,
+        fix="handle such a completion in the reward: return a low score if that is what it earns",
+    )
+
+
+def shorten(text: str, limit: int = 100) -> str:
+    """One line of at most `limit` characters, from the start and, above all, the end."""
+    line = " ".join(text[: 4 * limit].split()) if len(text) <= 4 * limit else text
+    if len(line) <= limit:
+        return line
+    head, tail = limit // 3, limit - limit // 3 - 5
+    return " ".join(f"{line[:head]} ... {line[-tail:]}".split())
