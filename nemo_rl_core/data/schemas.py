@@ -98,8 +98,12 @@ def validate_rows(
     too_long = f"has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
     schema = SftSchema.to_schema().add_columns(
         {
-            "num_prompt_tokens": pa.Column(int, pa.Check.le(max_prompt_tokens, name=too_long)),
-            "num_unknown_tokens": pa.Column(int, pa.Check.eq(0, name="has unknown characters")),
+            "num_prompt_tokens": pa.Column(
+                int, pa.Check(lambda counts: counts <= max_prompt_tokens, name=too_long)
+            ),
+            "num_unknown_tokens": pa.Column(
+                int, pa.Check(lambda counts: counts == 0, name="has unknown characters")
+            ),
         }
     )
     try:

@@ -30,7 +30,8 @@ def equal(answer: str, completion: str) -> bool:
     # A bare answer is read as LaTeX: between dollars "x^2+1" and "(1, 2)" mean what they say.
     marked = "$" in answer or "\\boxed" in answer
     reference = parse(answer if marked else f"${answer}$", parsing_timeout=None)
-    if not reference:
+    # What could not be turned into an expression is kept as text.
+    if all(isinstance(each, str) for each in reference):
         raise ValueError(
             f"math-verify finds no mathematics in the reference answer {answer[:80]!r}"
         )

@@ -1,0 +1,227 @@
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_core.config.data import ArithmeticData, FileData, ReasoningGymData
+from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.datasets.reasoning_gym_draw import draw
+from nemo_rl_core.data.schemas import COLUMNS
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**40), st.integers(1, 60), st.integers(1, 39))
+def test_sums_are_right_different_and_disjoint(seed: int, num_train: int, num_held: int) -> None:
+    config = ArithmeticData(num_train=num_train, num_validation=num_held, max_operand=9)
+    train, validation = load_rows(config, seed=seed)
+    assert (len(train), len(validation)) == (num_train, num_held)
+    assert len({row["prompt"] for row in train + validation}) == num_train + num_held
+    for row in train + validation:
+        left, right = row["prompt"].removesuffix("=").split("+")
+        assert row["answer"] == row["completion"] == str(int(left) + int(right))
+        assert max(int(left), int(right)) <= 9
+    assert (train, validation) == load_rows(config, seed=seed)
+
+
+def test_another_seed_gives_other_sums() -> None:
+    config = ArithmeticData(num_train=50, num_validation=5)
+    assert load_rows(config, seed=0) != load_rows(config, seed=1)
+
+
+def _questions(rows: list[Row]) -> set[str]:
+    return {row["prompt"] for row in rows}
+
+
+def test_reasoning_gym_mixes_tasks_in_equal_parts_and_keeps_sets_apart() -> None:
+    config = ReasoningGymData(
+        tasks=("chain_sum", "gsm_symbolic", "word_ladder"),
+        task_options={"chain_sum": {"max_terms": 2, "max_digits": 2}},
+        instruction="Answer with a number.",
+        num_train=11,
+        num_validation=4,
+    )
+    train, validation = load_rows(config, seed=3)
+    # 11 = 4 + 4 + 3 and 4 = 2 + 1 + 1
+    assert Counter(row["task"] for row in train) == {
+        "chain_sum": 4,
+        "gsm_symbolic": 4,
+        "word_ladder": 3,
+    }
+    assert [row["task"] for row in train[:3]] == ["chain_sum", "gsm_symbolic", "word_ladder"]
+    assert Counter(row["task"] for row in validation)["chain_sum"] == 2
+    assert not _questions(train) & _questions(validation)
+    assert len({row["id"] for row in train + validation}) == 15
+    first = train[0]
+    assert tuple(first) == COLUMNS
+    assert first["prompt"].endswith("=\nAnswer with a number.")
+    stored = json.loads(first["metadata"])
+    assert stored["task"] == "chain_sum"
+    assert stored["options"] == {"max_terms": 2, "max_digits": 2}
+    assert stored["entry"]["answer"] == first["answer"]
+
+
+def test_reasoning_gym_rows_do_not_depend_on_the_hash_seed() -> None:
+    program = (
+        "import json; from nemo_rl_core.config.data import ReasoningGymData as C; "
+        "from nemo_rl_core.data.datasets import load_rows; "
+        "c = C(tasks=('word_ladder', 'list_functions'), num_train=8, num_validation=2); "
+        "print(json.dumps(load_rows(c, seed=0)))"
+    )
+    drawn = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(drawn) == 1
+    assert drawn.pop().strip()
+
+
+def test_more_training_rows_leave_the_others_as_they_were() -> None:
+    small = ReasoningGymData(tasks=("chain_sum",), num_train=5, num_validation=3)
+    train, validation = draw(small, seed=0)
+    more_train, same_validation = draw(small.replace(num_train=9), seed=0)
+    assert same_validation == validation
+    assert more_train[:5] == train
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tasks": ("chain_summ",)}, "one of chain_sum"),
+        ({"tasks": ("composite",)}, "composite"),
+        ({"tasks": ("chain_sum", "chain_sum")}, "twice"),
+        ({"tasks": ("rubiks_cube",)}, "no reference answer"),
+        ({"tasks": ("arc_agi",)}, "cannot be scored"),
+        ({"task_options": {"chain_sum": {"max_trems": 3}}}, "max_trems"),
+        ({"task_options": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, "AssertionError"),
+        (
+            # Sums of one digit and one term: ten questions, of which 12 are asked.
+            {"task_options": {"chain_sum": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}},
+            "too few different questions",
+        ),
+    ],
+)
+def test_what_reasoning_gym_cannot_give_is_refused(changes: Row, said: str) -> None:
+    config = ReasoningGymData(num_train=9, num_validation=3).replace(**changes)
+    with pytest.raises(DataError) as caught:
+        draw(config, seed=0)
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 10
+
+
+def test_a_refusal_crosses_the_process_boundary_whole() -> None:
+    with pytest.raises(DataError) as caught:
+        load_rows(ReasoningGymData(tasks=("chain_summ",)), seed=0)
+    assert caught.value.fix == "correct data.tasks"
+
+
+def _load_both(path: Path) -> list[Row]:
+    train, validation = load_rows(FileData(train=str(path), validation=str(path)), seed=0)
+    assert train == validation
+    return train
+
+
+def test_the_three_formats_read_alike(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "two\nlines, \u00e9 \u2028 x", "answer": "007"},
+        {"prompt": 'a "quote"', "answer": "1.50"},
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n\n"
+    )
+    (tmp_path / "a.csv").write_text(
+        '\ufeffprompt,answer\n"two\nlines, \u00e9 \u2028 x",007\n"a ""quote""",1.50\n'
+    )
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.PARQUET")
+    expected = [
+        {
+            "id": str(number),
+            **record,
+            "completion": record["answer"],
+            "task": "file",
+            "metadata": "{}",
+        }
+        for number, record in enumerate(records)
+    ]
+    for name in ("a.jsonl", "a.csv", "a.PARQUET"):
+        rows = _load_both(tmp_path / name)
+        assert [dict(sorted(row.items())) for row in rows] == [
+            dict(sorted(row.items())) for row in expected
+        ]
+
+
+def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"prompt": "p", "answer": 46, "id": 7, "completion": "so 46", "task": "t", '
+        '"metadata": {"k": 1}, "other": 0}\n{"prompt": "q", "answer": 0.5, "completion": null}\n'
+    )
+    assert _load_both(path) == [
+        {
+            "id": "7",
+            "prompt": "p",
+            "answer": "46",
+            "completion": "so 46",
+            "task": "t",
+            "metadata": '{"k": 1}',
+        },
+        {
+            "id": "1",
+            "prompt": "q",
+            "answer": "0.5",
+            "completion": "0.5",
+            "task": "file",
+            "metadata": "{}",
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"x", "one of .jsonl, .csv, .parquet"),
+        ("missing.jsonl", None, "does not exist"),
+        ("a.jsonl", b'{"prompt": "p"}\n', "lacks the column answer"),
+        ("a.csv", b"question,reply\na,b\n", "the column prompt and the column answer"),
+        ("a.jsonl", b'{"prompt": "p", "answer": "1"}\n{broken\n', "line 2"),
+        ("a.jsonl", b"[1]\n", "not an object"),
+        ("a.jsonl", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl", b"[" * 100_000, "line 1"),
+        ("a.csv", b'prompt,answer\n"open,1\n', "cannot be read"),
+        ("a.parquet", b"PAR1", "cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(
+    tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        _load_both(tmp_path / name)
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 10
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_an_empty_file_gives_no_rows_for_the_schema_to_refuse(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    assert _load_both(tmp_path / name) == []
+
+
+def test_a_megabyte_in_a_field_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\n" + "x" * 1_000_000 + ",1\n")
+    assert len(_load_both(tmp_path / "a.csv")[0]["prompt"]) == 1_000_000

@@ -1,0 +1,55 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
+
+TOKENIZER = build_arithmetic_tokenizer()
+
+
+def test_ids_are_specials_then_characters() -> None:
+    assert len(TOKENIZER) == 19
+    assert TOKENIZER.convert_tokens_to_ids(["<pad>", "<bos>", "<eos>", "<unk>"]) == [0, 1, 2, 3]
+    # Digit d is 4 + d; then + - * = space are 14 to 18.
+    assert TOKENIZER.encode("90+-*= ") == [13, 4, 14, 15, 16, 17, 18]
+
+
+@given(st.text(alphabet=CHARACTERS, max_size=50))
+def test_text_round_trips_one_token_a_character(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", ["a", "\u00e9", "\n", "\U0001f600", "\u0664"])
+def test_other_characters_are_unknown_and_not_dropped(text: str) -> None:
+    assert TOKENIZER.encode(text) == [3]
+
+
+def test_special_tokens_are_left_out_when_asked() -> None:
+    assert TOKENIZER.decode([1, 8, 10, 2, 0], skip_special_tokens=True) == "46"
+
+
+def test_saved_folders_are_equal_to_the_byte_across_processes(tmp_path: Path) -> None:
+    program = (
+        "import sys; from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer as build; "
+        "build().save_pretrained(sys.argv[1])"
+    )
+    for name in ("a", "b"):
+        subprocess.run([sys.executable, "-c", program, str(tmp_path / name)], check=True)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    second = {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    assert first == second
+    assert {"tokenizer.json", "tokenizer_config.json"} <= first.keys()
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert loaded.eos_token_id == 2
+    turns = [{"role": "user", "content": "1+2="}]
+    assert loaded.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<bos>1+2="
+    )
+    assert loaded.encode("1+2=") == TOKENIZER.encode("1+2=")
