@@ -1,8 +1,7 @@
 """Draws reasoning-gym questions: the program of the child process that `reasoning_gym.load` starts.
 
-Left out: tasks without a reference answer (rubiks_cube, graph_color and the like), and tasks whose
-entries JSON cannot carry to the scorer (arc_agi and rearc compare tuples). Both are refused, and so
-is codeio, which runs programs that draw numbers without a seed.
+Refused: tasks without a reference answer (rubiks_cube, graph_color and the like), tasks whose entries
+JSON cannot carry to the scorer (arc_agi and rearc compare tuples), and those of `_LEFT_OUT`.
 """
 
 import difflib
@@ -18,7 +17,28 @@ from nemo_rl_core.config.data import ReasoningGymData
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-_LEFT_OUT = {"codeio", "composite"}
+_RUNS_TEXT = "its scorer runs what the model wrote as Python, in the training process"
+_LEFT_OUT = {
+    "codeio": "it runs programs that draw numbers without a seed",
+    "composite": "it is a mixture; name the tasks themselves",
+    # Each calls eval, or sympy's parse_expr, which calls eval, on the answer (reasoning-gym 0.1.25).
+    **dict.fromkeys(
+        (
+            "binary_matrix",
+            "countdown",
+            "intermediate_integration",
+            "n_queens",
+            "polynomial_multiplication",
+            "puzzle24",
+            "simple_integration",
+            "spiral_matrix",
+            "string_insertion",
+        ),
+        _RUNS_TEXT,
+    ),
+}
+"""Tasks that are refused by name, and why."""
+
 _TRIES_PER_ROW = 10
 """How many questions are drawn for each wanted one before a task counts as too small."""
 
@@ -123,11 +143,17 @@ def _create(task: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    if task not in DATASETS or task in _LEFT_OUT:
-        choices = sorted(set(DATASETS) - _LEFT_OUT)
+    if task in _LEFT_OUT:
+        raise DataError(
+            f"the reasoning-gym task {task!r} cannot be used: {_LEFT_OUT[task]}",
+            got=task,
+            fix="choose another task",
+        )
+    if task not in DATASETS:
+        choices = sorted(set(DATASETS) - set(_LEFT_OUT))
         nearest = difflib.get_close_matches(task, choices, n=3)
         raise DataError(
-            f"reasoning-gym has no task {task!r} that can be used here",
+            f"reasoning-gym has no task {task!r}",
             expected=f"one of {', '.join(nearest)}" if nearest else "a name in its gallery",
             got=task,
             fix="correct data.tasks",

@@ -102,7 +102,8 @@ def test_more_training_rows_leave_the_others_as_they_were() -> None:
     ("changes", "said"),
     [
         ({"tasks": ("chain_summ",)}, "one of chain_sum"),
-        ({"tasks": ("composite",)}, "composite"),
+        ({"tasks": ("composite",)}, "mixture"),
+        ({"tasks": ("countdown",)}, "runs what the model wrote"),
         ({"tasks": ("chain_sum", "chain_sum")}, "twice"),
         ({"tasks": ("rubiks_cube",)}, "no reference answer"),
         ({"tasks": ("arc_agi",)}, "cannot be scored"),

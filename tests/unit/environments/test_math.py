@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_core.config.environment import MathVerify
 from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.math import MathScorer
+from nemo_rl_core.environments.math_worker import equal
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -121,3 +122,12 @@ def test_close_ends_the_child_and_may_be_called_twice(rollout: Make) -> None:
     scorer.close()
     scorer.close()
     assert process.returncode is not None
+
+
+def test_bare_references_are_read_as_latex() -> None:
+    # In this process, with no deadline: what the child computes.
+    assert equal("x^2+1", "$1+x^2$")
+    assert equal("2\\sqrt{3}", "$\\sqrt{12}$")
+    assert not equal("(1, 2)", "$(1, 3)$")
+    with pytest.raises(ValueError, match="no mathematics"):
+        equal("?", "1")
