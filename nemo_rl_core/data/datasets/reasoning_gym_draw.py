@@ -1,7 +1,7 @@
 """Draws reasoning-gym questions: the program of the child process that `reasoning_gym.load` starts.
 
-Refused: tasks without a reference answer (rubiks_cube, graph_color and the like), tasks whose entries
-JSON cannot carry to the scorer (arc_agi and rearc compare tuples), and those of `_LEFT_OUT`.
+Refused: tasks without a reference answer (rubiks_cube, graph_color and the like), tasks whose
+entries JSON cannot carry to the scorer (arc_agi and rearc compare tuples), those of `_LEFT_OUT`.
 """
 
 import difflib
@@ -21,7 +21,7 @@ _RUNS_TEXT = "its scorer runs what the model wrote as Python, in the training pr
 _LEFT_OUT = {
     "codeio": "it runs programs that draw numbers without a seed",
     "composite": "it is a mixture; name the tasks themselves",
-    # Each calls eval, or sympy's parse_expr, which calls eval, on the answer (reasoning-gym 0.1.25).
+    # Each calls eval, or sympy's parse_expr, which calls eval, on the answer (seen in 0.1.25).
     **dict.fromkeys(
         (
             "binary_matrix",
