@@ -1,7 +1,7 @@
 """What stages hand on: a folder with a manifest, known by its content.
 
-Use the annotated names (`Dataset`, `Checkpoint`, ...) in signatures: they make Flyte's cache compare
-content hashes, not paths.
+Use the annotated names (`Dataset`, `Checkpoint`, ...) in signatures: they make Flyte's cache
+compare content hashes, not paths.
 """
 
 from pathlib import Path
@@ -34,8 +34,11 @@ class Artifact(BaseModel):
         """The files on this machine, downloaded where they lie elsewhere."""
         return Path(self.directory)
 
-    def __str__(self) -> str:
-        return f"{self.manifest.stage} {self.manifest.content_hash[:12]} in {self.directory.path}"
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"{name}({self.manifest.content_hash[:12]} in {self.directory.path})"
+
+    __str__ = __repr__
 
 
 class TokenizerArtifact(Artifact):
@@ -70,7 +73,7 @@ class PromotionDecision(Artifact):
 
     Attributes:
         promoted: The candidate is better at the stated confidence.
-        difference: Greedy accuracy of the candidate less that of the incumbent, on the same prompts.
+        difference: Greedy accuracy of the candidate less the incumbent's, on the same prompts.
         low: Lower bound of the paired interval of the difference.
         high: Upper bound.
     """

@@ -1,31 +1,36 @@
 """The last lines of a run: how good the model is, where it lies, and how to use it."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Sequence
 
-from tasks.artifacts import Artifact, CheckpointArtifact, EvalReport, PromotionDecision
+from tasks.artifacts import (
+    Artifact,
+    CheckpointArtifact,
+    EvalReport,
+    LineageReport,
+    PromotionDecision,
+)
 
 
-def closing_lines(artifacts: Mapping[str, Artifact]) -> list[str]:
+def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     """Lines for the terminal.
 
     Args:
-        artifacts: What the run's stages made or took from the cache, by stage.
+        artifacts: What the run's stages made or took from the cache, in order.
     """
-    decision = next((a for a in artifacts.values() if isinstance(a, PromotionDecision)), None)
-    exported = artifacts.get("export")
     lines = []
-    reports = [a for a in artifacts.values() if isinstance(a, EvalReport)]
-    lines += [f"greedy accuracy {_when(report)}: {_accuracy(report)}" for report in reports]
-    if decision is not None:
-        lines.append(decision.summary)
-    if isinstance(exported, CheckpointArtifact):
-        lines.append(f"model: {exported.model_folder}")
-        lines.append(f"chat:  .venv/bin/python -m nemo_rl_core.evals.chat {exported.model_folder}")
+    for artifact in artifacts:
+        if isinstance(artifact, EvalReport):
+            lines.append(f"accuracy at step {artifact.manifest.step}: {_accuracy(artifact)}")
+        elif isinstance(artifact, PromotionDecision):
+            lines.append(artifact.summary)
+        elif artifact.manifest.stage == "export" and isinstance(artifact, CheckpointArtifact):
+            lines.append(f"model: {artifact.model_folder}")
+            chat = f"{sys.executable} -m nemo_rl_core.evals.chat"
+            lines.append(f"chat:  {chat} {artifact.model_folder}")
+        elif isinstance(artifact, LineageReport):
+            lines.append(f"lineage: {artifact.folder / 'deck.html'}")
     return lines
-
-
-def _when(report: EvalReport) -> str:
-    return report.manifest.stage.removeprefix("evaluate").strip() or "held out"
 
 
 def _accuracy(report: EvalReport) -> str:
@@ -33,5 +38,5 @@ def _accuracy(report: EvalReport) -> str:
     return (
         f"{metrics['greedy_accuracy']:.3f} "
         f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}] "
-        f"on {metrics['num_prompts']:.0f} prompts"
+        f"on {metrics['num_prompts']:.0f} held-out prompts, greedy"
     )

@@ -1,7 +1,7 @@
 """The recipe of a GRPO run, and which stage reads what of it.
 
-Each stage takes a record with exactly the fields it reads, so that Flyte's cache key is exactly its
-true input: another learning rate for GRPO leaves the data and the supervised checkpoint as they are.
+Each stage takes a record with exactly the fields it reads, so that Flyte's cache key is exactly
+its true input: another learning rate for GRPO leaves data and supervised checkpoint as they are.
 """
 
 from typing import Any, NamedTuple, Self

@@ -37,7 +37,7 @@ from tasks.preflight import preflight
 
 
 class RunFailed(click.ClickException):
-    """A run that ended with an error which has been explained; pyflyte prints it without a trace."""
+    """A run that ended with an explained error, which pyflyte prints without a trace."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class Recorder:
     def __init__(self, log: RunLog) -> None:
         self.log = log
         self.records: list[StageRecord] = []
-        self.artifacts: dict[str, Artifact] = {}
+        self.artifacts: list[Artifact] = []
         self._ran: set[str] = set()
 
     @contextmanager
@@ -67,7 +67,9 @@ class Recorder:
             raise
         cached = task.name not in self._ran
         self._ran.discard(task.name)
-        made = outcome.artifacts
+        # A stage may pass an input on, as `promote` does; only what it made itself is its own.
+        own = task.name.rpartition(".")[2]
+        made = [a for a in outcome.artifacts if a.manifest.stage.split()[0] == own]
         costs = [artifact.manifest.cost for artifact in made if not cached]
         record = StageRecord(
             name,
@@ -77,8 +79,7 @@ class Recorder:
             peak_memory_gib=max((cost.peak_memory_gib for cost in costs), default=0.0),
             note=", ".join(artifact.summary for artifact in made if artifact.summary),
         )
-        for artifact in made:
-            self.artifacts[artifact.manifest.stage] = artifact
+        self.artifacts += made
         self._add(record)
 
     def executes(self, task: Task) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 
@@ -18,17 +18,22 @@ class PretrainedModel(FrozenConfig):
 
 
 class ModelFromConfig(FrozenConfig):
-    """A Qwen2-type model with random weights and a character tokenizer for generated sums."""
+    """A Qwen2-type model with random weights and a character tokenizer for generated sums.
+
+    `initializer_range` is the standard deviation of the first weights. Models this narrow learn
+    several times faster from 0.05 than from the 0.02 that suits large ones.
+    """
 
     kind: Literal["from_config"] = "from_config"
     name: str = "qwen2-tiny"
     dtype: DType = "float32"
     hidden_size: PositiveInt = 128
     intermediate_size: PositiveInt = 512
-    num_layers: PositiveInt = 4
+    num_layers: PositiveInt = 2
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     max_position_embeddings: PositiveInt = 256
+    initializer_range: PositiveFloat = 0.05
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "ModelFromConfig":

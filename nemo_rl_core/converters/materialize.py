@@ -59,6 +59,7 @@ def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
         num_attention_heads=model.num_heads,
         num_key_value_heads=model.num_kv_heads,
         max_position_embeddings=model.max_position_embeddings,
+        initializer_range=model.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
