@@ -1,0 +1,1 @@
+"""Post-training of language models: algorithms, backends, data, and what they share."""

@@ -15,8 +15,6 @@ class NemoRLError(Exception):
         "unknown shape\\n  got: laptp\\n  fix: use 'laptop'"
     """
 
-    exit_code = 1
-
     def __init__(
         self,
         problem: str,
@@ -35,8 +33,6 @@ class NemoRLError(Exception):
 
 class ConfigError(NemoRLError):
     """A recipe holds an unknown key or a contradiction."""
-
-    exit_code = 2
 
 
 class DataError(NemoRLError):

@@ -4,21 +4,14 @@ Each stage takes a record with exactly the fields it reads, so that Flyte's cach
 its true input: another learning rate for GRPO leaves data and supervised checkpoint as they are.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-import click
 from flytekit import task
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
 from nemo_rl_core.algorithms.sft.config import SFTConfig
-from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, DataConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
@@ -26,33 +19,8 @@ from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType, ModelConfig, ModelFromConfig
 from nemo_rl_core.config.training import TrainingConfig
-from nemo_rl_core.errors import ConfigError
+from tasks.recipe import Recipe
 from tasks.resources import LIGHT
-
-
-class RecipeError(click.ClickException, ConfigError):
-    """A recipe that cannot be run, in the form that `pyflyte run` prints without a trace."""
-
-    exit_code = 2
-
-    def __init__(self, error: ConfigError) -> None:
-        ConfigError.__init__(self, *error.args)
-        self.message = str(error)
-
-
-class Recipe(FrozenConfig):
-    """Base of a workflow's input: whatever is wrong with it is said in a few lines."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
-        try:
-            validated: Self = handler(value)
-        except ValidationError as error:
-            raise RecipeError(describe(error)) from error
-        except ConfigError as error:
-            raise RecipeError(error) from error
-        return validated
 
 
 class GRPOExperiment(Recipe):
@@ -143,12 +111,12 @@ class GRPOPlan(NamedTuple):
 @task(requests=LIGHT)
 def plan(config: GRPOExperiment) -> GRPOPlan:
     """Deals the recipe out to the stages."""
-    shared = {
+    shared: dict[str, Any] = {
         "cluster": config.cluster,
         "dtype": config.model.dtype,
         "seed": config.seed,
     }
-    rollouts = {
+    rollouts: dict[str, Any] = {
         "environment": config.environment,
         "generation": config.generation,
         "max_prompt_tokens": config.data.max_prompt_tokens,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
+from tasks.decks import records
 from tasks.experiment import DataStage
 from tasks.resources import LIGHT
 from tasks.stage import Made, cached_task, make
@@ -22,11 +23,10 @@ class PreparedData(NamedTuple):
 @cached_task(requests=LIGHT)
 def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
-    from nemo_rl_core.data.loader import save_frame
-    from nemo_rl_core.data.schemas import check_disjoint, validate_rows
-
     from nemo_rl_core.data.datasets import load_rows
+    from nemo_rl_core.data.loader import save_frame
     from nemo_rl_core.data.pretrained import load_tokenizer
+    from nemo_rl_core.data.schemas import check_disjoint, validate_rows
 
     train, validation = load_rows(config.data, seed=config.seed)
     loaded_tokenizer = load_tokenizer(tokenizer.folder)
@@ -37,7 +37,7 @@ def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
 
         def write(folder: Path) -> Made:
             save_frame(frame, folder)
-            deck = completions_html(frame.head(20).to_dict("records"))
+            deck = completions_html(records(frame.head(20)))
             return Made("dataset", "parquet", f"{name} {len(frame)} rows", deck=deck)
 
         fields = make(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_bootstrap
 from nemo_rl_core.infra.files import write_atomic
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
+from tasks.decks import records
 from tasks.experiment import PromotionStage
 from tasks.resources import LIGHT
 from tasks.stage import Made, cached_task, make
@@ -46,7 +47,7 @@ def promote(
             "difference": compared.difference,
             "low": compared.lower,
             "high": compared.upper,
-            "p_value": mcnemar_p_value(*pairs),
+            "p_value": mcnemar_p_value(*([score > 0 for score in side] for side in pairs)),
         }
         write_atomic(folder / "decision.json", json.dumps(figures, indent=1))
         return Made("promotion", "json", _explain(figures, config))
@@ -64,7 +65,7 @@ def _scores(report: EvalReport) -> dict[str, float]:
 
     from nemo_rl_core.evals.evaluate import greedy_scores
 
-    return greedy_scores(pd.read_parquet(report.folder / "rows.parquet").to_dict("records"))
+    return greedy_scores(records(pd.read_parquet(report.folder / "rows.parquet")))
 
 
 def _explain(figures: dict[str, float], config: PromotionStage) -> str:

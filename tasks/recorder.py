@@ -39,9 +39,11 @@ from tasks.preflight import preflight
 class RunFailed(click.ClickException):
     """A run that ended with an explained error, which pyflyte prints without a trace."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+
+class RunRefused(RunFailed):
+    """A run that its recipe or this machine does not allow; nothing was started."""
+
+    exit_code = 2
 
 
 class Recorder:
@@ -98,7 +100,8 @@ class _Outcome:
         self.artifacts = []
 
 
-_active: Recorder | None = None
+_running: list[Recorder] = []
+"""The run in progress: one or none."""
 
 
 def install() -> None:
@@ -113,7 +116,7 @@ def install() -> None:
 def _wrap_workflow(original: Any) -> Any:
     @functools.wraps(original)
     def local_execute(self: WorkflowBase, ctx: Any, **kwargs: Any) -> Any:
-        if _active is not None:
+        if _running:
             return original(self, ctx, **kwargs)
         with run(kwargs):
             return original(self, ctx, **kwargs)
@@ -124,9 +127,9 @@ def _wrap_workflow(original: Any) -> Any:
 def _wrap_task(original: Any) -> Any:
     @functools.wraps(original)
     def local_execute(self: Task, ctx: Any, **kwargs: Any) -> Any:
-        if _active is None or not self.metadata.cache:
+        if not _running or not self.metadata.cache:
             return original(self, ctx, **kwargs)
-        with _active.stage(self, kwargs) as outcome:
+        with _running[-1].stage(self, kwargs) as outcome:
             promises = original(self, ctx, **kwargs)
             outcome.artifacts = _artifacts(self, promises)
             return promises
@@ -137,8 +140,8 @@ def _wrap_task(original: Any) -> Any:
 def _wrap_sandbox(original: Any) -> Any:
     @functools.wraps(original)
     def sandbox_execute(self: Task, ctx: Any, input_literal_map: Any) -> Any:
-        if _active is not None:
-            _active.executes(self)
+        if _running:
+            _running[-1].executes(self)
         return original(self, ctx, input_literal_map)
 
     return sandbox_execute
@@ -169,27 +172,27 @@ def run(inputs: dict[str, Any]) -> Iterator[Recorder]:
     Raises:
         RunFailed: For every error; the trace is in the run's log.
     """
-    global _active
     try:
         store = Store.default()
         store.check_writable()
         preflight(inputs)
     except NemoRLError as error:
-        raise RunFailed(str(error), error.exit_code) from error
+        raise RunRefused(str(error)) from error
     ray_was_running = _ray_runs()
     with ExitStack() as stack:
         log = stack.enter_context(RunLog.start(store))
         terminal = stack.enter_context(redirect_descriptors(log.path))
         display = choose_display(terminal)
         stack.callback(show_on(display))
-        recorder = _active = Recorder(log)
+        recorder = Recorder(log)
+        _running.append(recorder)
         try:
             yield recorder
         except BaseException as error:
             log.trace(error)
             raise _explained(error, log) from error
         finally:
-            _active = None
+            _running.remove(recorder)
             display.close()
             if not ray_was_running:
                 session.shutdown()
@@ -198,10 +201,10 @@ def run(inputs: dict[str, Any]) -> Iterator[Recorder]:
 
 def _explained(error: BaseException, log: RunLog) -> BaseException:
     if isinstance(error, NemoRLError):
-        return RunFailed(f"{error}\n  log: {log.path}", error.exit_code)
+        return RunFailed(f"{error}\n  log: {log.path}")
     if isinstance(error, Exception):
         said = (str(error).splitlines() or [""])[-1].strip()[:300]
-        return RunFailed(f"{type(error).__name__}: {said}\n  log: {log.path}", 1)
+        return RunFailed(f"{type(error).__name__}: {said}\n  log: {log.path}")
     return error
 
 

@@ -18,9 +18,8 @@ from tasks.prepare_model import prepare_model
 from tasks.promote import promote
 from tasks.resources import LIGHT
 from tasks.train_sft import train_sft
-from workflows.recipes import load_default
 
-DEFAULT = load_default("grpo_arithmetic", GRPOExperiment)
+DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
 
 
 class GRPOOutcome(NamedTuple):

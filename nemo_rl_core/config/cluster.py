@@ -21,4 +21,5 @@ class ClusterConfig(FrozenConfig):
 
     @property
     def num_gpus(self) -> int:
+        """GPUs that the shape asks for."""
         return {"laptop": 0, "one_gpu": 1}[self.shape]

@@ -31,8 +31,8 @@ class ReasoningGymData(FrozenConfig):
     """Procedurally generated tasks from reasoning-gym, mixed in equal parts."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    tasks: tuple[str, ...] = Field(default=("chain_sum",), min_length=1)
-    task_options: dict[str, dict[str, int | float | bool | str]] = {}
+    tasks: list[str] = Field(default=["chain_sum"], min_length=1)
+    task_options: dict[str, dict[str, int | float | bool | str]] = Field(default_factory=dict)
     instruction: str = ""
     num_train: PositiveInt = 1024
     num_validation: PositiveInt = 256
@@ -51,6 +51,4 @@ class FileData(FrozenConfig):
     max_prompt_tokens: PositiveInt = 512
 
 
-DataConfig = Annotated[
-    ArithmeticData | ReasoningGymData | FileData, Field(discriminator="kind")
-]
+DataConfig = Annotated[ArithmeticData | ReasoningGymData | FileData, Field(discriminator="kind")]

@@ -74,6 +74,7 @@ class GRPOConfig(OptimizerConfig):
 
     @property
     def num_sequences_per_step(self) -> int:
+        """Completions sampled in a step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @model_validator(mode="after")

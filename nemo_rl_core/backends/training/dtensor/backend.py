@@ -77,7 +77,7 @@ class DTensorBackend:
                 global_valid_seqs=global_valid_seqs,
                 global_valid_tokens=global_valid_tokens,
             )
-            loss.backward()
+            torch.autograd.backward(loss)
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         norm = self._update()

@@ -1,0 +1,75 @@
+"""Recipes: sparse YAML files, laid over one another, and refused in a few lines."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import click
+import yaml
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_validator
+
+from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.errors import ConfigError
+
+RECIPES = Path(__file__).resolve().parent.parent / "workflows" / "recipes"
+
+
+class RecipeError(click.ClickException):
+    """A recipe that cannot be run, in the form that `pyflyte run` prints without a trace."""
+
+    exit_code = 2
+
+
+class Recipe(FrozenConfig):
+    """Base of a workflow's input: whatever is wrong with it is said in a few lines.
+
+    A key `recipe` names another recipe to begin with: one of `workflows/recipes` by its name, or a
+    file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        try:
+            validated: Self = handler(with_base(value) if isinstance(value, dict) else value)
+        except ValidationError as error:
+            raise RecipeError(str(describe(error))) from error
+        except ConfigError as error:
+            raise RecipeError(str(error)) from error
+        return validated
+
+
+def with_base(values: dict[str, Any]) -> dict[str, Any]:
+    """The values laid over those of the recipe that they name, if they do.
+
+    Raises:
+        ConfigError: If there is no such recipe.
+    """
+    if "recipe" not in values:
+        return values
+    name = str(values["recipe"])
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        choices = sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
+        raise ConfigError(
+            f"there is no recipe {name!r}",
+            expected=f"a .yaml file, or one of {', '.join(choices)}",
+            got=name,
+        )
+    base = with_base(yaml.safe_load(path.read_text()) or {})
+    return _laid_over(base, {key: value for key, value in values.items() if key != "recipe"})
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Maps are merged; everything else is replaced, and so is a map of another `kind`."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = base.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and _same_kind(old, value):
+            merged[key] = _laid_over(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _same_kind(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return "kind" not in new or new["kind"] == old.get("kind")
