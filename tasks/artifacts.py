@@ -19,14 +19,18 @@ class Artifact(BaseModel):
 
     Attributes:
         directory: The files, `manifest.json` among them.
-        manifest: Content hash, origin and cost.
+        stage: What made it, with the iteration where the stage has such.
+        content_hash: Of the files that say something; times and versions do not count.
+        step: The training step it belongs to; 0 before any.
         summary: One line for the table at the end of a run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     directory: FlyteDirectory
-    manifest: Manifest
+    stage: str
+    content_hash: str
+    step: int = 0
     summary: str = ""
 
     @property
@@ -34,9 +38,13 @@ class Artifact(BaseModel):
         """The files on this machine, downloaded where they lie elsewhere."""
         return Path(self.directory)
 
+    @property
+    def manifest(self) -> Manifest:
+        """Origin and cost."""
+        return Manifest.read(self.folder)
+
     def __repr__(self) -> str:
-        name = type(self).__name__
-        return f"{name}({self.manifest.content_hash[:12]} in {self.directory.path})"
+        return f"{type(self).__name__}({self.content_hash[:12]} in {self.directory.path})"
 
     __str__ = __repr__
 
@@ -90,7 +98,7 @@ class LineageReport(Artifact):
 
 def content_hash(artifact: Artifact) -> str:
     """What Flyte's cache compares."""
-    return artifact.manifest.content_hash
+    return artifact.content_hash
 
 
 _by_content = HashMethod(content_hash)

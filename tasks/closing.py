@@ -21,10 +21,10 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     lines = []
     for artifact in artifacts:
         if isinstance(artifact, EvalReport):
-            lines.append(f"accuracy at step {artifact.manifest.step}: {_accuracy(artifact)}")
+            lines.append(f"accuracy at step {artifact.step}: {_accuracy(artifact)}")
         elif isinstance(artifact, PromotionDecision):
             lines.append(artifact.summary)
-        elif artifact.manifest.stage == "export" and isinstance(artifact, CheckpointArtifact):
+        elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"model: {artifact.model_folder}")
             chat = f"{sys.executable} -m nemo_rl_core.evals.chat"
             lines.append(f"chat:  {chat} {artifact.model_folder}")

@@ -40,7 +40,7 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
         metrics = result.metrics
         summary = (
-            f"step {checkpoint.manifest.step}: "
+            f"step {checkpoint.step}: "
             f"greedy accuracy {metrics['greedy_accuracy']:.3f} "
             f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}]"
         )
@@ -50,7 +50,7 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
             summary,
             num_tokens=result.num_tokens,
             peak_memory_gib=result.peak_memory_gib,
-            step=checkpoint.manifest.step,
+            step=checkpoint.step,
             deck=completions_html([metrics]) + completions_html(result.rows[:40]),
         )
 

@@ -22,7 +22,7 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
 
         shutil.rmtree(folder / "model", ignore_errors=True)
         count = export_model(checkpoint.model_folder, folder / "model")
-        step = checkpoint.manifest.step
+        step = checkpoint.step
         return Made("model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step)
 
     parents = {"checkpoint": checkpoint, "decision": decision}

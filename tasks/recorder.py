@@ -71,7 +71,7 @@ class Recorder:
         self._ran.discard(task.name)
         # A stage may pass an input on, as `promote` does; only what it made itself is its own.
         own = task.name.rpartition(".")[2]
-        made = [a for a in outcome.artifacts if a.manifest.stage.split()[0] == own]
+        made = [a for a in outcome.artifacts if a.stage.split()[0] == own]
         costs = [artifact.manifest.cost for artifact in made if not cached]
         record = StageRecord(
             name,

@@ -38,7 +38,7 @@ class Made:
         summary: One line for the table at the end of a run.
         num_tokens: Generated and trained on.
         peak_memory_gib: Of all workers, summed.
-        step: The training step the artifact belongs to.
+        step: The training step the artifact belongs to; 0 before any.
         deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
     """
 
@@ -47,7 +47,7 @@ class Made:
     summary: str = ""
     num_tokens: int = 0
     peak_memory_gib: float = 0.0
-    step: int | None = None
+    step: int = 0
     deck: str = ""
 
 
@@ -82,12 +82,12 @@ def make(
         part: Which of several artifacts of the stage, or which iteration.
 
     Returns:
-        `directory` and `manifest` and `summary`: the fields that all artifacts share.
+        The fields that all artifacts share.
     """
     caller = inspect.stack()[1].frame.f_globals["__name__"]
     source = source_digest(caller)
     settings = config.model_dump(mode="json")
-    hashes = {role: parent.manifest.content_hash for role, parent in parents.items()}
+    hashes = {role: parent.content_hash for role, parent in parents.items()}
     key = config_hash({"config": settings, "parents": hashes, "part": part, "source": source})[:32]
     store = Store.default()
     with store.work_folder(stage, key) as folder:
@@ -124,9 +124,12 @@ def make(
             name = config_hash({"content": manifest.content_hash, "key": key})
             artifact = store.publish(folder, stage=stage, content_hash=name)
     _show_deck(artifact)
+    manifest = Manifest.read(artifact)
     return {
         "directory": FlyteDirectory(str(artifact)),
-        "manifest": Manifest.read(artifact),
+        "stage": manifest.stage,
+        "content_hash": manifest.content_hash,
+        "step": manifest.step,
         "summary": (artifact / "summary.txt").read_text(),
     }
 
