@@ -15,6 +15,7 @@ import torch
 from nemo_rl_core.errors import ConsistencyError
 
 DEFAULT_BUCKET_BYTES = 256 * 1024**2
+_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def make_buckets(
 
 
 def _bucket(named_tensors: list[tuple[str, torch.Tensor]]) -> WeightBucket:
-    payload = np.empty(sum(tensor.nbytes for _, tensor in named_tensors), dtype=np.uint8)
+    sizes = (_aligned(tensor.nbytes) for _, tensor in named_tensors)
+    payload = np.zeros(sum(sizes), dtype=np.uint8)
     flat = torch.from_numpy(payload)
     specs, offset = [], 0
     for name, tensor in named_tensors:
@@ -77,8 +79,13 @@ def _bucket(named_tensors: list[tuple[str, torch.Tensor]]) -> WeightBucket:
         flat[offset : offset + tensor.nbytes].copy_(source)
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs.append(TensorSpec(name, tuple(tensor.shape), dtype, offset, tensor.nbytes))
-        offset += tensor.nbytes
+        offset += _aligned(tensor.nbytes)
     return WeightBucket(tuple(specs), payload, _digest(tuple(specs), payload))
+
+
+def _aligned(num_bytes: int) -> int:
+    """Rounded up, so that the next tensor starts where any type may start."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _digest(specs: tuple[TensorSpec, ...], payload: np.ndarray) -> str:
