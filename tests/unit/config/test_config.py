@@ -1,0 +1,245 @@
+"""Recipes: sparse, closed to unknown keys, free of contradictions, and frozen."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
+from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.base import describe
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.data import ArithmeticData
+from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
+from nemo_rl_core.errors import ConfigError
+from tasks.experiment import GRPOExperiment
+from tasks.recipe import RecipeError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+RECIPES = sorted((REPOSITORY / "workflows" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "got", "suggestion"),
+    [
+        ({"generatoin": {}}, "generatoin", "did you mean 'generation'?"),
+        ({"grpo": {"learning_rat": 1e-3}}, "learning_rat", "did you mean 'learning_rate'?"),
+        ({"data": {"kind": "arithmetic", "num_trian": 9}}, "num_trian", "did you mean 'num_train'"),
+        ({"grpo": {"loss": {"clip_hihg": 0.3}}}, "clip_hihg", "did you mean 'clip_high'?"),
+        ({"grpo": {"loss": {"kl": {"betta": 0}}}}, "betta", "did you mean 'beta'?"),
+        ({"model": {"kind": "from_config", "num_layer": 2}}, "num_layer", "mean 'num_layers'?"),
+        ({"model": {"name": "x", "dtipe": "float32"}}, "dtipe", "did you mean 'dtype'?"),
+        ({"zzz": 1}, "zzz", "remove it"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(recipe: dict, got: str, suggestion: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        GRPOExperiment.model_validate(recipe)
+    assert f"unknown key {got!r}" in caught.value.message
+    assert suggestion in caught.value.message.partition("fix:")[2]
+    assert f"  got: {got}" in caught.value.message.splitlines()
+    assert caught.value.exit_code == 2
+    assert len(caught.value.message.splitlines()) < 10
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            {"grpo": {"num_generations_per_prompt": 1}},
+            ["num_generations_per_prompt is 1", "group_normalized", "use at least 2"],
+        ),
+        (
+            # 3 prompts x 4 completions = 12 sequences, which 5 does not divide.
+            {
+                "grpo": {
+                    "num_prompts_per_step": 3,
+                    "num_generations_per_prompt": 4,
+                    "train_global_batch_size": 5,
+                }
+            },
+            ["train_global_batch_size (5)", "num_generations_per_prompt (12)"],
+        ),
+        (
+            # Operands 0..9 make 10 x 10 = 100 sums; 90 + 11 = 101 are asked for.
+            {
+                "data": {
+                    "kind": "arithmetic",
+                    "num_train": 90,
+                    "num_validation": 11,
+                    "max_operand": 9,
+                }
+            },
+            ["101", "only 100 different sums exist"],
+        ),
+        (
+            {"model": {"kind": "from_config", "hidden_size": 30, "num_heads": 4}},
+            ["num_heads (4) must divide hidden_size (30)"],
+        ),
+        (
+            {"model": {"kind": "from_config", "num_heads": 4, "num_kv_heads": 3}},
+            ["be a multiple of num_kv_heads (3)"],
+        ),
+        ({"grpo": {"advantage": {"kind": "gropu"}}}, ["grpo.advantage", "gropu"]),
+        ({"cluster": {"shape": "laptp"}}, ["cluster.shape", "laptop"]),
+        ({"seed": -1}, ["seed", "greater than or equal to 0"]),
+        ({"generation": {"temperature": 0}}, ["generation.temperature", "greater than 0"]),
+        ({"evaluation": {"confidence": 95}}, ["evaluation.confidence", "less than 1"]),
+        ({"environment": {"kind": "function", "target": "my_reward"}}, ["environment", "target"]),
+        ({"sft": {"num_steps": 0}}, ["sft.num_steps", "greater than 0"]),
+    ],
+)
+def test_a_contradiction_is_refused_when_the_recipe_is_loaded(
+    recipe: dict, words: list[str]
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        GRPOExperiment.model_validate(recipe)
+    for word in [*words, "got:", "fix:"]:
+        assert word in caught.value.message
+    assert len(caught.value.message.splitlines()) < 10
+    assert caught.value.exit_code == 2
+
+
+def test_all_sums_may_be_used_and_not_one_more() -> None:
+    ArithmeticData(num_train=99, num_validation=1, max_operand=9)
+    with pytest.raises(ValidationError, match="only 100 different sums"):
+        ArithmeticData(num_train=99, num_validation=2, max_operand=9)
+
+
+def test_a_batch_of_all_sequences_and_of_a_divisor_is_accepted() -> None:
+    config = GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4)
+    assert config.num_sequences_per_step == 12
+    assert config.replace(train_global_batch_size=6).train_global_batch_size == 6
+
+
+def test_many_problems_are_told_three_at_a_time() -> None:
+    with pytest.raises(ValidationError) as caught:
+        SFTConfig(num_steps=0, global_batch_size=0, learning_rate=0, adam_beta1=2)
+    error = describe(caught.value)
+    assert "(and 1 more)" in error.problem
+    assert len(str(error).splitlines()) == 6  # a heading, three problems, got, fix
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_checked_in_recipe_loads(path: Path) -> None:
+    GRPOExperiment.model_validate(yaml.safe_load(path.read_text()))
+
+
+def test_what_stands_beside_a_base_recipe_is_laid_over_it() -> None:
+    base = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
+    changed = GRPOExperiment.model_validate(
+        {"recipe": "grpo_arithmetic", "seed": 3, "grpo": {"num_iterations": 1}, "sft": None}
+    )
+    expected = base.model_dump() | {"seed": 3, "sft": None}
+    expected["grpo"]["num_iterations"] = 1
+    assert changed.model_dump() == expected
+
+
+def test_a_map_of_another_kind_replaces_that_of_the_base(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("data: {kind: arithmetic, num_train: 5, num_validation: 5}")
+    other = {"kind": "reasoning_gym", "num_validation": 3}
+    recipe = GRPOExperiment.model_validate({"recipe": str(base), "data": other})
+    # Nothing of the sums is left: num_train is the default of reasoning-gym data.
+    assert (recipe.data.kind, recipe.data.num_train, recipe.data.num_validation) == (
+        "reasoning_gym",
+        1024,
+        3,
+    )
+    same = GRPOExperiment.model_validate({"recipe": str(base), "data": {"num_validation": 3}})
+    assert (same.data.num_train, same.data.num_validation) == (5, 3)
+
+
+def test_an_unknown_base_lists_the_choices() -> None:
+    with pytest.raises(RecipeError, match="there is no recipe 'grpo_arithmetics'") as caught:
+        GRPOExperiment.model_validate({"recipe": "grpo_arithmetics"})
+    assert "grpo_arithmetic" in caught.value.message.partition("expected:")[2]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_checked_in_recipe_holds_only_what_differs(path: Path) -> None:
+    recipe = yaml.safe_load(path.read_text())
+    loaded = GRPOExperiment.model_validate(recipe)
+    assert not list(_repeated_defaults(recipe, loaded))
+
+
+def _repeated_defaults(values: dict, config: BaseModel, where: str = "") -> list[str]:
+    """Names of the values in `values` that a recipe could leave out; kinds are needed to read."""
+    found = []
+    for key, value in values.items():
+        field = getattr(config, key)
+        name = f"{where}{key}"
+        if isinstance(field, BaseModel) and isinstance(value, dict):
+            found += _repeated_defaults(value, field, name + ".")
+        elif key != "kind" and not type(config).model_fields[key].is_required():
+            found += [name] if field == type(config).model_fields[key].default else []
+    return found
+
+
+def test_there_are_recipes() -> None:
+    assert "grpo_arithmetic" in {path.stem for path in RECIPES}
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_an_iteration_does_not_know_how_many_follow(one: int, other: int) -> None:
+    schedules = [GRPOSchedule(num_iterations=number, learning_rate=2e-4) for number in (one, other)]
+    first, second = (schedule.iteration for schedule in schedules)
+    assert first == second
+    assert first.learning_rate == 2e-4
+    assert "num_iterations" not in first.model_dump()
+
+
+def test_an_iteration_keeps_every_other_setting() -> None:
+    schedule = GRPOSchedule(num_steps_per_iteration=7, advantage={"kind": "leave_one_out"})
+    kept = {key: value for key, value in schedule.model_dump().items() if key != "num_iterations"}
+    assert schedule.iteration.model_dump() == kept
+
+
+def test_configs_are_frozen() -> None:
+    config = GRPOExperiment()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.grpo.loss.clip_low = 0.1  # type: ignore[misc]
+
+
+def test_a_replaced_value_is_checked_and_the_original_kept() -> None:
+    config = ClusterConfig(num_threads=1)
+    assert config.replace(num_threads=2) == ClusterConfig(num_threads=2)
+    assert config.num_threads == 1
+    with pytest.raises(ConfigError, match="num_threads"):
+        config.replace(num_thread=2)
+    with pytest.raises(ValidationError):
+        config.replace(num_threads=0)
+
+
+def test_a_model_without_a_kind_is_a_pretrained_one() -> None:
+    assert GRPOExperiment(model={"name": "some/model"}).model == PretrainedModel(name="some/model")
+    assert isinstance(GRPOExperiment(model={"kind": "from_config"}).model, ModelFromConfig)
+    with pytest.raises(RecipeError):
+        GRPOExperiment(model={})
+
+
+def test_reading_a_recipe_again_gives_the_same() -> None:
+    config = GRPOExperiment(sft=SFTConfig(num_steps=3), data={"kind": "arithmetic"}, seed=4)
+    assert GRPOExperiment.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_configs_import_no_torch() -> None:
+    modules = [f"nemo_rl_core.config.{path.stem}" for path in _config_modules()]
+    modules += ["nemo_rl_core.algorithms.grpo.config", "nemo_rl_core.algorithms.sft.config"]
+    script = f"import sys, {', '.join(modules)}; print(*sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "nemo_rl_core.config.base" in loaded
+    assert not {"torch", "ray", "vllm", "flytekit", "transformers"} & set(loaded)
+
+
+def _config_modules() -> list[Path]:
+    return sorted((REPOSITORY / "nemo_rl_core" / "config").glob("[a-z]*.py"))

@@ -1,0 +1,110 @@
+"""Packing: every sequence once, budgets kept, tokens where they belong."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_core.data.packing import Microbatch, PackedRows, pack, plan_microbatches
+from nemo_rl_core.errors import DataError
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+@given(LENGTHS, st.integers(40, 200))
+def test_every_sequence_is_planned_once(lengths: list[int], max_tokens: int) -> None:
+    planned = [
+        index
+        for part in plan_microbatches(lengths, max_tokens=max_tokens)
+        for index in part.indices
+    ]
+    assert sorted(planned) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(40, 200))
+def test_budget_and_rows_are_kept(lengths: list[int], max_tokens: int) -> None:
+    for part in plan_microbatches(lengths, max_tokens=max_tokens):
+        assert len(part.rows) * part.row_length <= max_tokens
+        assert part.row_length == max(lengths[index] for index in part.indices)
+        assert all(0 < sum(lengths[index] for index in row) <= part.row_length for row in part.rows)
+
+
+@given(LENGTHS, st.integers(40, 200))
+def test_a_plan_depends_on_the_lengths_alone(lengths: list[int], max_tokens: int) -> None:
+    first, second = (plan_microbatches(tuple(lengths), max_tokens=max_tokens) for _ in range(2))
+    assert first == second
+
+
+def test_the_tightest_fit_is_taken() -> None:
+    # Longest first: 6 and 5 open rows of 6 tokens, with 0 and 1 to spare; 3 opens the last row that
+    # 18 tokens allow (3 to spare); 2 fits only there (1 to spare); of the two rows with 1 token
+    # left, the first one (row 1) takes the sequence of 1.
+    plan = plan_microbatches([2, 6, 1, 5, 3], max_tokens=18)
+    assert plan == [Microbatch(rows=((1,), (3, 2), (4, 0)), row_length=6)]
+
+
+def test_what_does_not_fit_opens_another_microbatch() -> None:
+    # Budget 8: two rows of 4 hold the sequences of 4; the 3 and the 3 get two rows of 3.
+    assert plan_microbatches([3, 4, 4, 3], max_tokens=8) == [
+        Microbatch(rows=((1,), (2,)), row_length=4),
+        Microbatch(rows=((0,), (3,)), row_length=3),
+    ]
+
+
+def test_a_budget_below_one_sequence_is_refused() -> None:
+    with pytest.raises(DataError, match="9 tokens does not fit") as caught:
+        plan_microbatches([1, 9, 2], max_tokens=8)
+    assert "8 tokens" in caught.value.expected
+    assert plan_microbatches([], max_tokens=8) == []
+
+
+def test_tokens_and_positions_by_hand() -> None:
+    # Row 0 holds one sequence of 4; row 1 holds one of 2, one of 1, and filler in its last place.
+    ids = torch.tensor([[11, 12, 13, 14], [21, 22, 0, 0], [31, 0, 0, 0]])
+    rows = pack(ids, torch.tensor([4, 2, 1]), Microbatch(rows=((0,), (1, 2)), row_length=4))
+    assert rows.input_ids.tolist() == [[11, 12, 13, 14], [21, 22, 31, 0]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert rows.row.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
+    assert rows.column.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [2, 0, 0, 0]]
+
+
+def test_filler_is_a_sequence_of_its_own() -> None:
+    # Two tokens, then three of filler whose positions restart at 0 and count on.
+    rows = pack(
+        torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]),
+        torch.tensor([5, 2]),
+        Microbatch(rows=((0,), (1,)), row_length=5),
+    )
+    assert rows.input_ids[1].tolist() == [6, 7, 0, 0, 0]
+    assert rows.position_ids[1].tolist() == [0, 1, 0, 1, 2]
+
+
+@given(LENGTHS, st.integers(40, 200))
+def test_every_token_can_be_found_again(lengths: list[int], max_tokens: int) -> None:
+    for part in plan_microbatches(lengths, max_tokens=max_tokens):
+        wide = max(lengths)
+        ids, counts = _numbered([lengths[index] for index in part.indices], wide)
+        rows = pack(ids, counts, part)
+        valid = torch.arange(wide) < counts[:, None]
+        assert torch.equal(rows.input_ids[rows.row, rows.column][valid], ids[valid])
+        places = torch.arange(wide).expand_as(ids)
+        assert torch.equal(rows.position_ids[rows.row, rows.column][valid], places[valid])
+        assert int((rows.input_ids > 0).sum()) == sum(counts.tolist())
+        assert _num_restarts(rows) == len(part.indices) + _num_rows_with_filler(rows)
+
+
+def _numbered(lengths: list[int], wide: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences whose tokens are 1, 2, 3, ... through all of them, so that each is told apart."""
+    ids, first = torch.zeros(len(lengths), wide, dtype=torch.long), 1
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.arange(first, first + length)
+        first += length
+    return ids, torch.tensor(lengths)
+
+
+def _num_restarts(rows: PackedRows) -> int:
+    return int((rows.position_ids == 0).sum())
+
+
+def _num_rows_with_filler(rows: PackedRows) -> int:
+    return int((rows.input_ids == 0).any(dim=1).sum())
