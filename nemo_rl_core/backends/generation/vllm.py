@@ -13,6 +13,7 @@ from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, 
 from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
+_MAX_BATCHED_TOKENS = 8192
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
@@ -34,6 +35,10 @@ class VllmBackend:
             max_num_seqs=setup.config.max_num_seqs,
             gpu_memory_utilization=setup.config.gpu_memory_utilization,
             seed=setup.seed,
+            # A prompt cut in two draws and takes back a token, which vLLM cannot do with the seeded
+            # generators of a CPU; so prompts are taken whole.
+            enable_chunked_prefill=torch.cuda.is_available(),
+            max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
             # Logprobs of the distribution that was sampled from, so under the temperature.
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
