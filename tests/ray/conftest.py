@@ -1,0 +1,94 @@
+"""One Ray runtime and one engine for all tests that need such."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.model import ModelFromConfig
+from nemo_rl_core.config.training import OptimizerConfig, TrainingConfig
+from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.distributed import session as sessions
+from nemo_rl_core.distributed.session import ClusterSession, connect
+from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.types import Prompt
+
+GENERATION = GenerationConfig(max_new_tokens=6, kv_cache_gib=1, max_num_seqs=64)
+MAX_PROMPT_TOKENS = 16
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the one of all tests, but with heads of 32: the smallest that vLLM on a CPU knows."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    config = ModelFromConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2)
+    materialize(config, folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def session() -> Iterator[ClusterSession]:
+    yield connect(ClusterConfig(num_threads=1))
+    sessions.shutdown()
+
+
+@pytest.fixture(scope="session")
+def generation_setup(tiny_model: Path) -> GenerationSetup:
+    return GenerationSetup(
+        model_folder=tiny_model,
+        config=GENERATION,
+        max_model_len=MAX_PROMPT_TOKENS + GENERATION.max_new_tokens,
+        stop_token_ids=stop_token_ids(tiny_model, load_tokenizer(tiny_model)),
+    )
+
+
+@pytest.fixture
+def engine(session: ClusterSession, generation_setup: GenerationSetup) -> VllmGeneration:
+    """The shared engine, with the first weights of the tiny model."""
+    return VllmGeneration(session, generation_setup)
+
+
+@pytest.fixture(scope="session")
+def prompts(tiny_model: Path) -> list[Prompt]:
+    """Twelve sums of different lengths."""
+    tokenizer = load_tokenizer(tiny_model)
+    return [
+        Prompt(
+            id=str(place),
+            text=(text := f"{7 * place % 23}+{13 * place % 17}="),
+            token_ids=tuple(prompt_token_ids(tokenizer, text)),
+            answer=str(7 * place % 23 + 13 * place % 17),
+            task="arithmetic",
+        )
+        for place in range(12)
+    ]
+
+
+class MakePolicy:
+    """Sets the shared training worker up anew."""
+
+    def __init__(self, session: ClusterSession, setup: TrainingSetup) -> None:
+        self._session = session
+        self._setup = setup
+
+    def __call__(self, **changes: object) -> Policy:
+        return Policy(self._session, TrainingConfig(), replace(self._setup, **changes))
+
+
+@pytest.fixture
+def make_policy(session: ClusterSession, tiny_model: Path) -> MakePolicy:
+    setup = TrainingSetup(
+        model_folder=tiny_model,
+        # A rate this high moves every weight, so that old weights cannot pass for new ones.
+        optimizer=OptimizerConfig(learning_rate=0.03),
+        max_tokens_per_microbatch=512,
+    )
+    return MakePolicy(session, setup)

@@ -1,0 +1,152 @@
+"""Worker groups: answers in order, errors with a name, nothing that waits for ever."""
+
+import os
+import time
+
+import pytest
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.worker_group import RayWorkerGroup
+from nemo_rl_core.errors import DataError, ResourceError, WorkerError
+
+
+class Worker:
+    """What a test can ask of a worker."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def echo(self, value: object, *, wait_seconds: float = 0.0) -> object:
+        self.calls += 1
+        time.sleep(wait_seconds)
+        return value
+
+    def pair(self, value: int) -> tuple[int, int]:
+        return value, value + 1
+
+    def divide(self, number: int) -> float:
+        return 1 / number
+
+    def refuse(self) -> None:
+        raise DataError("row 7 is empty", expected="text", got="''", fix="fill it")
+
+    def die(self) -> None:
+        os._exit(3)
+
+
+@pytest.fixture(scope="module")
+def group(session: ClusterSession):
+    workers = RayWorkerGroup(session.cluster, Worker, name="echo", env_vars={"ANSWER": "42"})
+    yield workers
+    workers.shutdown()
+
+
+def test_answers_come_in_the_order_of_the_calls(group: RayWorkerGroup) -> None:
+    pending = [group.start_single_worker("echo", number)[0] for number in range(5)]
+    assert group.finish(list(reversed(pending))) == [4, 3, 2, 1, 0]
+    assert group.run_all_workers_single_data("echo", "x") == ["x"]
+    assert group.run_single_worker("echo", [1], wait_seconds=0.01) == [1]
+    assert group.world_size == 1
+
+
+def test_several_values_of_one_call_can_be_taken_apart(group: RayWorkerGroup) -> None:
+    first, second = group.start_single_worker("pair", 7, num_returns=2)
+    assert group.finish([second, first]) == [8, 7]
+    # A reference is an argument like any other; the value does not pass through this process.
+    assert group.run_single_worker("echo", second) == 8
+
+
+def test_a_worker_is_a_process_with_its_own_environment(group: RayWorkerGroup) -> None:
+    assert group.run_single_worker("process") != os.getpid()
+    assert group.run_single_worker("environment", "ANSWER") == "42"
+
+
+def test_what_a_worker_raises_names_worker_and_cause(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError) as caught:
+        group.run_single_worker("divide", 0)
+    assert caught.value.problem.startswith("worker 0 of 'echo' raised ZeroDivisionError: division")
+    assert "log" in caught.value.fix
+    assert len(str(caught.value).splitlines()) < 10
+    assert group.run_single_worker("divide", 4) == 0.25
+
+
+def test_an_error_of_ours_is_raised_as_it_was(group: RayWorkerGroup) -> None:
+    with pytest.raises(DataError) as caught:
+        group.run_all_workers_single_data("refuse")
+    assert str(caught.value) == "row 7 is empty\n  expected: text\n  got: ''\n  fix: fill it"
+
+
+def test_a_worker_that_dies_is_an_error_not_a_hang(session: ClusterSession) -> None:
+    workers = RayWorkerGroup(session.cluster, Worker, name="mortal")
+    assert workers.run_single_worker("echo", 1) == 1
+    with pytest.raises(WorkerError, match="worker 0 of 'mortal' died") as caught:
+        workers.run_single_worker("die")
+    assert "resumes from the last save" in caught.value.fix
+    with pytest.raises(WorkerError, match="died"):
+        workers.run_single_worker("echo", 2)
+    workers.shutdown()
+    workers.shutdown()
+
+
+def test_a_worker_is_kept_until_its_key_changes(session: ClusterSession) -> None:
+    first, was_new = session.workers(Worker, name="kept", key="a")
+    again, new_again = session.workers(Worker, name="kept", key="a")
+    assert was_new
+    assert not new_again
+    assert again is first
+    process = first.run_single_worker("process")
+    other, new_other = session.workers(Worker, name="kept", key="b", env_vars={"ANSWER": "1"})
+    assert new_other
+    assert other.run_single_worker("process") != process
+    assert other.run_single_worker("environment", "OMP_NUM_THREADS") == "1"
+    assert first.world_size == 0
+    session.discard("kept")
+    session.discard("kept")
+    assert other.world_size == 0
+
+
+@pytest.mark.parametrize(
+    ("bundles", "use_gpus", "missing"),
+    [([1], True, "1 GPU"), ([10_000], False, "10000 CPU"), ([5_000, 5_000], False, "10000 CPU")],
+)
+def test_what_the_cluster_will_never_have_is_refused_at_once(
+    session: ClusterSession, bundles: list[int], use_gpus: bool, missing: str
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(ResourceError, match="the cluster has too few of") as caught:
+        RayVirtualCluster(bundles, use_gpus=use_gpus).placement_groups()
+    assert time.monotonic() - start < 10
+    assert caught.value.expected == missing
+    assert "CPU" in caught.value.got
+    assert "laptop" in caught.value.fix
+
+
+def test_bundles_that_others_hold_are_waited_for_and_then_refused(session: ClusterSession) -> None:
+    import ray
+
+    session.cluster.placement_groups()
+    cores = int(ray.cluster_resources()["CPU"])
+    with pytest.raises(ResourceError, match=r"did not free \d+ bundles") as caught:
+        # All cores, of which the session holds one.
+        RayVirtualCluster([cores], use_gpus=False, wait_seconds=1).placement_groups()
+    assert caught.value.got.startswith("available now: ")
+
+
+def test_a_cluster_counts_its_bundles() -> None:
+    cluster = RayVirtualCluster([2, 0, 3], use_gpus=False)
+    assert (cluster.world_size, cluster.node_count) == (5, 2)
+    cluster.shutdown()
+
+
+def test_a_session_is_shared_by_equal_shapes(session: ClusterSession) -> None:
+    from nemo_rl_core.distributed.session import connect
+
+    assert connect(ClusterConfig(num_threads=1)) is session

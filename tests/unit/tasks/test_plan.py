@@ -1,0 +1,82 @@
+"""Each stage is dealt what it reads of a recipe, so that nothing else makes it run again."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.infra.lineage import config_hash
+from tasks.experiment import GRPOExperiment, plan
+
+BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
+STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")
+ALL_ROLLOUTS = {"grpo", "evaluation"}
+
+
+def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[str]:
+    before, after = (
+        plan(config=GRPOExperiment.model_validate(values)) for values in (base, {**base, **changes})
+    )
+    return {
+        stage
+        for stage in STAGES
+        if config_hash(getattr(before, stage)) != config_hash(getattr(after, stage))
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "stages"),
+    [
+        ({}, set()),
+        ({"grpo": {"learning_rate": 1.25e-4}}, {"grpo"}),
+        ({"grpo": {"loss": {"kl": None}}}, {"grpo"}),
+        ({"grpo": {"num_generations_per_prompt": 4}}, {"grpo"}),
+        ({"grpo": {"gate": {"max_token_mult_prob_error": 1.5}}}, {"grpo"}),
+        ({"grpo": {"save_every_num_steps": 3}}, {"grpo"}),
+        # More iterations leave those that were run as they are.
+        ({"grpo": {"num_iterations": 9}}, {"num_iterations"}),
+        ({"sft": {"learning_rate": 1.25e-4}}, {"sft"}),
+        ({"sft": None}, {"sft"}),
+        ({"data": {"num_train": 17}}, {"data"}),
+        # The engine is as long as prompts may be.
+        ({"data": {"max_prompt_tokens": 17}}, {"data", *ALL_ROLLOUTS}),
+        ({"model": {"num_layers": 3}}, {"model"}),
+        ({"model": {"dtype": "bfloat16"}}, {"model", "sft", *ALL_ROLLOUTS}),
+        ({"environment": {"kind": "math"}}, ALL_ROLLOUTS),
+        ({"generation": {"temperature": 0.5}}, ALL_ROLLOUTS),
+        ({"cluster": {"num_threads": 1}}, {"sft", *ALL_ROLLOUTS}),
+        ({"evaluation": {"num_samples_per_prompt": 2}}, {"evaluation"}),
+        ({"evaluation": {"confidence": 0.9}}, {"evaluation", "promotion"}),
+        ({"promotion": {"min_improvement": 0.5}}, {"promotion"}),
+        ({"seed": 7}, {"model", "data", "sft", "promotion", *ALL_ROLLOUTS}),
+    ],
+)
+def test_a_change_reaches_the_stages_that_read_it(
+    changes: dict[str, Any], stages: set[str]
+) -> None:
+    assert changed_stages(changes) == stages
+
+
+def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
+    # `training` has one backend so far, so that no change of it can be tried.
+    tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
+    tried |= {"cluster", "evaluation", "promotion", "training"}
+    assert set(GRPOExperiment.model_fields) == tried
+    stages = plan(config=GRPOExperiment())
+    assert stages.sft.training == stages.grpo.training == GRPOExperiment().training
+
+
+def test_the_seed_does_not_touch_weights_that_are_not_drawn() -> None:
+    base = {"model": {"name": "some/model"}}
+    assert "model" not in changed_stages({"seed": 7}, base)
+    assert plan(config=GRPOExperiment.model_validate(base)).model.seed is None
+
+
+def test_a_stage_gets_the_values_of_the_recipe() -> None:
+    config = GRPOExperiment.model_validate({**BASE, "seed": 3})
+    stages = plan(config=config)
+    assert stages.grpo.grpo == config.grpo.iteration
+    assert stages.num_iterations == config.grpo.num_iterations
+    assert stages.sft.sft == config.sft
+    assert stages.evaluation.max_prompt_tokens == config.data.max_prompt_tokens
+    assert stages.promotion.confidence == config.evaluation.confidence
+    assert {stages.data.seed, stages.sft.seed, stages.grpo.seed, stages.model.seed} == {3}
