@@ -1,0 +1,45 @@
+# Every target sets up .venv first; when it is ready, that takes a fraction of a second.
+# CONFIG=recipe.yaml (or JSON) goes to --config; EXTRA=gpu sets up for a CUDA machine.
+EXTRA ?= cpu
+CONFIG ?=
+bin := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup grpo smollm2 test test-slow lint format lock clean
+
+help: ## This list
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
+	  printf '  make %-11s %s\n' "$$name" "$$text"; done
+
+setup: ## Make .venv, with pinned requirements and this project in it
+	@bash deployment/setup.sh $(EXTRA)
+
+grpo: setup ## Run the main job: SFT, GRPO, evaluation, export (CONFIG=recipe.yaml for another recipe)
+	$(bin)/pyflyte run workflows/grpo.py grpo $(if $(CONFIG),--config '$(CONFIG)')
+
+smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
+	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml
+
+test: setup ## Run the fast tests, with at least 85 % coverage
+	$(bin)/pytest -m 'not slow and not gpu' --cov --cov-report=term:skip-covered --cov-fail-under=85
+
+test-slow: setup ## Run the tests that take minutes
+	$(bin)/pytest -m 'slow and not gpu'
+
+lint: setup ## Check style, types and the layers
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/lint-imports
+
+format: setup ## Rewrite the sources in the project's style
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+lock: setup ## Pin the requirements anew (writes deployment/requirements/*.txt)
+	bash deployment/requirements/lock.sh
+
+clean: ## Remove .venv and what tools leave behind; the store of runs stays
+	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	  .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

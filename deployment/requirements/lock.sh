@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Pins cpu.in and gpu.in, with all they need, into cpu.txt and gpu.txt.
+# The files name no package host and no path, so they mean the same on every machine.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+root=../..
+source "$root/deployment/torch_source.sh"
+
+lock() {
+  local name=$1
+  shift
+  {
+    echo "# Written by \`make lock\` from $name.in; edit that file instead."
+    "$root/.venv/bin/uv" pip compile "$name.in" --python "$root/.venv/bin/python" --quiet \
+      --no-header --no-emit-index-url --no-emit-find-links "$@"
+  } > "$name.txt.new"
+  mv "$name.txt.new" "$name.txt"
+  echo "$name.txt: $(grep -c == "$name.txt") packages"
+}
+
+trap 'rm -f cpu.txt.new gpu.txt.new' EXIT
+torch_source "$root/.venv/bin/python"
+lock cpu --overrides overrides.txt "${TORCH_SOURCE[@]}"
+lock gpu
+if grep -nE '://|@ |/(home|root|opt|work|tmp)/' cpu.txt gpu.txt; then
+  echo "a lock names a host or a path of this machine (above)" >&2
+  exit 1
+fi

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Makes .venv with everything pinned and this project in it: deployment/setup.sh [cpu|gpu]
+# Returns at once when .venv already is what the requirements ask for.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extra=${1:-cpu}
+requirements=deployment/requirements/$extra.txt
+uv_version=0.13.8
+stamp=.venv/.ready
+unfinished=.venv/.unfinished
+
+fail() {
+  printf 'set-up: %s\n' "$@" >&2
+  exit 1
+}
+
+[ -f "$requirements" ] || fail "there is no $requirements" "  fix: say cpu or gpu"
+
+# By content, so that a checkout which only touches files changes nothing; by place, because the
+# programs in .venv/bin hold the folder's name.
+fingerprint() {
+  { pwd; echo "$extra"; cat "$requirements" pyproject.toml deployment/*.sh; } | sha256sum
+}
+
+is_ready() {
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && [ -x .venv/bin/python ]
+}
+
+find_python() {
+  local name
+  for name in python3.11 python3 python; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  fail "Python 3.11 was not found" \
+    "  expected: python3.11, or a python3 of version 3.11, on the PATH" \
+    "  got: $(python3 --version 2>&1 | head -n 1)" "  fix: install Python 3.11"
+}
+
+make_venv() {
+  local python
+  python=$(find_python)
+  echo "set-up: a new .venv with $("$python" --version)"
+  mkdir -p .venv
+  touch "$unfinished"
+  "$python" -m venv .venv || fail "$python cannot make a virtual environment" \
+    "  fix: install its venv module (on Debian: python3.11-venv)"
+}
+
+install_all() {
+  if [ ! -x .venv/bin/uv ] || [ "$(.venv/bin/uv --version | cut -d ' ' -f 2)" != "$uv_version" ]; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
+  fi
+  source deployment/torch_source.sh
+  TORCH_SOURCE=()
+  [ "$extra" = gpu ] || torch_source .venv/bin/python
+  export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
+  echo "set-up: installing $requirements"
+  .venv/bin/uv pip sync --quiet --python .venv/bin/python "$requirements" "${TORCH_SOURCE[@]}"
+  # The locked setuptools builds the project: no isolated environment, no second download.
+  .venv/bin/uv pip install --quiet --python .venv/bin/python \
+    --no-deps --no-build-isolation --editable .
+}
+
+is_ready && exit 0
+
+# One set-up at a time: the second caller waits, and then finds everything done.
+exec 9< deployment/setup.sh
+if command -v flock > /dev/null; then flock 9; fi
+is_ready && exit 0
+
+started=$SECONDS
+# An environment that was left half installed, or was made in another folder, is made anew.
+if [ -e "$unfinished" ] || ! .venv/bin/python -m pip --version > /dev/null 2>&1 ||
+  ! grep -qF "$(pwd)/.venv" .venv/bin/activate; then
+  rm -rf .venv
+  make_venv
+fi
+touch "$unfinished"
+rm -f "$stamp"
+install_all
+rm "$unfinished"
+fingerprint > "$stamp.new"
+mv "$stamp.new" "$stamp"
+echo "set-up: ready after $((SECONDS - started)) s"

@@ -1,0 +1,14 @@
+# Sourced by setup.sh and lock.sh: sets TORCH_SOURCE to uv's options for finding torch's CPU wheel.
+# It lies in the folders that pip is told to look in (by PIP_FIND_LINKS or its configuration); on
+# a machine where pip knows none, uv knows where PyTorch publishes it.
+torch_source() {
+  local folder folders
+  folders=${PIP_FIND_LINKS:-$("$1" -m pip config get global.find-links 2>/dev/null || true)}
+  TORCH_SOURCE=()
+  for folder in $folders; do
+    TORCH_SOURCE+=(--find-links "$folder")
+  done
+  if [ ${#TORCH_SOURCE[@]} -eq 0 ]; then
+    TORCH_SOURCE=(--torch-backend cpu)
+  fi
+}
