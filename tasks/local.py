@@ -27,6 +27,10 @@ def use_store() -> None:
     if on_cluster():
         return
     cache = Store.default().cache
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # importing must not fail; a run checks the store first, and says what is wrong
     provider = data_persistence.default_local_file_access_provider
     # Initialized anew rather than replaced: contexts that exist already hold this very object.
     provider.__init__(

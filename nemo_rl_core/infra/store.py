@@ -86,14 +86,15 @@ class Store:
             StoreError: If a folder cannot be written or the disk is nearly full.
         """
         for folder in (self.root, self.artifacts, self.cache, self.runs, self.work, self.models):
-            probe = folder / f".probe.{uuid.uuid4().hex[:8]}{files.ASIDE}"
-            with files.storage_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    probe.write_bytes(b"\0" * 4096)
-                    files.fsync(probe)
-                finally:
-                    probe.unlink(missing_ok=True)
+            try:
+                self._probe(folder)
+            except OSError as error:
+                raise StoreError(
+                    f"the store {self.root} cannot be written",
+                    expected="a folder that this user may create and write",
+                    got=str(error),
+                    fix="point NEMO_RL_HOME at such a folder",
+                ) from error
         free_mib = shutil.disk_usage(self.root).free / 2**20
         if free_mib < min_free_mib:
             raise StoreError(
@@ -102,6 +103,16 @@ class Store:
                 got=f"{free_mib:.0f} MiB",
                 fix="free some space, or point NEMO_RL_HOME at another disk",
             )
+
+    def _probe(self, folder: Path) -> None:
+        probe = folder / f".probe.{uuid.uuid4().hex[:8]}{files.ASIDE}"
+        with files.storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                probe.write_bytes(b"\0" * 4096)
+                files.fsync(probe)
+            finally:
+                probe.unlink(missing_ok=True)
 
     @contextmanager
     def work_folder(self, stage: str, key: str) -> Iterator[Path]:
