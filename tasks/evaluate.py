@@ -9,6 +9,7 @@ from nemo_rl_core.infra.files import write_atomic
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
 from tasks.experiment import EvaluationStage
 from tasks.resources import ray_stage
+from tasks.rollouts import rollout_setup
 from tasks.stage import Made, cached_task, make
 
 
@@ -19,22 +20,14 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
     def work(folder: Path) -> Made:
         import pandas as pd
 
-        from nemo_rl_core.evals.evaluate import EvaluationSetup
         from nemo_rl_core.evals.evaluate import evaluate as evaluate_model
 
-        setup = EvaluationSetup(
-            generation=config.generation,
-            environment=config.environment,
-            dtype=config.dtype,
-            max_prompt_tokens=config.max_prompt_tokens,
-            seed=config.seed,
-        )
         result = evaluate_model(
             checkpoint.model_folder,
             validation.folder,
             connect(config.cluster),
             config=config.evaluation,
-            setup=setup,
+            setup=rollout_setup(config),
         )
         pd.DataFrame(result.rows).to_parquet(folder / "rows.parquet", index=False)
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))

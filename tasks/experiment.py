@@ -63,29 +63,28 @@ class SFTStage(FrozenConfig):
     seed: int
 
 
-class GRPOStage(FrozenConfig):
+class RolloutStage(FrozenConfig):
+    """What every stage reads that samples completions and scores them."""
+
+    environment: EnvironmentConfig
+    generation: GenerationConfig
+    cluster: ClusterConfig
+    dtype: DType
+    max_prompt_tokens: int
+    seed: int
+
+
+class GRPOStage(RolloutStage):
     """What `grpo_iteration` reads."""
 
     grpo: GRPOConfig
-    environment: EnvironmentConfig
     training: TrainingConfig
-    generation: GenerationConfig
-    cluster: ClusterConfig
-    dtype: DType
-    max_prompt_tokens: int
-    seed: int
 
 
-class EvaluationStage(FrozenConfig):
+class EvaluationStage(RolloutStage):
     """What `evaluate` reads."""
 
     evaluation: EvaluationConfig
-    environment: EnvironmentConfig
-    generation: GenerationConfig
-    cluster: ClusterConfig
-    dtype: DType
-    max_prompt_tokens: int
-    seed: int
 
 
 class PromotionStage(FrozenConfig):

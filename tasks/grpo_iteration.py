@@ -7,6 +7,7 @@ from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves, last_rollouts
 from tasks.experiment import GRPOStage
 from tasks.resources import ray_stage
+from tasks.rollouts import rollout_setup
 from tasks.stage import Made, cached_task, make
 
 _CURVES = (
@@ -27,17 +28,14 @@ def grpo_iteration(
     """Rolls out, scores, trains and syncs for the steps of one iteration, 1-based."""
 
     def work(folder: Path) -> Made:
-        from nemo_rl_core.algorithms.grpo.trainer import GRPOSetup, GRPOTrainer
+        from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 
-        setup = GRPOSetup(
+        trainer = GRPOTrainer(
+            config.grpo,
+            connect(config.cluster),
             training=config.training,
-            generation=config.generation,
-            environment=config.environment,
-            dtype=config.dtype,
-            max_prompt_tokens=config.max_prompt_tokens,
-            seed=config.seed,
+            setup=rollout_setup(config),
         )
-        trainer = GRPOTrainer(config.grpo, connect(config.cluster), setup)
         result = trainer.fit(
             train.folder,
             start=start.folder,

@@ -4,18 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.evaluation import EvaluationConfig
-from nemo_rl_core.config.generation import GenerationConfig
-from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.loader import load_prompts
-from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.evals.statistics import pass_at_k, wilson_interval
-from nemo_rl_core.models.generation import VllmGeneration
-from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.sampler import RolloutSetup, Sampler
 from nemo_rl_core.types import Rollout
 
 FULL_SCORE = 1.0
@@ -41,68 +34,31 @@ class EvaluationResult:
     peak_memory_gib: float
 
 
-@dataclass(frozen=True)
-class EvaluationSetup:
-    """How completions are made and scored.
-
-    Attributes:
-        generation: Which engine; its temperature is that of the samples.
-        environment: What scores a completion.
-        dtype: Type of the matrix products.
-        max_prompt_tokens: No prompt is longer.
-        seed: Of every sample.
-    """
-
-    generation: GenerationConfig
-    environment: EnvironmentConfig
-    dtype: DType
-    max_prompt_tokens: int
-    seed: int
-
-
 def evaluate(
     model_folder: Path,
     data: Path,
     session: ClusterSession,
     *,
     config: EvaluationConfig,
-    setup: EvaluationSetup,
+    setup: RolloutSetup,
 ) -> EvaluationResult:
     """Measures the model in `model_folder` on every prompt of `data`."""
-    tokenizer = load_tokenizer(model_folder)
-    prompts = load_prompts(data, tokenizer)
-    generation = VllmGeneration(
-        session,
-        GenerationSetup(
-            model_folder=model_folder,
-            config=setup.generation,
-            max_model_len=setup.max_prompt_tokens + setup.generation.max_new_tokens,
-            stop_token_ids=stop_token_ids(model_folder, tokenizer),
-            dtype=setup.dtype,
-        ),
-    )
-    engine = RolloutEngine(generation, tokenizer, seed=setup.seed)
-    scorer = make_scorer(setup.environment)
-    try:
-        greedy = _scored(
-            scorer, engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
+    with Sampler(session, setup, model_folder) as sampler:
+        prompts = load_prompts(data, sampler.tokenizer)
+        engine = sampler.engine
+        greedy = sampler.score(
+            engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
         )
-        sampled = _scored(
-            scorer,
-            engine.run(prompts, num_generations_per_prompt=config.num_samples_per_prompt, step=0),
+        sampled = sampler.score(
+            engine.run(prompts, num_generations_per_prompt=config.num_samples_per_prompt, step=0)
         )
-    finally:
-        scorer.close()
+        peak_memory_gib = sampler.generation.peak_memory_gib()
     return EvaluationResult(
         metrics=_metrics(greedy, sampled, config),
         rows=[*_rows(greedy, "greedy"), *_rows(sampled, "sampled")],
         num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
-        peak_memory_gib=generation.peak_memory_gib(),
+        peak_memory_gib=peak_memory_gib,
     )
-
-
-def _scored(scorer: Any, rollouts: list[Rollout]) -> list[Rollout]:
-    return [r.scored(value) for r, value in zip(rollouts, scorer.score(rollouts), strict=True)]
 
 
 def _metrics(

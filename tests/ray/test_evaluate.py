@@ -15,7 +15,8 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.evals.evaluate import EvaluationSetup, evaluate, greedy_scores
+from nemo_rl_core.evals.evaluate import evaluate, greedy_scores
+from nemo_rl_core.rollouts.sampler import RolloutSetup
 
 NUM_ROWS = 12
 
@@ -40,8 +41,8 @@ def data(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup(generation_setup: GenerationSetup) -> EvaluationSetup:
-    return EvaluationSetup(
+def setup(generation_setup: GenerationSetup) -> RolloutSetup:
+    return RolloutSetup(
         generation=generation_setup.config,
         environment=ExactMatch(),
         dtype="float32",
@@ -51,7 +52,7 @@ def setup(generation_setup: GenerationSetup) -> EvaluationSetup:
 
 
 def test_a_model_with_random_weights_knows_nothing(
-    session: ClusterSession, tiny_model: Path, data: Path, setup: EvaluationSetup
+    session: ClusterSession, tiny_model: Path, data: Path, setup: RolloutSetup
 ) -> None:
     config = EvaluationConfig(num_samples_per_prompt=2)
     result = evaluate(tiny_model, data, session, config=config, setup=setup)
@@ -80,7 +81,7 @@ def test_a_model_that_was_taught_the_answers_gives_them(
     session: ClusterSession,
     tiny_model: Path,
     data: Path,
-    setup: EvaluationSetup,
+    setup: RolloutSetup,
     make_policy: Callable,
     tmp_path: Path,
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_model_that_was_taught_the_answers_gives_them(
 
 
 def test_a_reward_that_does_not_exist_stops_the_evaluation(
-    session: ClusterSession, tiny_model: Path, data: Path, setup: EvaluationSetup
+    session: ClusterSession, tiny_model: Path, data: Path, setup: RolloutSetup
 ) -> None:
     from dataclasses import replace
 

@@ -1,6 +1,5 @@
 """Group-relative policy optimization (GRPO, arXiv:2402.03300): the loop, as the paper has it."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,47 +7,19 @@ import torch
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.algorithms.grpo.data import grpo_batch, rollout_rows, save_rollouts
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
-from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.config.environment import EnvironmentConfig
-from nemo_rl_core.config.generation import GenerationConfig
-from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import TrainingConfig
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
-from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.functional.advantages import zero_variance_fraction
 from nemo_rl_core.functional.importance import kl_generation_trainer
 from nemo_rl_core.infra.timer import Timer
-from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.sampler import RolloutSetup, Sampler
 from nemo_rl_core.trainers.base import FitResult, StepLoop, StepRange
 from nemo_rl_core.types import Rollout
-
-
-@dataclass(frozen=True)
-class GRPOSetup:
-    """What a run of GRPO is made of, besides its algorithm.
-
-    Attributes:
-        training: Which training backend.
-        generation: Which engine, and how it samples.
-        environment: What scores a completion.
-        dtype: Type of the matrix products of trainer and engine.
-        max_prompt_tokens: No prompt is longer; with `max_new_tokens`, the engine's length limit.
-        seed: Of the order of prompts and of every sample.
-    """
-
-    training: TrainingConfig
-    generation: GenerationConfig
-    environment: EnvironmentConfig
-    dtype: DType
-    max_prompt_tokens: int
-    seed: int
 
 
 class GRPOTrainer:
@@ -57,12 +28,21 @@ class GRPOTrainer:
     Args:
         config: Batch sizes, loss, advantage and optimizer.
         session: Where the workers run.
-        setup: Backends, environment and seed.
+        training: Which training backend.
+        setup: Engine, environment and seed.
     """
 
-    def __init__(self, config: GRPOConfig, session: ClusterSession, setup: GRPOSetup) -> None:
+    def __init__(
+        self,
+        config: GRPOConfig,
+        session: ClusterSession,
+        *,
+        training: TrainingConfig,
+        setup: RolloutSetup,
+    ) -> None:
         self._config = config
         self._session = session
+        self._training = training
         self._setup = setup
         self._loss = GRPOLossFn(config.loss)
 
@@ -88,29 +68,35 @@ class GRPOTrainer:
         )
         if loop.is_finished:
             return loop.finish()
-        self._connect(data, start / "model", reference)
+        model_folder = start / "model"
+        self._policy = Policy(
+            self._session, self._training, self._training_setup(model_folder, reference)
+        )
         if iteration > 1:
             self._policy.load_checkpoint(start)
-        try:
+        with Sampler(self._session, self._setup, model_folder) as sampler:
+            self._sampler = sampler
+            self._prompts = PromptLoader(
+                load_prompts(data, sampler.tokenizer),
+                batch_size=self._config.num_prompts_per_step,
+                seed=self._setup.seed,
+            )
             for step in loop.steps(self._policy):
                 self._run_step(step, loop, work)
             return loop.finish(peak_memory_gib=self._peak_memory_gib())
-        finally:
-            self._scorer.close()
 
     def _run_step(self, step: int, loop: StepLoop, work: Path) -> None:
         config, timer = self._config, Timer()
         with timer.phase("sync"):
-            self._generation.update_weights(self._policy)
+            self._sampler.generation.update_weights(self._policy)
         with timer.phase("rollout"):
-            rollouts = self._rollouts.run(
+            rollouts = self._sampler.engine.run(
                 self._prompts.batch(step - 1),
                 num_generations_per_prompt=config.num_generations_per_prompt,
                 step=step,
             )
         with timer.phase("reward"):
-            rewards = self._scorer.score(rollouts)
-            rollouts = [r.scored(value) for r, value in zip(rollouts, rewards, strict=True)]
+            rollouts = self._sampler.score(rollouts)
         batch = grpo_batch(
             rollouts,
             num_generations_per_prompt=config.num_generations_per_prompt,
@@ -126,37 +112,17 @@ class GRPOTrainer:
         health = {"token_mult_prob_error": error, **_health(batch, rollouts)}
         loop.report(step, {**health, **trained}, timer.take())
 
-    def _connect(self, data: Path, model_folder: Path, reference: Path) -> None:
-        setup, config = self._setup, self._config
-        tokenizer = load_tokenizer(model_folder)
-        self._scorer = make_scorer(setup.environment)
-        self._prompts = PromptLoader(
-            load_prompts(data, tokenizer), batch_size=config.num_prompts_per_step, seed=setup.seed
+    def _training_setup(self, model_folder: Path, reference: Path) -> TrainingSetup:
+        return TrainingSetup(
+            model_folder=model_folder,
+            optimizer=self._config,
+            max_tokens_per_microbatch=self._config.max_tokens_per_microbatch,
+            # The policy is the distribution that was sampled from, so under its temperature.
+            temperature=self._setup.generation.temperature,
+            dtype=self._setup.dtype,
+            reference_folder=reference if self._config.loss.kl else None,
+            seed=self._setup.seed,
         )
-        self._policy = Policy(
-            self._session,
-            setup.training,
-            TrainingSetup(
-                model_folder=model_folder,
-                optimizer=config,
-                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-                temperature=setup.generation.temperature,
-                dtype=setup.dtype,
-                reference_folder=reference if config.loss.kl else None,
-                seed=setup.seed,
-            ),
-        )
-        self._generation = VllmGeneration(
-            self._session,
-            GenerationSetup(
-                model_folder=model_folder,
-                config=setup.generation,
-                max_model_len=setup.max_prompt_tokens + setup.generation.max_new_tokens,
-                stop_token_ids=stop_token_ids(model_folder, tokenizer),
-                dtype=setup.dtype,
-            ),
-        )
-        self._rollouts = RolloutEngine(self._generation, tokenizer, seed=setup.seed)
 
     def _add_logprobs(self, batch: BatchedDataDict) -> None:
         batch["prev_logprobs"] = self._policy.get_logprobs(batch)["logprobs"]
@@ -175,7 +141,7 @@ class GRPOTrainer:
         return {**means, "num_valid_tokens": sum(part["num_valid_tokens"] for part in parts)}
 
     def _peak_memory_gib(self) -> float:
-        return self._policy.peak_memory_gib() + self._generation.peak_memory_gib()
+        return self._policy.peak_memory_gib() + self._sampler.generation.peak_memory_gib()
 
 
 def _health(batch: BatchedDataDict, rollouts: list[Rollout]) -> dict[str, float]:
