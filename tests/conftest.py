@@ -1,11 +1,15 @@
 """Fixtures that several suites share."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before `tasks` is imported, which points flytekit at the store: no test touches the user's own.
+_STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
+os.environ["NEMO_RL_HOME"] = _STORE.name
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,62 @@
+"""The last lines of a run."""
+
+from pathlib import Path
+
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.artifacts import (
+    Artifact,
+    CheckpointArtifact,
+    EvalReport,
+    LineageReport,
+    PromotionDecision,
+)
+from tasks.closing import closing_lines
+
+
+def make(kind: type[Artifact], folder: Path, stage: str, **fields: object) -> Artifact:
+    shared = {"stage": stage, "content_hash": "ab" * 32}
+    return kind(directory=FlyteDirectory(str(folder)), **shared, **fields)  # type: ignore[arg-type]
+
+
+def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
+    figures = {
+        "greedy_accuracy": 0.5,
+        "greedy_accuracy_low": 0.25,
+        "greedy_accuracy_high": 0.75,
+        "num_prompts": 40.0,
+    }
+    decision = {"promoted": True, "difference": 0.5, "low": 0.25, "high": 0.75}
+    lines = closing_lines(
+        [
+            make(CheckpointArtifact, tmp_path / "sft", "train_sft"),
+            make(EvalReport, tmp_path, "evaluate", metrics=figures, step=0),
+            make(
+                EvalReport, tmp_path, "evaluate", metrics={**figures, "greedy_accuracy": 1}, step=9
+            ),
+            make(PromotionDecision, tmp_path, "promote", summary="promoted: +50.0", **decision),
+            make(CheckpointArtifact, tmp_path / "out", "export"),
+            make(LineageReport, tmp_path / "page", "lineage_report"),
+        ]
+    )
+    model = tmp_path / "out" / "model"
+    assert lines[:4] == [
+        "accuracy at step 0: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
+        "accuracy at step 9: 1.000 [0.250, 0.750] on 40 held-out prompts, greedy",
+        "promoted: +50.0",
+        f"model: {model}",
+    ]
+    assert lines[4].startswith("chat:  ")
+    assert lines[4].endswith(f"-m nemo_rl_core.evals.chat {model}")
+    assert lines[5] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
+    assert len(lines) == 6
+
+
+def test_a_run_that_made_nothing_has_nothing_to_say() -> None:
+    assert closing_lines([]) == []
+
+
+def test_the_command_that_chats_exists() -> None:
+    import importlib.util
+
+    assert importlib.util.find_spec("nemo_rl_core.evals.chat") is not None

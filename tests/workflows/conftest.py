@@ -1,0 +1,190 @@
+"""A pipeline of a few steps, run by the real command; three runs serve all tests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_STEPS, SAVE_EVERY = 12, 4
+RECIPE: dict[str, Any] = {
+    "model": {
+        "kind": "from_config",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 1,
+        "num_heads": 2,
+    },
+    "data": {"kind": "arithmetic", "num_train": 64, "num_validation": 16, "max_operand": 9},
+    "sft": {"num_steps": 6, "global_batch_size": 16},
+    "grpo": {
+        "num_iterations": 2,
+        "num_steps_per_iteration": NUM_STEPS,
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 4,
+        "save_every_num_steps": SAVE_EVERY,
+    },
+    "generation": {"max_new_tokens": 3},
+    "cluster": {"num_threads": 1},
+    "evaluation": {"num_samples_per_prompt": 2},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left on the terminal and in its store."""
+
+    store: Path
+    exit_code: int
+    output: str
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        return self.output.splitlines()
+
+    def stages(self, state: str) -> list[str]:
+        """Names of the stages that ended so, in order: `ran` or `CACHED`."""
+        marker = f"  {state}"
+        return [line.partition(marker)[0] for line in self.lines if marker in line[:40]]
+
+    def value(self, word: str) -> str:
+        """What stands behind the word that one line begins with."""
+        (line,) = [line for line in self.lines if line.startswith(word)]
+        return line.removeprefix(word).strip()
+
+    def artifact(self, stage: str) -> Path:
+        """The only artifact of that stage."""
+        (found,) = [
+            manifest.parent
+            for manifest in (self.store / "artifacts").glob("*/manifest.json")
+            if json.loads(manifest.read_text())["stage"] == stage
+        ]
+        return found
+
+    def metrics(self, stage: str) -> list[dict[str, float]]:
+        """What every step of that stage reported, times left out."""
+        return step_metrics(self.artifact(stage))
+
+
+def start(recipe: dict[str, Any], store: Path) -> "subprocess.Popen[str]":
+    """The command of a user, in a process group of its own."""
+    pyflyte = Path(sys.executable).with_name("pyflyte")
+    return subprocess.Popen(
+        [pyflyte, "run", "workflows/grpo.py", "grpo", "--config", json.dumps(recipe)],
+        cwd=REPOSITORY,
+        env={**os.environ, "NEMO_RL_HOME": str(store)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(recipe: dict[str, Any], store: Path) -> Run:
+    began = time.monotonic()
+    process = start(recipe, store)
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        end_group(process)
+    return Run(store, process.returncode, output, time.monotonic() - began)
+
+
+def end_group(process: "subprocess.Popen[str]") -> None:
+    """Ends what a killed run has left in its process group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def step_metrics(folder: Path) -> list[dict[str, float]]:
+    """What is equal in every rerun; times are left out."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+@pytest.fixture(scope="session")
+def recipe() -> dict[str, Any]:
+    return RECIPE
+
+
+@pytest.fixture(scope="session")
+def run_recipe() -> Callable[[dict[str, Any], Path], Run]:
+    return run
+
+
+@pytest.fixture
+def run_until() -> Callable[[dict[str, Any], Path, str], Run]:
+    """Starts a run and kills it once a line begins with some words."""
+
+    def run_and_kill(recipe: dict[str, Any], store: Path, words: str) -> Run:
+        began = time.monotonic()
+        process = start(recipe, store)
+        assert process.stdout is not None
+        seen = []
+        try:
+            for line in process.stdout:
+                seen.append(line)
+                if line.startswith(words):
+                    break
+        finally:
+            end_group(process)
+        return Run(store, -signal.SIGKILL, "".join(seen), time.monotonic() - began)
+
+    return run_and_kill
+
+
+@pytest.fixture(scope="session")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """From an empty store to the end."""
+    finished = run(RECIPE, tmp_path_factory.mktemp("first") / "store")
+    assert finished.exit_code == 0, finished.output[-3000:]
+    return finished
+
+
+@pytest.fixture(scope="session")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The store of a run that was killed in its second iteration, between two saves."""
+    store = tmp_path_factory.mktemp("killed") / "store"
+    process = start(RECIPE, store)
+    try:
+        # Step 1 of the second iteration up to where a save lies behind and the last ahead.
+        _wait_for_step(process, store, first=NUM_STEPS + 1, step=NUM_STEPS + SAVE_EVERY + 1)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    finally:
+        end_group(process)
+    yield store
+
+
+def _wait_for_step(process: "subprocess.Popen[str]", store: Path, *, first: int, step: int) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be killed"
+        for path in store.glob("work/grpo_iteration-*/metrics.jsonl"):
+            try:
+                steps = [m["global_step"] for m in step_metrics(path.parent)]
+            except (FileNotFoundError, json.JSONDecodeError):
+                continue  # just moved, or half a line
+            if steps and steps[0] == first and steps[-1] >= step:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"step {step} was not reached")
+
+
+@pytest.fixture(scope="session")
+def resumed_run(killed_run: Path) -> Run:
+    """The same command again after the kill."""
+    finished = run(RECIPE, killed_run)
+    assert finished.exit_code == 0, finished.output[-3000:]
+    return finished

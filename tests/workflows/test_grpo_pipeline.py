@@ -1,0 +1,157 @@
+"""The whole pipeline by the real command: whole, cached, changed, killed and resumed.
+
+`Run` of the conftest holds what a run printed and left in its store.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Any
+
+NUM_STEPS = 12
+SAVE_EVERY = 4
+EARLY_STAGES = ["prepare_model", "prepare_data", "train_sft", "evaluate"]
+STAGES = [
+    *EARLY_STAGES,
+    "grpo_iteration 1",
+    "grpo_iteration 2",
+    "evaluate",
+    "promote",
+    "export",
+    "lineage_report",
+]
+
+
+def test_a_run_ends_with_its_table_and_what_to_do_next(first_run: Run) -> None:
+    assert first_run.stages("ran") == STAGES
+    assert "Traceback" not in first_run.output
+    rows = [line for line in first_run.lines if "│" in line]
+    for stage in {stage.split()[0] for stage in STAGES}:
+        assert any(stage in row for row in rows), stage
+    assert any("total" in row for row in rows)
+    # One line a step, with the step's reward and speed.
+    assert re.search(r"grpo_iteration 1 1/12  reward \d\.\d{3}  [\d,]+ tokens/s", first_run.output)
+    accuracies = re.findall(r"accuracy at step (\d+): (\d\.\d{3}) \[", first_run.output)
+    assert [int(step) for step, _ in accuracies] == [0, 2 * NUM_STEPS]
+    assert "romoted: " in first_run.output or "NOT promoted" in first_run.output
+    model = Path(first_run.value("model:"))
+    assert (model / "model.safetensors").is_file()
+    assert str(model) in first_run.value("chat:")
+    assert Path(first_run.value("lineage:")).is_file()
+    assert Path(first_run.value("log:")).is_file()
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_libraries_do_not_write_over_the_display(first_run: Run) -> None:
+    for word in ("INFO", "WARNING", "vLLM", "raylet", "(pid="):
+        assert word not in first_run.output
+
+
+def test_every_artifact_knows_where_it_came_from(first_run: Run) -> None:
+    model = Path(first_run.value("model:")).parent
+    manifest = json.loads((model / "manifest.json").read_text())
+    assert manifest["stage"] == "export"
+    lineage = Path(first_run.value("lineage:")).with_name("lineage.json")
+    stages = {row["stage"] for row in json.loads(lineage.read_text())}
+    # Promoted or not, the model comes from the evaluations of both candidates.
+    assert {"prepare_model", "prepare_data train", "train_sft", "grpo_iteration 2"} <= stages
+
+
+def test_metrics_of_every_step_are_kept(first_run: Run) -> None:
+    for iteration in (1, 2):
+        metrics = first_run.metrics(f"grpo_iteration {iteration}")
+        first = (iteration - 1) * NUM_STEPS + 1
+        steps = [line["global_step"] for line in metrics]
+        assert steps == list(range(first, first + NUM_STEPS))
+        for line in metrics:
+            assert 1 <= line["token_mult_prob_error"] < 1.001
+            assert 0 <= line["reward"] <= 1
+            # A rollout is at most as long as it may be, and 16 of them make a step.
+            assert 1 <= line["completion_length"] <= 3
+            assert line["num_valid_tokens"] == line["completion_length"] * 16
+
+
+def test_the_same_command_again_runs_nothing(
+    first_run: Run, run_recipe: Callable[..., Run], recipe: dict[str, Any]
+) -> None:
+    before = file_hashes(first_run.store / "artifacts")
+    again = run_recipe(recipe, first_run.store)
+    assert again.exit_code == 0, again.output[-3000:]
+    assert again.stages("CACHED") == STAGES
+    assert again.stages("ran") == []
+    assert again.value("model:") == first_run.value("model:")
+    assert file_hashes(first_run.store / "artifacts") == before
+    # The issue's bound on an idle machine is 15 s; this one may be busy with other tests.
+    assert again.seconds < 60
+
+
+def test_another_learning_rate_keeps_what_it_does_not_touch(
+    first_run: Run, run_until: Callable[..., Run], recipe: dict[str, Any]
+) -> None:
+    changed = {**recipe, "grpo": {**recipe["grpo"], "learning_rate": 1.25e-4}}
+    # It would train next; that it can train is what the first run shows.
+    stopped = run_until(changed, first_run.store, "grpo_iteration 1  ")
+    assert stopped.lines[-1] == "grpo_iteration 1  started"
+    assert stopped.stages("CACHED") == EARLY_STAGES
+    assert stopped.stages("ran") == []
+    for left in first_run.store.glob("work/grpo_iteration-*/"):
+        shutil.rmtree(left)
+
+
+def test_two_runs_from_empty_stores_are_equal_to_the_bit(first_run: Run, resumed_run: Run) -> None:
+    for stage in ("train_sft", "grpo_iteration 1", "grpo_iteration 2"):
+        one, other = (each.artifact(stage) for each in (first_run, resumed_run))
+        for part in ("model", "trainer"):
+            assert file_hashes(one / part) == file_hashes(other / part), (stage, part)
+        assert first_run.metrics(stage) == resumed_run.metrics(stage), stage
+        assert one.name == other.name, stage
+    for stage in ("prepare_data train", "prepare_data validation", "export"):
+        one, other = (each.artifact(stage) for each in (first_run, resumed_run))
+        hashes = [file_hashes(each) for each in (one, other)]
+        for each in hashes:
+            each.pop("manifest.json")
+        assert hashes[0] == hashes[1], stage
+    assert file_hashes(Path(first_run.value("model:"))) == file_hashes(
+        Path(resumed_run.value("model:"))
+    )
+
+
+def test_training_changed_the_weights(first_run: Run) -> None:
+    weights = {
+        file_hashes(first_run.artifact(stage) / "model")["model.safetensors"]
+        for stage in ("prepare_model", "train_sft", "grpo_iteration 1", "grpo_iteration 2")
+    }
+    assert len(weights) == 4
+
+
+def test_a_killed_run_keeps_its_stages_and_goes_on_from_its_save(resumed_run: Run) -> None:
+    done = [*EARLY_STAGES, "grpo_iteration 1"]
+    assert resumed_run.stages("CACHED") == done
+    assert resumed_run.stages("ran") == STAGES[len(done) :]
+    steps = [
+        int(found.group(1))
+        for line in resumed_run.lines
+        if (found := re.match(r"grpo_iteration 2 (\d+)/12", line))
+    ]
+    # It was killed after the save of step 4, or, on a fast machine, after that of step 8.
+    assert steps in (
+        list(range(SAVE_EVERY + 1, NUM_STEPS + 1)),
+        list(range(2 * SAVE_EVERY + 1, NUM_STEPS + 1)),
+    )
+
+
+def test_nothing_is_left_of_the_work(resumed_run: Run) -> None:
+    work = resumed_run.store / "work"
+    assert [path.name for path in work.iterdir() if path.is_dir()] == []
