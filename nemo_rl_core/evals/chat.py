@@ -47,11 +47,16 @@ class Chat:
         """The model's most likely answer, token by token.
 
         Raises:
-            ModelError: If the prompt fills the model's context.
+            ModelError: If the prompt holds no tokens, or fills the model's context.
         """
         import torch
 
         ids = prompt_token_ids(self._tokenizer, prompt)
+        if not ids:
+            raise ModelError(
+                f"the prompt {prompt[:80]!r} holds no tokens",
+                fix="ask something; if you did, the model folder lacks tokenizer.json",
+            )
         context = getattr(self._model.config, "max_position_embeddings", None)
         room = self._max_new_tokens if context is None else context - len(ids)
         if room < 1:
