@@ -1,15 +1,72 @@
 """Fixtures that several suites share."""
 
+import json
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # Before `tasks` is imported, which points flytekit at the store: no test touches the user's own.
 _STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
 os.environ["NEMO_RL_HOME"] = _STORE.name
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty store, for runs in this process."""
+    from tasks import local
+
+    with monkeypatch.context() as patch:
+        patch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
+        local.use_store()
+        yield tmp_path / "store"
+    local.use_store()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended, and what it showed."""
+
+    exit_code: int
+    output: str
+
+    @property
+    def message(self) -> list[str]:
+        """The lines of the error, without the frame around them."""
+        lines = self.output.splitlines()
+        framed = [line.strip(" │") for line in lines if line.startswith("│")]
+        return framed or [line for line in lines if line.strip()]
+
+    @property
+    def text(self) -> str:
+        """The error as one line, however the frame has broken it."""
+        return " ".join(self.message)
+
+
+@pytest.fixture
+def run_grpo(
+    own_store: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[dict[str, Any]], Finished]:
+    """`pyflyte run workflows/grpo.py grpo --config ...` in this process, with its own store."""
+    from flytekit.clis.sdk_in_container.pyflyte import main
+
+    monkeypatch.chdir(REPOSITORY)
+
+    def run(recipe: dict[str, Any]) -> Finished:
+        arguments = ["run", "workflows/grpo.py", "grpo", "--config", json.dumps(recipe)]
+        with pytest.raises(SystemExit) as ended:
+            main.main(arguments, prog_name="pyflyte")
+        shown = capfd.readouterr()
+        return Finished(int(ended.value.code or 0), shown.out + shown.err)
+
+    return run
 
 
 @pytest.fixture(scope="session")

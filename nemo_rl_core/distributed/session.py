@@ -5,6 +5,7 @@ run therefore share workers: a stage asks for them by name and gets running ones
 stage left such. What a worker holds never carries over: every stage sets it up anew.
 """
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -81,6 +82,8 @@ def connect(config: ClusterConfig) -> ClusterSession:
 
 def shutdown() -> None:
     """Ends every session and Ray; a no-op where nothing runs."""
+    if not _sessions and "ray" not in sys.modules:
+        return  # not imported only to hear that it does not run: that takes seconds
     import ray
 
     for session in _sessions.values():

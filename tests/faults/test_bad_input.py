@@ -1,0 +1,184 @@
+"""Bad input through the real command: refused early, in a few lines, with the fix."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.distributed import session as sessions
+
+Finished = Any
+ROWS = [{"prompt": f"{left}+1=", "answer": str(left + 1)} for left in range(8)]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def refused(run_grpo: Callable[..., Finished]) -> Callable[..., Finished]:
+    """Runs a recipe that must be refused before any worker is started."""
+
+    def run(recipe: dict[str, Any]) -> Finished:
+        before = dict(sessions._sessions)
+        start = time.monotonic()
+        finished = run_grpo(recipe)
+        assert time.monotonic() - start < 60
+        assert sessions._sessions == before
+        assert finished.exit_code in (1, 2), finished.output
+        assert "Traceback" not in finished.output
+        assert 'File "' not in finished.output
+        assert len(finished.message) < 10, finished.output
+        assert "started" not in finished.output.replace("prepare_data  started", "").replace(
+            "prepare_model  started", ""
+        )
+        return finished
+
+    return run
+
+
+def runs(store: Path) -> list[Path]:
+    return list((store / "runs").glob("*/run.log"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            {"grpo": {"learning_rat": 0.1}},
+            ["unknown key 'learning_rat'", "got: learning_rat", "did you mean 'learning_rate'?"],
+        ),
+        (
+            {"grpo": {"num_generations_per_prompt": 1}},
+            ["num_generations_per_prompt is 1", "group_normalized", "use at least 2", "fix:"],
+        ),
+        (
+            {"grpo": {"train_global_batch_size": 7}},
+            ["train_global_batch_size (7) must divide", "fix:"],
+        ),
+        (
+            {"data": {"kind": "arithmetic", "num_train": 10_000}},
+            ["only 10000 different sums exist", "fix:"],
+        ),
+        ({"cluster": {"shape": "lapto"}}, ["cluster.shape", "'laptop' or 'one_gpu'", "got:"]),
+        ({"recipe": "grpo_arithmetik"}, ["no recipe 'grpo_arithmetik'", "grpo_arithmetic"]),
+        (
+            {"model": {"name": "/no/such/folder"}},
+            ["folder does not exist", "expected:", "got: /no/such/folder", "fix: correct"],
+        ),
+        (
+            {"data": {"kind": "file", "train": "no.jsonl", "validation": "no.jsonl"}},
+            ["data file does not exist", "expected:", "got: no.jsonl", "fix:"],
+        ),
+        (
+            {"environment": {"kind": "function", "target": "no_such_module:reward"}},
+            ["no_such_module", "cannot be imported", "expected:", "got:", "fix:"],
+        ),
+        (
+            {"environment": {"kind": "function", "target": "json:dumb"}},
+            ["module 'json' has no function 'dumb'", "expected: one of dump", "got:", "fix:"],
+        ),
+    ],
+)
+def test_what_a_recipe_cannot_have_is_refused_before_a_run_begins(
+    refused: Callable[..., Finished], own_store: Path, recipe: dict[str, Any], words: list[str]
+) -> None:
+    finished = refused(recipe)
+    assert finished.exit_code == 2
+    for word in words:
+        assert word in finished.text
+    assert runs(own_store) == []
+
+
+def test_a_gpu_that_is_not_there_is_refused_at_once(
+    refused: Callable[..., Finished], own_store: Path
+) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    finished = refused({"cluster": {"shape": "one_gpu"}})
+    assert finished.exit_code == 2
+    for word in ("expected: 1 GPU", "got: 0 GPU", "fix:", "laptop"):
+        assert word in finished.text
+    assert runs(own_store) == []
+
+
+def test_a_model_without_a_tokenizer_is_refused(
+    refused: Callable[..., Finished], own_store: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "model")
+    for path in (tmp_path / "model").glob("tokenizer*"):
+        path.unlink()
+    finished = refused({"model": {"name": str(tmp_path / "model")}})
+    for word in ("has no tokenizer_config.json", "expected:", "got:", "fix:", "save_pretrained"):
+        assert word in finished.text
+    assert runs(own_store) == []
+
+
+def test_a_recipe_that_is_no_json_is_refused(
+    run_grpo: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("json.dumps", lambda recipe: "{seed: }")
+    finished = run_grpo({})
+    assert finished.exit_code in (1, 2)
+    assert "Traceback" not in finished.output
+
+
+LONG = "1+" * 20 + "1="
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ([], ["the train data set is empty", "expected: at least one row", "fix:"]),
+        (
+            [{"prompt": "1+1="}, {"prompt": "2+2="}],
+            ["lacks the column answer", "expected: the columns prompt and answer", "got: prompt"],
+        ),
+        (
+            [*ROWS, {"prompt": " ", "answer": "1"}, {"prompt": "", "answer": "1"}],
+            ["the train data set fails a check", "prompt is empty: rows 8, 9", "fix:"],
+        ),
+        (
+            [*ROWS, {"prompt": LONG, "answer": "21"}],
+            ["prompt has more than 16 tokens (max_prompt_tokens): rows 8", "fix:"],
+        ),
+        (
+            [*ROWS, {"prompt": "9+9="}],
+            ["answer is missing or null: rows 8", "fix:"],
+        ),
+        ([*ROWS, ROWS[0]], ["prompt occurs twice: rows 8", "fix:"]),
+    ],
+)
+def test_bad_rows_are_named_before_a_worker_starts(
+    refused: Callable[..., Finished],
+    own_store: Path,
+    tmp_path: Path,
+    train: list[dict[str, Any]],
+    words: list[str],
+) -> None:
+    files = {
+        "train": write_rows(tmp_path / "train.jsonl", train),
+        "validation": write_rows(tmp_path / "validation.jsonl", [{"prompt": "0=", "answer": "0"}]),
+    }
+    small = {"kind": "from_config", "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1}
+    recipe = {"model": small, "data": {"kind": "file", "max_prompt_tokens": 16, **files}}
+    finished = refused(recipe)
+    assert finished.exit_code == 1
+    for word in words:
+        assert word in finished.text
+    # The run had begun: its trace is in the log, which the message names.
+    (log,) = runs(own_store)
+    assert "log:" in finished.text
+    assert log.parent.name in finished.text.replace(" ", "")  # the frame breaks long lines
+    assert "Traceback" in log.read_text()
+    assert "DataError" in log.read_text()
+    # What was done is kept: the model is not made again once the rows are mended.
+    assert list((own_store / "artifacts").glob("prepare_model-*"))
