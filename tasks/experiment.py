@@ -19,6 +19,7 @@ from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType, ModelConfig, ModelFromConfig
 from nemo_rl_core.config.training import TrainingConfig
+from tasks.contents import data_content, model_content, reward_content
 from tasks.recipe import Recipe
 from tasks.resources import LIGHT
 
@@ -43,6 +44,7 @@ class ModelStage(FrozenConfig):
     """What `prepare_model` reads; the seed only where weights are drawn."""
 
     model: ModelConfig
+    content: str
     seed: int | None
 
 
@@ -50,6 +52,7 @@ class DataStage(FrozenConfig):
     """What `prepare_data` reads."""
 
     data: DataConfig
+    content: str
     seed: int
 
 
@@ -67,6 +70,7 @@ class RolloutStage(FrozenConfig):
     """What every stage reads that samples completions and scores them."""
 
     environment: EnvironmentConfig
+    reward_content: str
     generation: GenerationConfig
     cluster: ClusterConfig
     dtype: DType
@@ -117,13 +121,14 @@ def plan(config: GRPOExperiment) -> GRPOPlan:
     }
     rollouts: dict[str, Any] = {
         "environment": config.environment,
+        "reward_content": reward_content(config.environment),
         "generation": config.generation,
         "max_prompt_tokens": config.data.max_prompt_tokens,
     }
-    draws_weights = config.model.kind == "from_config"
+    seed = config.seed if config.model.kind == "from_config" else None
     return GRPOPlan(
-        model=ModelStage(model=config.model, seed=config.seed if draws_weights else None),
-        data=DataStage(data=config.data, seed=config.seed),
+        model=ModelStage(model=config.model, content=model_content(config.model), seed=seed),
+        data=DataStage(data=config.data, content=data_content(config.data), seed=config.seed),
         sft=SFTStage(sft=config.sft, training=config.training, **shared),
         grpo=GRPOStage(grpo=config.grpo.iteration, training=config.training, **rollouts, **shared),
         num_iterations=config.grpo.num_iterations,

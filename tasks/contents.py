@@ -1,0 +1,43 @@
+"""What lies behind the names in a recipe: files change, and their names do not.
+
+A stage's record carries these digests beside the names, so that Flyte's cache sees a changed file
+as the changed input that it is. What the project makes itself has none: its source is digested.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from nemo_rl_core.config.data import DataConfig, FileData
+from nemo_rl_core.config.environment import EnvironmentConfig, RewardFunction
+from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.infra.files import hash_file, hash_folder
+
+
+def data_content(data: DataConfig) -> str:
+    """A digest of the user's files; empty where rows are generated."""
+    if not isinstance(data, FileData):
+        return ""
+    return " ".join(_file(Path(name).expanduser()) for name in (data.train, data.validation))
+
+
+def model_content(model: ModelConfig) -> str:
+    """A digest of a folder on this machine; empty for hub names and models made here."""
+    folder = Path(model.name).expanduser()
+    if isinstance(model, PretrainedModel) and folder.is_dir():
+        return hash_folder(folder)
+    return ""
+
+
+def reward_content(environment: EnvironmentConfig) -> str:
+    """A digest of the module that holds the user's reward function; not of what it imports."""
+    if not isinstance(environment, RewardFunction):
+        return ""
+    try:
+        spec = importlib.util.find_spec(environment.target.partition(":")[0])
+    except (ImportError, ValueError):
+        return ""  # the stage that calls it will say what is wrong
+    return _file(Path(spec.origin)) if spec and spec.origin else ""
+
+
+def _file(path: Path) -> str:
+    return hash_file(path) if path.is_file() else ""
