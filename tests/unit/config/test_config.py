@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
 from nemo_rl_core.algorithms.sft.config import SFTConfig
@@ -165,20 +166,30 @@ def test_an_unknown_base_lists_the_choices() -> None:
 def test_a_checked_in_recipe_holds_only_what_differs(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     loaded = GRPOExperiment.model_validate(recipe)
-    assert not list(_repeated_defaults(recipe, loaded))
+    repeated = [
+        ".".join(keys)
+        for keys in _leaves(recipe)
+        if GRPOExperiment.model_validate(_without(recipe, keys)) == loaded
+    ]
+    assert repeated == []
 
 
-def _repeated_defaults(values: dict, config: BaseModel, where: str = "") -> list[str]:
-    """Names of the values in `values` that a recipe could leave out; kinds are needed to read."""
-    found = []
+def _leaves(values: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Paths of all values that a recipe could do without; kinds say how to read the others."""
+    found: list[tuple[str, ...]] = []
     for key, value in values.items():
-        field = getattr(config, key)
-        name = f"{where}{key}"
-        if isinstance(field, BaseModel) and isinstance(value, dict):
-            found += _repeated_defaults(value, field, name + ".")
-        elif key != "kind" and not type(config).model_fields[key].is_required():
-            found += [name] if field == type(config).model_fields[key].default else []
+        if isinstance(value, dict) and value:
+            found += [(key, *rest) for rest in _leaves(value)]
+        elif key not in ("kind", "name", "package", "recipe"):
+            found.append((key,))
     return found
+
+
+def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    first, *rest = keys
+    if not rest:
+        return {key: value for key, value in values.items() if key != first}
+    return {**values, first: _without(values[first], tuple(rest))}
 
 
 def test_there_are_recipes() -> None:
