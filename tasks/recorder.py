@@ -190,7 +190,9 @@ def run(inputs: dict[str, Any]) -> Iterator[Recorder]:
             yield recorder
         except BaseException as error:
             log.trace(error)
-            raise _explained(error, log) from error
+            # Beside the error's frame, which would break a path over lines.
+            terminal.write(f"log: {log.path}\n")
+            raise _explained(error) from error
         finally:
             _running.remove(recorder)
             display.close()
@@ -199,12 +201,12 @@ def run(inputs: dict[str, Any]) -> Iterator[Recorder]:
         _close(recorder, terminal)
 
 
-def _explained(error: BaseException, log: RunLog) -> BaseException:
+def _explained(error: BaseException) -> BaseException:
     if isinstance(error, NemoRLError):
-        return RunFailed(f"{error}\n  log: {log.path}")
+        return RunFailed(str(error))
     if isinstance(error, Exception):
         said = (str(error).splitlines() or [""])[-1].strip()[:300]
-        return RunFailed(f"{type(error).__name__}: {said}\n  log: {log.path}")
+        return RunFailed(f"{type(error).__name__}: {said}")
     return error
 
 

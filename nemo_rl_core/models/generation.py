@@ -65,7 +65,7 @@ class VllmGeneration(GenerationInterface):
 
 
 def _engine_key(setup: GenerationSetup) -> str:
-    """What an engine is built for; weights and sampling settings are not part of it."""
+    """What an engine is started with: architecture, size and sampling, but not the weights."""
     architecture: dict[str, Any] = json.loads((setup.model_folder / "config.json").read_text())
     described = json.dumps(architecture, sort_keys=True) + repr(
         (setup.config, setup.max_model_len, setup.stop_token_ids, setup.dtype, setup.seed)

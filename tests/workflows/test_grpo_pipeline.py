@@ -93,8 +93,6 @@ def test_the_same_command_again_runs_nothing(
     assert again.stages("ran") == []
     assert again.value("model:") == first_run.value("model:")
     assert file_hashes(first_run.store / "artifacts") == before
-    # The bound on an idle machine is 15 s; this one may be busy with other tests.
-    assert again.seconds < 60
 
 
 def test_another_learning_rate_keeps_what_it_does_not_touch(
