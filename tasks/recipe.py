@@ -64,12 +64,14 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         old = base.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and _same_kind(old, value):
+        both_maps = isinstance(old, dict) and isinstance(value, dict)
+        if both_maps and _kind(key, value, old) == old.get("kind"):
             merged[key] = _laid_over(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _same_kind(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    return "kind" not in new or new["kind"] == old.get("kind")
+def _kind(key: str, new: dict[str, Any], old: dict[str, Any]) -> Any:
+    """A model without a kind is a pretrained one, so a bare name replaces a model of another kind."""
+    return new.get("kind", "pretrained" if key == "model" else old.get("kind"))

@@ -1,0 +1,44 @@
+"""Recipes laid over recipes."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.experiment import GRPOExperiment
+from tasks.recipe import RecipeError, with_base
+
+
+def test_what_is_named_changes_and_the_rest_stays() -> None:
+    recipe = {"recipe": "grpo_arithmetic", "seed": 3, "grpo": {"loss": {"clip_low": 0.1}}}
+    changed = GRPOExperiment.model_validate(recipe)
+    base = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
+    assert (changed.seed, changed.grpo.loss.clip_low) == (3, 0.1)
+    assert changed.grpo.learning_rate == base.grpo.learning_rate
+    assert changed.grpo.loss.kl == base.grpo.loss.kl
+    assert changed.sft == base.sft
+
+
+def test_a_map_of_another_kind_is_replaced(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("data: {kind: arithmetic, num_train: 7, num_validation: 5}")
+    other = with_base({"recipe": str(base), "data": {"kind": "file", "train": "a.csv"}})
+    assert other == {"data": {"kind": "file", "train": "a.csv"}}
+    same = with_base({"recipe": str(base), "data": {"num_train": 9}})
+    assert same == {"data": {"kind": "arithmetic", "num_train": 9, "num_validation": 5}}
+
+
+def test_a_bare_model_name_is_a_pretrained_model_not_a_new_name_for_the_old_one() -> None:
+    changed = GRPOExperiment.model_validate(
+        {"recipe": "grpo_arithmetic", "model": {"name": "some/model"}}
+    )
+    assert (changed.model.kind, changed.model.name) == ("pretrained", "some/model")
+
+
+def test_no_supervised_start_where_the_recipe_says_null() -> None:
+    assert GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "sft": None}).sft is None
+
+
+def test_an_unknown_recipe_lists_the_choices() -> None:
+    with pytest.raises(RecipeError, match="no recipe 'grpo_arithmetik'") as caught:
+        GRPOExperiment.model_validate({"recipe": "grpo_arithmetik"})
+    assert "grpo_arithmetic" in caught.value.message
