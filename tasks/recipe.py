@@ -64,14 +64,13 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         old = base.get(key)
-        both_maps = isinstance(old, dict) and isinstance(value, dict)
-        if both_maps and _kind(key, value, old) == old.get("kind"):
+        merged[key] = value
+        if isinstance(old, dict) and isinstance(value, dict) and _same_kind(key, old, value):
             merged[key] = _laid_over(old, value)
-        else:
-            merged[key] = value
     return merged
 
 
-def _kind(key: str, new: dict[str, Any], old: dict[str, Any]) -> Any:
-    """A model without a kind is a pretrained one, so a bare name replaces a model of another kind."""
-    return new.get("kind", "pretrained" if key == "model" else old.get("kind"))
+def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """A model without a kind is a pretrained one, so a bare name replaces one of another kind."""
+    unsaid = "pretrained" if key == "model" else old.get("kind")
+    return bool(new.get("kind", unsaid) == old.get("kind", unsaid))
