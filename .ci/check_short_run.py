@@ -1,7 +1,8 @@
 """Asserts what a run of `grpo_ci.yaml` must have reached: `check_short_run.py STORE FIRST AGAIN`.
 
-STORE is its store; FIRST and AGAIN are what the run and its rerun wrote. The bounds leave room for
-other processors: accuracy was {SFT} after SFT and {GRPO} after GRPO, seeds 0, 1 and 2.
+STORE is its store; FIRST and AGAIN are what the run and its rerun wrote. Two runs were measured,
+seeds 0 and 1: accuracy 0.410 and 0.612 after SFT, 0.586 and 0.740 after GRPO. CI runs seed 0; the
+bounds leave room for other processors.
 """
 
 import json
