@@ -190,9 +190,7 @@ def run(inputs: dict[str, Any]) -> Iterator[Recorder]:
             yield recorder
         except BaseException as error:
             log.trace(error)
-            # Beside the error's frame, which would break a path over lines.
-            terminal.write(f"log: {log.path}\n")
-            raise _explained(error) from error
+            raise _explained(error, log) from error
         finally:
             _running.remove(recorder)
             display.close()
@@ -201,12 +199,12 @@ def run(inputs: dict[str, Any]) -> Iterator[Recorder]:
         _close(recorder, terminal)
 
 
-def _explained(error: BaseException) -> BaseException:
+def _explained(error: BaseException, log: RunLog) -> BaseException:
     if isinstance(error, NemoRLError):
-        return RunFailed(str(error))
+        return RunFailed(f"{error}\n  log: {log.path}")
     if isinstance(error, Exception):
         said = (str(error).splitlines() or [""])[-1].strip()[:300]
-        return RunFailed(f"{type(error).__name__}: {said}")
+        return RunFailed(f"{type(error).__name__}: {said}\n  log: {log.path}")
     return error
 
 
