@@ -53,14 +53,15 @@ class Finished:
 @pytest.fixture
 def run_grpo(
     own_store: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[[dict[str, Any]], Finished]:
+) -> Callable[[dict[str, Any] | str], Finished]:
     """`pyflyte run workflows/grpo.py grpo --config ...` in this process, with its own store."""
     from flytekit.clis.sdk_in_container.pyflyte import main
 
     monkeypatch.chdir(REPOSITORY)
 
-    def run(recipe: dict[str, Any]) -> Finished:
-        arguments = ["run", "workflows/grpo.py", "grpo", "--config", json.dumps(recipe)]
+    def run(recipe: dict[str, Any] | str) -> Finished:
+        config = recipe if isinstance(recipe, str) else json.dumps(recipe)
+        arguments = ["run", "workflows/grpo.py", "grpo", "--config", config]
         with pytest.raises(SystemExit) as ended:
             main.main(arguments, prog_name="pyflyte")
         shown = capfd.readouterr()
