@@ -6,9 +6,10 @@ from typing import Any
 
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.config.environment import RewardFunction
-from nemo_rl_core.config.model import PretrainedModel
+from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
-from nemo_rl_core.errors import DataError
+from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.infra.resources import check_shape
 from tasks.experiment import GRPOExperiment
 
@@ -30,10 +31,28 @@ def _check(experiment: GRPOExperiment) -> None:
         check_pretrained(experiment.model.name)
     if isinstance(experiment.data, FileData):
         _check_files(experiment.data)
+    _check_context(experiment)
     if isinstance(experiment.environment, RewardFunction):
         from nemo_rl_core.environments.functional_reward import load_function
 
         load_function(experiment.environment.target)
+
+
+def _check_context(experiment: GRPOExperiment) -> None:
+    model = experiment.model
+    limit = None
+    if isinstance(model, ModelFromConfig):
+        limit = model.max_position_embeddings
+    elif isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
+        limit = context_length(Path(model.name).expanduser())
+    prompt, completion = experiment.data.max_prompt_tokens, experiment.generation.max_new_tokens
+    if limit is not None and prompt + completion > limit:
+        raise ConfigError(
+            "prompts and completions may be longer than the model's context",
+            expected=f"data.max_prompt_tokens + generation.max_new_tokens <= {limit}",
+            got=f"{prompt} + {completion}",
+            fix="lower one of the two, or take a model with a longer context",
+        )
 
 
 def _check_files(data: FileData) -> None:

@@ -71,6 +71,11 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """A model without a kind is a pretrained one, so a bare name replaces one of another kind."""
-    unsaid = "pretrained" if key == "model" else old.get("kind")
+    """Whether changes without a kind are meant for what is there.
+
+    `model: {name: ...}` alone is a pretrained model, so it replaces one of another kind; other
+    fields without a kind are changes of the model that the base recipe has.
+    """
+    bare_name = key == "model" and "name" in new
+    unsaid = "pretrained" if bare_name else old.get("kind")
     return bool(new.get("kind", unsaid) == old.get("kind", unsaid))

@@ -16,7 +16,7 @@ def load_tokenizer(model_folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_folder)
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the model folder {model_folder.name!r} has no tokenizer that transformers can load",
@@ -24,6 +24,23 @@ def load_tokenizer(model_folder: Path) -> Any:
             got=str(error).splitlines()[0][:200],
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         ) from error
+    # Of a folder that has settings but no vocabulary, transformers makes a tokenizer that knows the
+    # added tokens, and at most one of its own.
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder) + 1:
+        raise ModelError(
+            f"the tokenizer in the model folder {model_folder.name!r} knows no words",
+            expected="tokenizer.json (or the vocabulary files of its kind)",
+            got=f"{len(tokenizer)} tokens",
+            fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
+        )
+    return tokenizer
+
+
+def context_length(model_folder: Path) -> int | None:
+    """The most tokens that the model was made for, where its config says so."""
+    declared = json.loads((model_folder / "config.json").read_text())
+    length = declared.get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -68,6 +68,10 @@ def runs(store: Path) -> list[Path]:
             ["folder does not exist", "expected:", "got: /no/such/folder", "fix: correct"],
         ),
         (
+            {"generation": {"max_new_tokens": 241}},
+            ["longer than the model's context", "<= 256", "got: 16 + 241", "fix:"],
+        ),
+        (
             {"data": {"kind": "file", "train": "no.jsonl", "validation": "no.jsonl"}},
             ["data file does not exist", "expected:", "got: no.jsonl", "fix:"],
         ),
@@ -116,6 +120,15 @@ def test_a_model_without_a_tokenizer_is_refused(
     finished = refused({"model": {"name": str(tmp_path / "model")}})
     for word in ("has no tokenizer_config.json", "expected:", "got:", "fix:", "save_pretrained"):
         assert word in finished.text
+    assert runs(own_store) == []
+
+
+def test_prompts_longer_than_the_context_of_a_model_folder_are_refused(
+    refused: Callable[..., Finished], own_store: Path, tiny_model: Path
+) -> None:
+    data = {"kind": "arithmetic", "max_prompt_tokens": 1000}
+    finished = refused({"model": {"name": str(tiny_model)}, "data": data})
+    assert "longer than the model's context" in finished.text
     assert runs(own_store) == []
 
 

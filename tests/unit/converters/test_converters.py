@@ -88,6 +88,13 @@ def test_a_folder_that_lacks_a_part_is_refused(tmp_path: Path, missing: str) -> 
     assert "save_pretrained" in caught.value.fix
 
 
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    materialize(SMALL, tmp_path / "m", seed=0)
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        materialize(PretrainedModel(name=str(tmp_path / "m")), tmp_path / "copy", seed=None)
+
+
 def test_a_name_that_no_hub_knows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
