@@ -55,7 +55,7 @@ class Chat:
         if not ids:
             raise ModelError(
                 f"the prompt {prompt[:80]!r} holds no tokens",
-                fix="ask something; if you did, the model folder lacks tokenizer.json",
+                fix="ask something",
             )
         context = getattr(self._model.config, "max_position_embeddings", None)
         room = self._max_new_tokens if context is None else context - len(ids)

@@ -93,7 +93,7 @@ def test_errors_go_to_stderr_with_exit_code_1(
         tmp_path / "nowhere": "no such folder",
         tmp_path: "without config.json",
         broken: "cannot be loaded",
-        untokenized: "holds no tokens",
+        untokenized: "knows no words",
     }
     for folder, words in expected.items():
         assert main([str(folder), "1+1="]) == 1
