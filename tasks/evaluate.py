@@ -6,11 +6,11 @@ from pathlib import Path
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
 from tasks.experiment import EvaluationStage
 from tasks.resources import ray_stage
-from tasks.rollouts import rollout_setup
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 
 @cached_task(task_config=ray_stage())
@@ -27,7 +27,7 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
             validation.folder,
             connect(config.cluster),
             config=config.evaluation,
-            setup=rollout_setup(config),
+            settings=config,
         )
         pd.DataFrame(result.rows).to_parquet(folder / "rows.parquet", index=False)
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))

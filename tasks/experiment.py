@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flytekit import task
 from pydantic import Field, NonNegativeInt
 
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
+from nemo_rl_core.algorithms.grpo.config import GRPOSchedule, GRPOSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -17,7 +17,8 @@ from nemo_rl_core.config.data import ArithmeticData, DataConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig
-from nemo_rl_core.config.model import DType, ModelConfig, ModelFromConfig
+from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
+from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import TrainingConfig
 from tasks.contents import data_content, model_content, reward_content
 from tasks.recipe import Recipe
@@ -56,38 +57,22 @@ class DataStage(FrozenConfig):
     seed: int
 
 
-class SFTStage(FrozenConfig):
+class SFTStage(TrainerSettings):
     """What `train_sft` reads; without `sft` there is no warm start."""
 
     sft: SFTConfig | None
-    training: TrainingConfig
-    cluster: ClusterConfig
-    dtype: DType
-    seed: int
 
 
-class RolloutStage(FrozenConfig):
-    """What every stage reads that samples completions and scores them."""
-
-    environment: EnvironmentConfig
-    reward_content: str
-    generation: GenerationConfig
-    cluster: ClusterConfig
-    dtype: DType
-    max_prompt_tokens: int
-    seed: int
-
-
-class GRPOStage(RolloutStage):
+class GRPOStage(GRPOSettings):
     """What `grpo_iteration` reads."""
 
-    grpo: GRPOConfig
-    training: TrainingConfig
+    reward_content: str
 
 
-class EvaluationStage(RolloutStage):
+class EvaluationStage(RolloutSettings):
     """What `evaluate` reads."""
 
+    reward_content: str
     evaluation: EvaluationConfig
 
 

@@ -4,9 +4,10 @@ import shutil
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.resources import LIGHT
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 
 class ExportStage(FrozenConfig):

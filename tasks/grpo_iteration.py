@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves, last_rollouts
 from tasks.experiment import GRPOStage
 from tasks.resources import ray_stage
-from tasks.rollouts import rollout_setup
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 _CURVES = (
     "reward",
@@ -29,20 +28,17 @@ def grpo_iteration(
 
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+        from nemo_rl_core.trainers.base import Job
 
-        trainer = GRPOTrainer(
-            config.grpo,
-            connect(config.cluster),
-            training=config.training,
-            setup=rollout_setup(config),
-        )
-        result = trainer.fit(
-            train.folder,
-            start=start.folder,
-            reference=reference.model_folder,
-            iteration=iteration,
+        job = Job(
+            train=train.folder,
+            start=start.model_folder,
             work=folder,
+            reference=reference.model_folder,
+            resume=start.folder if iteration > 1 else None,
+            iteration=iteration,
         )
+        result = GRPOTrainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         return Made(
             "checkpoint",

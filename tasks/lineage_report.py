@@ -7,9 +7,10 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.lineage import Manifest, ancestry
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
 from tasks.resources import LIGHT
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 
 class LineageStage(FrozenConfig):

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.produce import Made
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.decks import records
 from tasks.experiment import DataStage
 from tasks.resources import LIGHT
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 
 class PreparedData(NamedTuple):

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
 from tasks.experiment import ModelStage
 from tasks.resources import LIGHT
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 
 class PreparedModel(NamedTuple):

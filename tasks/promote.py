@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_bootstrap
 from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.decks import records
 from tasks.experiment import PromotionStage
 from tasks.resources import LIGHT
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 _NUM_RESAMPLES = 10_000
 

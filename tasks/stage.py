@@ -1,9 +1,7 @@
 """What every stage does around its work: one folder, one lock, one manifest."""
 
 import inspect
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +9,10 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
-from nemo_rl_core.infra.files import hash_folder
-from nemo_rl_core.infra.lineage import (
-    MANIFEST,
-    Cost,
-    Manifest,
-    config_hash,
-    git_state,
-    package_versions,
-)
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.produce import Inputs, Made, produce
 from tasks.artifacts import Artifact
 from tasks.caching import source_digest
-
-VOLATILE = (MANIFEST, "metrics.jsonl", "finished.json", "deck.html", "summary.txt")
-"""Files of an artifact that hold times; they are left out of its content hash."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a stage's work has put into its folder.
-
-    Attributes:
-        kind: Such as "dataset" or "checkpoint".
-        format: Of the files.
-        summary: One line for the table at the end of a run.
-        num_tokens: Generated and trained on.
-        peak_memory_gib: Of all workers, summed.
-        step: The training step the artifact belongs to; 0 before any.
-        deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
-    """
-
-    kind: str
-    format: str
-    summary: str = ""
-    num_tokens: int = 0
-    peak_memory_gib: float = 0.0
-    step: int = 0
-    deck: str = ""
 
 
 def cached_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -85,44 +49,14 @@ def make(
         The fields that all artifacts share.
     """
     caller = inspect.stack()[1].frame.f_globals["__name__"]
-    source = source_digest(caller)
-    settings = config.model_dump(mode="json")
-    hashes = {role: parent.content_hash for role, parent in parents.items()}
-    key = config_hash({"config": settings, "parents": hashes, "part": part, "source": source})[:32]
-    store = Store.default()
-    with store.work_folder(stage, key) as folder:
-        artifact = store.published(stage, key)
-        if artifact is None:
-            start = time.monotonic()
-            made = work(folder)
-            commit, dirty = git_state(Path(__file__).parent)
-            manifest = Manifest(
-                kind=made.kind,
-                format=made.format,
-                stage=f"{stage} {part}".strip(),
-                content_hash=hash_folder(folder, exclude=VOLATILE),
-                weights_hash=_weights_hash(folder),
-                step=made.step,
-                config_hash=config_hash(settings),
-                config=settings,
-                seed=settings.get("seed"),
-                git_commit=commit,
-                git_dirty=dirty,
-                source_digest=source,
-                packages=package_versions(),
-                parents=tuple(p.manifest.ref(p.folder) for p in parents.values()),
-                cost=Cost(
-                    wall_seconds=round(time.monotonic() - start, 3),
-                    tokens=made.num_tokens,
-                    peak_memory_gib=round(made.peak_memory_gib, 3),
-                ),
-            )
-            manifest.write(folder)
-            (folder / "deck.html").write_text(made.deck)
-            (folder / "summary.txt").write_text(made.summary)
-            # The key goes into the name: equal content made from other inputs has other parents.
-            name = config_hash({"content": manifest.content_hash, "key": key})
-            artifact = store.publish(folder, stage=stage, content_hash=name)
+    inputs = Inputs(
+        stage=stage,
+        settings=config.model_dump(mode="json"),
+        parents={role: parent.folder for role, parent in parents.items()},
+        source=source_digest(caller),
+        part=part,
+    )
+    artifact = produce(inputs, work)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)
     return {
@@ -132,11 +66,6 @@ def make(
         "step": manifest.step,
         "summary": (artifact / "summary.txt").read_text(),
     }
-
-
-def _weights_hash(folder: Path) -> str | None:
-    weights = folder / "model"
-    return hash_folder(weights) if weights.is_dir() else None
 
 
 def _show_deck(artifact: Path) -> None:

@@ -2,31 +2,24 @@
 
 from pathlib import Path
 
-from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves
 from tasks.experiment import SFTStage
 from tasks.resources import ray_stage
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 
 @cached_task(task_config=ray_stage())
 def train_sft(config: SFTStage, base: Checkpoint, train: Dataset) -> Checkpoint:
     """Trains on the completions of the training rows."""
-    sft = config.sft
-    assert sft is not None, "the workflow leaves this stage out where the recipe has no sft"
 
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
+        from nemo_rl_core.trainers.base import Job
 
-        trainer = SFTTrainer(
-            sft,
-            connect(config.cluster),
-            training=config.training,
-            dtype=config.dtype,
-            seed=config.seed,
-        )
-        result = trainer.fit(train.folder, start=base.model_folder, work=folder)
+        job = Job(train=train.folder, start=base.model_folder, work=folder)
+        result = SFTTrainer(config.model_dump()).run(job)
         summary, deck = curves(folder, ("loss", "grad_norm"))
         return Made(
             "checkpoint",

@@ -64,6 +64,10 @@ class PromptLoader(Generic[T]):
             for place in places
         ]
 
+    def epoch(self, step: int) -> int:
+        """The pass over the data, from 0, that the first item of a step belongs to."""
+        return step * self._batch_size // len(self._prompts)
+
     def _order(self, epoch: int) -> list[int]:
         if epoch in self._orders:
             return self._orders[epoch]

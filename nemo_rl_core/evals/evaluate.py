@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.evaluation import EvaluationConfig
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.evals.statistics import pass_at_k, wilson_interval
-from nemo_rl_core.rollouts.sampler import RolloutSetup, Sampler
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.types import Prompt, Rollout
 
 FULL_SCORE = 1.0
 """A completion counts as correct when it gets this; partial credit counts in `mean_reward`."""
@@ -40,15 +41,13 @@ def evaluate(
     session: ClusterSession,
     *,
     config: EvaluationConfig,
-    setup: RolloutSetup,
+    settings: RolloutSettings,
 ) -> EvaluationResult:
     """Measures the model in `model_folder` on every prompt of `data`."""
-    with Sampler(session, setup, model_folder) as sampler:
+    with Sampler(session, settings, model_folder) as sampler:
         prompts = load_prompts(data, sampler.tokenizer)
         engine = sampler.engine
-        greedy = sampler.score(
-            engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
-        )
+        greedy = _greedy(sampler, prompts)
         sampled = sampler.score(
             engine.run(prompts, num_generations_per_prompt=config.num_samples_per_prompt, step=0)
         )
@@ -58,6 +57,22 @@ def evaluate(
         rows=[*_rows(greedy, "greedy"), *_rows(sampled, "sampled")],
         num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
         peak_memory_gib=peak_memory_gib,
+    )
+
+
+def greedy_metrics(sampler: Sampler, prompts: list[Prompt]) -> dict[str, float]:
+    """`accuracy`, `mean_reward` and `truncated_fraction` of the most likely completions."""
+    greedy = _greedy(sampler, prompts)
+    return {
+        "accuracy": sum(_is_correct(rollout) for rollout in greedy) / len(greedy),
+        "mean_reward": sum(rollout.reward or 0.0 for rollout in greedy) / len(greedy),
+        "truncated_fraction": sum(r.completion.truncated for r in greedy) / len(greedy),
+    }
+
+
+def _greedy(sampler: Sampler, prompts: list[Prompt]) -> list[Rollout]:
+    return sampler.score(
+        sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
     )
 
 

@@ -1,134 +1,227 @@
-"""A loop of steps that is reported, saved, and resumed where the last save left off."""
+"""What every trainer does: set up, loop, validate, save, and call back.
 
-import json
-from collections.abc import Iterator
+An algorithm fills in what its steps work on and what one of them does. There is one loop an
+algorithm: a Flyte stage calls `run` on the folders of its artifacts, and `fit` makes such folders
+from whatever a user has at hand and calls `run` too.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
-from nemo_rl_core.infra import files
-from nemo_rl_core.infra.checkpointing import CheckpointManager
-from nemo_rl_core.infra.logging import report
-from nemo_rl_core.infra.metrics import MetricsFile
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
+from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.distributed.session import ClusterSession, connect
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.infra.timer import Timer
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.types import StepReport
+from nemo_rl_core.trainers.callbacks import Callback, Callbacks
+from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
+from nemo_rl_core.trainers.overrides import settings_from_overrides
+from nemo_rl_core.trainers.validation import ValidationRunner
+
+S = TypeVar("S", bound=TrainerSettings)
+C = TypeVar("C", bound=LoopConfig)
 
 
 @dataclass(frozen=True)
-class StepRange:
-    """The steps of one stage, counted over the whole run.
+class Job:
+    """The folders that a run of a trainer reads and writes.
 
     Attributes:
-        first: 1-based number of the first step.
-        last: Number of the last step, inclusive.
+        train: A data set folder.
+        start: The transformers folder whose weights training begins with.
+        work: Where checkpoints and metrics go; an interrupted run in it is continued.
+        validation: A data set folder that is never trained on, or None.
+        reference: The transformers folder of the reference policy, of a teacher or of a reward
+            model, where the algorithm has such.
+        resume: An artifact whose `trainer/` the optimizer goes on from, or None for a new one.
+        iteration: 1-based; which steps, prompts and seeds are next in a run of several iterations.
+        scorer: Scores completions in place of the environment that the settings name.
     """
 
-    first: int
-    last: int
+    train: Path
+    start: Path
+    work: Path
+    validation: Path | None = None
+    reference: Path | None = None
+    resume: Path | None = None
+    iteration: int = 1
+    scorer: Scorer | None = None
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """What a trainer hands on.
+class BaseTrainer(ABC, Generic[S, C]):
+    """One algorithm's loop.
 
-    Attributes:
-        folder: The stage's work folder, now with `model/`, `trainer/`, `metrics.jsonl`, and
-            what else the trainer wrote.
-        step: Number of the last step.
-        num_tokens: Tokens trained on in all steps, also those before a resume.
-        peak_memory_gib: The most memory that the workers have held.
-    """
-
-    folder: Path
-    step: int
-    num_tokens: int
-    peak_memory_gib: float
-
-
-class StepLoop:
-    """Counts steps, writes metrics, saves every so often, and resumes to the bit.
+    A subclass names the class of its settings, says how a data set becomes batches (`_load`) and
+    what a step does with one (`_train_step`). Its settings hold one section named after the
+    algorithm, a `LoopConfig`.
 
     Args:
-        work: Folder of the stage, kept until the stage is done; may hold an earlier attempt.
-        stage: Name for reports.
-        steps: Which steps to run.
-        save_every_num_steps: How often to save; the last step is always saved.
+        settings: An instance of `settings_class`, or what makes one: a mapping with the section of
+            the algorithm, and `seed`, `cluster`, `training` and so on where they are not the
+            defaults.
+        session: Where the workers run; by default that of the settings' cluster.
 
-    Example:
-        >>> for step in loop.steps(policy, on_resume=sync):              # doctest: +SKIP
-        ...     loop.report(step, policy.train(batch, loss), timings)
+    Attributes:
+        algorithm: The name of the section, and of the algorithm.
+        settings_class: What `settings` is checked against.
+        settings: As checked.
+        policy: The model in training, while a run goes on.
+        step: The number of the step that goes on, counted from 1.
+        timer: Measures the phases of that step.
+
+    Raises:
+        ConfigError: For a setting that does not exist; names the nearest one.
     """
 
+    algorithm: ClassVar[str]
+    settings_class: ClassVar[type[TrainerSettings]]
+
+    settings: S
+    policy: Policy
+    step: int
+    timer: Timer
+    _batches: PromptLoader[Any]
+
     def __init__(
-        self, work: Path, *, stage: str, steps: StepRange, save_every_num_steps: int
+        self, settings: TrainerSettings | Mapping[str, Any], session: ClusterSession | None = None
     ) -> None:
-        self._work = work
-        self._stage = stage
-        self._range = steps
-        self._save_every = save_every_num_steps
-        self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest=1)
-        self._metrics = MetricsFile(work / "metrics.jsonl")
+        checked = (
+            settings
+            if isinstance(settings, TrainerSettings)
+            else self.settings_class.model_validate(dict(settings))
+        )
+        self.settings = cast("S", checked)
+        self._session = session
 
-    def steps(self, policy: Policy) -> Iterator[int]:
-        """Numbers of the steps left to do; saves after a step's body has run."""
-        done = self._resume(policy)
-        for step in range(done + 1, self._range.last + 1):
-            yield step
-            if step == self._range.last or (step - self._range.first + 1) % self._save_every == 0:
-                self._checkpoints.save(step, policy.save_checkpoint)
-
-    def _resume(self, policy: Policy) -> int:
-        latest = self._checkpoints.latest(verify=True)
-        done = latest[0] if latest else self._range.first - 1
-        if latest:
-            policy.load_checkpoint(latest[1])
-        self._metrics.truncate_after(done - self._range.first + 1)
-        return done
-
-    def report(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
-        """Records a step and shows it.
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **overrides: Any) -> Self:
+        """A trainer of a model, with every setting at its default but those given.
 
         Args:
-            step: Number over the whole run.
-            metrics: Values that are equal in every rerun, `num_valid_tokens` among them.
-            timings: Seconds of the step's phases; tokens per second are added.
+            model: A hub name or a folder in the transformers layout.
+            **overrides: Settings by name, wherever they stand: `learning_rate` of the algorithm's
+                section, `max_new_tokens` of `generation`, `seed`, or a whole section as a mapping.
+
+        Raises:
+            ConfigError: For a name that is no setting, or one of several sections.
         """
-        rate = metrics["num_valid_tokens"] / max(sum(timings.values()), 1e-9)
-        line = StepReport(
-            stage=self._stage,
-            step=step - self._range.first + 1,
-            num_steps=self._range.last - self._range.first + 1,
-            metrics={"global_step": float(step), **metrics},
-            timings={**timings, "tokens_per_second": rate},
-        )
-        self._metrics.append(line)
-        report(line)
+        trainer = cls(settings_from_overrides(cls.settings_class, cls.algorithm, overrides))
+        trainer._model = model
+        return trainer
+
+    _model: str | Path | None = None
 
     @property
-    def is_finished(self) -> bool:
-        """Whether every step is done and only `finish` may be left."""
-        return self._marker.exists()
+    def config(self) -> C:
+        """The algorithm's own section of the settings."""
+        section: C = getattr(self.settings, self.algorithm)
+        return section
 
     @property
-    def _marker(self) -> Path:
-        return self._work / "finished.json"
+    def session(self) -> ClusterSession:
+        """Where the workers run; started when first asked for."""
+        if self._session is None:
+            self._session = connect(self.settings.cluster)
+        return self._session
 
-    def finish(self, *, peak_memory_gib: float = 0.0) -> FitResult:
-        """Moves the last checkpoint to where an artifact has it; goes on if killed in the middle.
+    def run(self, job: Job, *, callbacks: Sequence[Callback] = ()) -> RunResult:
+        """Trains, from the last save where an earlier attempt left one.
 
         Args:
-            peak_memory_gib: Of the workers; ignored where an earlier call has written its own.
+            job: What to read and where to write.
+            callbacks: Called in order at each hook.
         """
-        if not self.is_finished:
-            files.write_atomic(self._marker, json.dumps({"peak_memory_gib": peak_memory_gib}))
-        checkpoint = self._checkpoints.root / self._checkpoints.folder_name(self._range.last)
-        for part in ("trainer", "model"):
-            if not (self._work / part).exists():
-                (checkpoint / part).rename(self._work / part)
-        files.discard(self._checkpoints.root)
-        lines = self._metrics.read()
-        return FitResult(
-            folder=self._work,
-            step=self._range.last,
-            num_tokens=int(sum(line.metrics["num_valid_tokens"] for line in lines)),
-            peak_memory_gib=json.loads(self._marker.read_text())["peak_memory_gib"],
+        steps = self._steps(job)
+        loop = StepLoop(
+            job.work,
+            stage=self._stage(job),
+            steps=steps,
+            save_every_num_steps=self.config.save_every_num_steps,
         )
+        if loop.is_finished:
+            return loop.finish()
+        called = Callbacks(self, callbacks)
+        with ExitStack() as resources:
+            self._set_up(job, resources)
+            every = self.config.validate_every_num_steps
+            validation = ValidationRunner(self._validate, every_num_steps=every, last=steps.last)
+            called.call("on_fit_begin")
+            for step in loop.steps(
+                self._trained(), on_save=lambda *saved: called.call("on_save", *saved)
+            ):
+                self._run_step(step, steps, loop, called, validation)
+            called.call("on_fit_end")
+            return loop.finish(peak_memory_gib=self._peak_memory_gib())
+
+    def _run_step(
+        self,
+        step: int,
+        steps: StepRange,
+        loop: StepLoop,
+        called: Callbacks,
+        validation: ValidationRunner,
+    ) -> None:
+        self.step, self.timer = step, Timer()
+        epoch = self._batches.epoch(step - 1)
+        if step == steps.first or epoch != self._batches.epoch(step - 2):
+            called.call("on_epoch_begin", epoch)
+        called.call("on_step_begin", step)
+        metrics = self._train_step(self._batches.batch(step - 1))
+        metrics |= validation.after_step(step, called)
+        loop.report(step, metrics, self.timer.take())
+        called.call("on_step_end", step, metrics)
+        if step == steps.last or epoch != self._batches.epoch(step):
+            called.call("on_epoch_end", epoch, metrics)
+
+    @abstractmethod
+    def _load(self, job: Job) -> PromptLoader[Any]:
+        """The rows of `job.train`, ready to be dealt out in batches."""
+
+    @abstractmethod
+    def _train_step(self, batch: list[Any]) -> dict[str, float]:
+        """One step on a batch of what `_load` deals; returns metrics that reruns repeat."""
+
+    def _validate(self) -> dict[str, float]:
+        """Figures on held-out rows; none unless an algorithm has such."""
+        return {}
+
+    def _stage(self, job: Job) -> str:
+        """What reports call the run."""
+        return self.algorithm
+
+    def _steps(self, job: Job) -> StepRange:
+        """Which steps the run has: `num_steps`, or an iteration's share of them."""
+        config: Any = self.config
+        if hasattr(config, "num_steps"):
+            return StepRange(1, config.num_steps)
+        per_iteration = config.num_steps_per_iteration
+        return StepRange((job.iteration - 1) * per_iteration + 1, job.iteration * per_iteration)
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        """Makes ready whatever steps need; `resources` ends with the run."""
+        self.policy = Policy(self.session, self.settings.training, self._training_setup(job))
+        if job.resume is not None:
+            self.policy.load_checkpoint(job.resume)
+        self._batches = self._load(job)
+
+    def _training_setup(self, job: Job) -> TrainingSetup:
+        return TrainingSetup(
+            model_folder=job.start,
+            optimizer=self.config,
+            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            dtype=self.settings.dtype,
+            seed=self.settings.seed,
+        )
+
+    def _trained(self) -> Checkpointed:
+        """What a checkpoint holds."""
+        return self.policy
+
+    def _peak_memory_gib(self) -> float:
+        return self.policy.peak_memory_gib()

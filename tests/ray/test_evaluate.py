@@ -10,13 +10,13 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.environment import ExactMatch, RewardFunction
 from nemo_rl_core.config.evaluation import EvaluationConfig
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import evaluate, greedy_scores
-from nemo_rl_core.rollouts.sampler import RolloutSetup
 
 NUM_ROWS = 12
 
@@ -41,8 +41,8 @@ def data(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup(generation_setup: GenerationSetup) -> RolloutSetup:
-    return RolloutSetup(
+def setup(generation_setup: GenerationSetup) -> RolloutSettings:
+    return RolloutSettings(
         generation=generation_setup.config,
         environment=ExactMatch(),
         dtype="float32",
@@ -52,10 +52,10 @@ def setup(generation_setup: GenerationSetup) -> RolloutSetup:
 
 
 def test_a_model_with_random_weights_knows_nothing(
-    session: ClusterSession, tiny_model: Path, data: Path, setup: RolloutSetup
+    session: ClusterSession, tiny_model: Path, data: Path, setup: RolloutSettings
 ) -> None:
     config = EvaluationConfig(num_samples_per_prompt=2)
-    result = evaluate(tiny_model, data, session, config=config, setup=setup)
+    result = evaluate(tiny_model, data, session, config=config, settings=setup)
     assert set(result.metrics) == {
         "num_prompts",
         "greedy_accuracy",
@@ -81,7 +81,7 @@ def test_a_model_that_was_taught_the_answers_gives_them(
     session: ClusterSession,
     tiny_model: Path,
     data: Path,
-    setup: RolloutSetup,
+    setup: RolloutSettings,
     make_policy: Callable,
     tmp_path: Path,
 ) -> None:
@@ -94,23 +94,21 @@ def test_a_model_that_was_taught_the_answers_gives_them(
     assert metrics["loss"] < 0.02
     policy.save_checkpoint(tmp_path)
     config = EvaluationConfig(num_samples_per_prompt=2)
-    result = evaluate(tmp_path / "model", data, session, config=config, setup=setup)
+    result = evaluate(tmp_path / "model", data, session, config=config, settings=setup)
     assert result.metrics["greedy_accuracy"] == result.metrics["mean_reward"] == 1.0
     # Wilson's lower bound for 12 of 12: 12 / (12 + 1.96^2).
     assert result.metrics["greedy_accuracy_low"] == pytest.approx(0.7575, abs=1e-4)
     assert result.metrics["truncated_fraction"] == 0.0
     assert result.metrics["pass_at_2"] > 0.9
     assert greedy_scores(result.rows) == {f"sum-{place}": 1.0 for place in range(NUM_ROWS)}
-    again = evaluate(tmp_path / "model", data, session, config=config, setup=setup)
+    again = evaluate(tmp_path / "model", data, session, config=config, settings=setup)
     assert again.rows == result.rows
     assert again.metrics == result.metrics
 
 
 def test_a_reward_that_does_not_exist_stops_the_evaluation(
-    session: ClusterSession, tiny_model: Path, data: Path, setup: RolloutSetup
+    session: ClusterSession, tiny_model: Path, data: Path, setup: RolloutSettings
 ) -> None:
-    from dataclasses import replace
-
     environment = RewardFunction(target="no_such_module:reward")
     with pytest.raises(ConfigError, match="cannot be imported"):
         evaluate(
@@ -118,5 +116,5 @@ def test_a_reward_that_does_not_exist_stops_the_evaluation(
             data,
             session,
             config=EvaluationConfig(),
-            setup=replace(setup, environment=environment),
+            settings=setup.model_copy(update={"environment": environment}),
         )

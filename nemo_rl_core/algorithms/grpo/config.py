@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 
 
 class GroupNormalized(FrozenConfig):
@@ -54,7 +54,7 @@ class GateConfig(FrozenConfig):
     max_token_mult_prob_error: float = Field(default=1.05, gt=1)
 
 
-class GRPOConfig(OptimizerConfig):
+class GRPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` times roll out, score, train, sync.
 
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes
@@ -66,7 +66,6 @@ class GRPOConfig(OptimizerConfig):
     num_prompts_per_step: PositiveInt = 32
     num_generations_per_prompt: PositiveInt = 16
     train_global_batch_size: PositiveInt | None = None
-    max_tokens_per_microbatch: PositiveInt = 8192
     advantage: AdvantageConfig = GroupNormalized()
     loss: ClippedLoss = ClippedLoss()
     gate: GateConfig = GateConfig()
@@ -104,3 +103,9 @@ class GRPOSchedule(GRPOConfig):
         """The settings of one iteration, equal whatever `num_iterations` is."""
         values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
         return GRPOConfig.model_validate(values)
+
+
+class GRPOSettings(RolloutSettings):
+    """All that `GRPOTrainer` reads."""
+
+    grpo: GRPOConfig = GRPOConfig()

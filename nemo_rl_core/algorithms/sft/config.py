@@ -2,13 +2,17 @@
 
 from pydantic import PositiveInt
 
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 
-class SFTConfig(OptimizerConfig):
+class SFTConfig(LoopConfig):
     """`num_steps` optimizer steps of `global_batch_size` sequences each."""
 
     num_steps: PositiveInt = 250
     global_batch_size: PositiveInt = 128
-    max_tokens_per_microbatch: PositiveInt = 8192
-    save_every_num_steps: PositiveInt = 50
+
+
+class SFTSettings(TrainerSettings):
+    """All that `SFTTrainer` reads."""
+
+    sft: SFTConfig = SFTConfig()

@@ -1,80 +1,40 @@
 """Supervised fine-tuning: batch, train, log, save."""
 
-from pathlib import Path
+from contextlib import ExitStack
 
-from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.algorithms.sft.config import SFTConfig, SFTSettings
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.config.model import DType
-from nemo_rl_core.config.training import TrainingConfig
+from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.infra.timer import Timer
-from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.trainers.base import FitResult, StepLoop, StepRange
+from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.validation import loss_metrics
 
 
-class SFTTrainer:
-    """Trains on the completions of a data set.
+class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
+    """Trains on the completions of a data set; validation is the loss on held-out ones."""
 
-    Args:
-        config: Steps, batch and optimizer.
-        session: Where the workers run.
-        training: Which backend.
-        dtype: Type of the matrix products.
-        seed: Of the order of the rows.
-    """
+    algorithm = "sft"
+    settings_class = SFTSettings
 
-    def __init__(
-        self,
-        config: SFTConfig,
-        session: ClusterSession,
-        *,
-        training: TrainingConfig,
-        dtype: DType,
-        seed: int,
-    ) -> None:
-        self._config = config
-        self._session = session
-        self._training = training
-        self._dtype = dtype
-        self._seed = seed
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self._loss = NLLLoss()
+        held_out = job.validation
+        self._held_out = load_examples(held_out, load_tokenizer(job.start)) if held_out else []
 
-    def fit(self, data: Path, *, start: Path, work: Path) -> FitResult:
-        """Trains from the weights in `start`.
+    def _load(self, job: Job) -> PromptLoader[SupervisedExample]:
+        examples = load_examples(job.train, load_tokenizer(job.start))
+        size, seed = self.config.global_batch_size, self.settings.seed
+        return PromptLoader(examples, batch_size=size, seed=seed)
 
-        Args:
-            data: Folder of a data set with prompts and completions.
-            start: A transformers folder.
-            work: Folder of this stage; an interrupted attempt in it is continued.
-        """
-        config = self._config
-        loop = StepLoop(
-            work,
-            stage="train_sft",
-            steps=StepRange(1, config.num_steps),
-            save_every_num_steps=config.save_every_num_steps,
-        )
-        if loop.is_finished:
-            return loop.finish()
-        examples = load_examples(data, load_tokenizer(start))
-        batches = PromptLoader(examples, batch_size=config.global_batch_size, seed=self._seed)
-        policy = Policy(self._session, self._training, self._setup(start))
-        loss = NLLLoss()
-        for step in loop.steps(policy):
-            timer = Timer()
-            with timer.phase("train"):
-                metrics = policy.train(sft_batch(batches.batch(step - 1)), loss)
-            loop.report(step, metrics, timer.take())
-        return loop.finish(peak_memory_gib=policy.peak_memory_gib())
+    def _train_step(self, batch: list[SupervisedExample]) -> dict[str, float]:
+        with self.timer.phase("train"):
+            return self.policy.train(sft_batch(batch), self._loss)
 
-    def _setup(self, start: Path) -> TrainingSetup:
-        return TrainingSetup(
-            model_folder=start,
-            optimizer=self._config,
-            max_tokens_per_microbatch=self._config.max_tokens_per_microbatch,
-            dtype=self._dtype,
-            seed=self._seed,
-        )
+    def _validate(self) -> dict[str, float]:
+        if not self._held_out:
+            return {}
+        batch = sft_batch(self._held_out)
+        return loss_metrics(self._loss, self.policy.get_logprobs(batch)["logprobs"], batch)

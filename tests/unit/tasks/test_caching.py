@@ -46,7 +46,7 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
         (
             "tasks.prepare_data",
             ["nemo_rl_core.data.datasets.arithmetic", "nemo_rl_core.data.schemas"],
-            ["nemo_rl_core.algorithms.grpo.loss", "nemo_rl_core.trainers.base"],
+            ["nemo_rl_core.algorithms.grpo.loss", "nemo_rl_core.trainers.loop"],
         ),
     ],
 )

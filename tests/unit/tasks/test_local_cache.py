@@ -11,9 +11,10 @@ from flytekit import workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.recorder import RunFailed
-from tasks.stage import Made, cached_task, make
+from tasks.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 _worked: list[str] = []

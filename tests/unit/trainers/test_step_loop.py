@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.trainers.base import StepLoop, StepRange
+from nemo_rl_core.trainers.loop import StepLoop, StepRange
 
 
 class CountingPolicy:

@@ -1,0 +1,40 @@
+"""What every trainer reads besides the settings of its own algorithm."""
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
+from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.training import OptimizerConfig, TrainingConfig
+
+
+class LoopConfig(OptimizerConfig):
+    """The optimizer, and when a loop of steps saves and validates.
+
+    `max_tokens_per_microbatch` bounds the memory of one forward and backward pass; it changes
+    results only by rounding. Validation runs every `validate_every_num_steps` steps and after the
+    last one; left out, the trainer does not validate.
+    """
+
+    max_tokens_per_microbatch: PositiveInt = 8192
+    save_every_num_steps: PositiveInt = 50
+    validate_every_num_steps: PositiveInt | None = None
+
+
+class TrainerSettings(FrozenConfig):
+    """Where and how a trainer computes; a subclass adds the section of its algorithm."""
+
+    training: TrainingConfig = TrainingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    dtype: DType = "float32"
+    seed: NonNegativeInt = 0
+
+
+class RolloutSettings(TrainerSettings):
+    """What an algorithm reads besides that samples completions and scores them."""
+
+    environment: EnvironmentConfig = ExactMatch()
+    generation: GenerationConfig = GenerationConfig()
+    max_prompt_tokens: PositiveInt = 512

@@ -1,0 +1,126 @@
+"""How every artifact is made: one folder, one lock, one manifest."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.infra.files import hash_folder
+from nemo_rl_core.infra.lineage import (
+    MANIFEST,
+    Cost,
+    Manifest,
+    config_hash,
+    git_state,
+    package_versions,
+)
+from nemo_rl_core.infra.store import Store
+
+VOLATILE = (MANIFEST, "metrics.jsonl", "finished.json", "deck.html", "summary.txt")
+"""Files of an artifact that hold times; they are left out of its content hash."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the work of a stage has put into its folder.
+
+    Attributes:
+        kind: Such as "dataset" or "checkpoint".
+        format: Of the files.
+        summary: One line for the table at the end of a run.
+        num_tokens: Generated and trained on.
+        peak_memory_gib: Of all workers, summed.
+        step: The training step the artifact belongs to; 0 before any.
+        deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
+    """
+
+    kind: str
+    format: str
+    summary: str = ""
+    num_tokens: int = 0
+    peak_memory_gib: float = 0.0
+    step: int = 0
+    deck: str = ""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an artifact depends on, and is known by.
+
+    Attributes:
+        stage: Name of the stage.
+        settings: The fields that the stage reads, as JSON.
+        parents: Folders of the artifacts that it reads, by role.
+        source: Digest of the source that it runs.
+        part: Which of several artifacts of the stage, or which iteration.
+    """
+
+    stage: str
+    settings: dict[str, Any]
+    parents: dict[str, Path]
+    source: str = ""
+    part: str = ""
+
+    @property
+    def key(self) -> str:
+        """32 hex digits; equal inputs have equal keys."""
+        hashes = {role: Manifest.read(path).content_hash for role, path in self.parents.items()}
+        described = {"config": self.settings, "parents": hashes, "part": self.part}
+        return config_hash({**described, "source": self.source})[:32]
+
+
+def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
+    """Runs the work in a folder of the store and publishes that as an artifact.
+
+    A killed attempt is continued; of two processes that make the same at once, the second takes
+    what the first has made.
+
+    Args:
+        inputs: What the artifact depends on.
+        work: Fills the folder; may find there what an interrupted attempt left.
+
+    Returns:
+        The artifact's folder.
+    """
+    store, stage = Store.default(), inputs.stage
+    key = inputs.key
+    with store.work_folder(stage, key) as folder:
+        artifact = store.published(stage, key)
+        if artifact is not None:
+            return artifact
+        start = time.monotonic()
+        made = work(folder)
+        manifest = _manifest(inputs, made, folder, wall_seconds=time.monotonic() - start)
+        manifest.write(folder)
+        (folder / "deck.html").write_text(made.deck)
+        (folder / "summary.txt").write_text(made.summary)
+        # The key goes into the name: equal content made from other inputs has other parents.
+        name = config_hash({"content": manifest.content_hash, "key": key})
+        return store.publish(folder, stage=stage, content_hash=name)
+
+
+def _manifest(inputs: Inputs, made: Made, folder: Path, *, wall_seconds: float) -> Manifest:
+    commit, dirty = git_state(Path(__file__).parent)
+    weights = folder / "model"
+    return Manifest(
+        kind=made.kind,
+        format=made.format,
+        stage=f"{inputs.stage} {inputs.part}".strip(),
+        content_hash=hash_folder(folder, exclude=VOLATILE),
+        weights_hash=hash_folder(weights) if weights.is_dir() else None,
+        step=made.step,
+        config_hash=config_hash(inputs.settings),
+        config=inputs.settings,
+        seed=inputs.settings.get("seed"),
+        git_commit=commit,
+        git_dirty=dirty,
+        source_digest=inputs.source,
+        packages=package_versions(),
+        parents=tuple(Manifest.read(path).ref(path) for path in inputs.parents.values()),
+        cost=Cost(
+            wall_seconds=round(wall_seconds, 3),
+            tokens=made.num_tokens,
+            peak_memory_gib=round(made.peak_memory_gib, 3),
+        ),
+    )

@@ -1,0 +1,76 @@
+"""Hooks into a trainer's loop."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_rl_core.trainers.base import BaseTrainer
+
+    Trainer = BaseTrainer[Any, Any]
+
+Metrics = Mapping[str, float]
+
+
+class Callback:
+    """Does nothing; override the hooks that you want.
+
+    A hook may read the trainer and may raise to stop the run. After a resume, hooks are called for
+    the steps that are run again, and for no step that an earlier attempt saved.
+
+    Example:
+        >>> class PrintLoss(Callback):
+        ...     def on_step_end(self, trainer, step, metrics):
+        ...         print(f"step {step}: {metrics['loss']:.4f}")
+    """
+
+    def on_fit_begin(self, trainer: "Trainer") -> None:
+        """Workers are ready and no step has been run."""
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """The last step has been saved; workers still run."""
+
+    def on_epoch_begin(self, trainer: "Trainer", epoch: int) -> None:
+        """The next step takes the first rows of pass `epoch` (from 0) over the data."""
+
+    def on_epoch_end(self, trainer: "Trainer", epoch: int, metrics: Metrics) -> None:
+        """The last step of the pass has ended, or of the run; `metrics` are that step's."""
+
+    def on_step_begin(self, trainer: "Trainer", step: int) -> None:
+        """Step `step` begins, counted from 1 over the whole run."""
+
+    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+        """The optimizer has made its step."""
+
+    def on_validation_begin(self, trainer: "Trainer", step: int) -> None:
+        """Held-out rows are about to be looked at, after step `step`."""
+
+    def on_validation_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+        """They have been; names begin with `validation_`."""
+
+    def on_save(self, trainer: "Trainer", step: int, checkpoint: Path) -> None:
+        """A checkpoint is on the disk, whole."""
+
+
+class Callbacks:
+    """A trainer's callbacks, called in order.
+
+    Args:
+        trainer: Given to every hook.
+        callbacks: Instances of `Callback`.
+
+    Raises:
+        TypeError: If one of them is something else.
+    """
+
+    def __init__(self, trainer: "Trainer", callbacks: Iterable[Callback]) -> None:
+        self._trainer = trainer
+        self._callbacks = tuple(callbacks)
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be instances of Callback, got {callback!r}")
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Calls the hook of that name of each."""
+        for callback in self._callbacks:
+            getattr(callback, hook)(self._trainer, *arguments)

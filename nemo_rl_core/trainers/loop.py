@@ -1,0 +1,156 @@
+"""A loop of steps that is reported, saved, and resumed where the last save left off."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nemo_rl_core.infra import files
+from nemo_rl_core.infra.checkpointing import CheckpointManager
+from nemo_rl_core.infra.logging import report
+from nemo_rl_core.infra.metrics import MetricsFile
+from nemo_rl_core.types import StepReport
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """The steps of one stage, counted over the whole run.
+
+    Attributes:
+        first: 1-based number of the first step.
+        last: Number of the last step, inclusive.
+    """
+
+    first: int
+    last: int
+
+
+class Checkpointed(Protocol):
+    """What a loop saves and goes on from: a policy, or several models at once."""
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes everything that the next step depends on into an existing empty folder."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on from there, to the bit."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run of a trainer leaves.
+
+    Attributes:
+        folder: The work folder, now with `model/`, `trainer/`, `metrics.jsonl`, and what else the
+            trainer wrote.
+        step: Number of the last step.
+        num_tokens: Tokens trained on in all steps, also those before a resume.
+        peak_memory_gib: The most memory that the workers have held.
+    """
+
+    folder: Path
+    step: int
+    num_tokens: int
+    peak_memory_gib: float
+
+
+class StepLoop:
+    """Counts steps, writes metrics, saves every so often, and resumes to the bit.
+
+    Args:
+        work: Folder of the stage, kept until the stage is done; may hold an earlier attempt.
+        stage: Name for reports.
+        steps: Which steps to run.
+        save_every_num_steps: How often to save; the last step is always saved.
+
+    Example:
+        >>> for step in loop.steps(policy):                              # doctest: +SKIP
+        ...     loop.report(step, policy.train(batch, loss), timings)
+    """
+
+    def __init__(
+        self, work: Path, *, stage: str, steps: StepRange, save_every_num_steps: int
+    ) -> None:
+        self._work = work
+        self._stage = stage
+        self._range = steps
+        self._save_every = save_every_num_steps
+        self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest=1)
+        self._metrics = MetricsFile(work / "metrics.jsonl")
+
+    def steps(
+        self, trained: Checkpointed, *, on_save: Callable[[int, Path], None] | None = None
+    ) -> Iterator[int]:
+        """Numbers of the steps left to do; saves after a step's body has run.
+
+        Args:
+            trained: What is saved, and resumed from the last save before the first step.
+            on_save: Told the step and the folder of every save.
+        """
+        done = self._resume(trained)
+        for step in range(done + 1, self._range.last + 1):
+            yield step
+            if step == self._range.last or (step - self._range.first + 1) % self._save_every == 0:
+                folder = self._checkpoints.save(step, trained.save_checkpoint)
+                if on_save is not None:
+                    on_save(step, folder)
+
+    def _resume(self, trained: Checkpointed) -> int:
+        latest = self._checkpoints.latest(verify=True)
+        done = latest[0] if latest else self._range.first - 1
+        if latest:
+            trained.load_checkpoint(latest[1])
+        self._metrics.truncate_after(done - self._range.first + 1)
+        return done
+
+    def report(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
+        """Records a step and shows it.
+
+        Args:
+            step: Number over the whole run.
+            metrics: Values that are equal in every rerun; `num_valid_tokens`, where it is among
+                them, counts the tokens trained on.
+            timings: Seconds of the step's phases; tokens per second are added.
+        """
+        rate = metrics.get("num_valid_tokens", 0.0) / max(sum(timings.values()), 1e-9)
+        line = StepReport(
+            stage=self._stage,
+            step=step - self._range.first + 1,
+            num_steps=self._range.last - self._range.first + 1,
+            metrics={"global_step": float(step), **metrics},
+            timings={**timings, "tokens_per_second": rate},
+        )
+        self._metrics.append(line)
+        report(line)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every step is done and only `finish` may be left."""
+        return self._marker.exists()
+
+    @property
+    def _marker(self) -> Path:
+        return self._work / "finished.json"
+
+    def finish(self, *, peak_memory_gib: float = 0.0) -> RunResult:
+        """Moves the last checkpoint to where an artifact has it; goes on if killed in the middle.
+
+        Args:
+            peak_memory_gib: Of the workers; ignored where an earlier call has written its own.
+        """
+        if not self.is_finished:
+            files.write_atomic(self._marker, json.dumps({"peak_memory_gib": peak_memory_gib}))
+        checkpoint = self._checkpoints.root / self._checkpoints.folder_name(self._range.last)
+        parts = [part for part in checkpoint.glob("*") if part.is_dir()]  # none: moved already
+        for part in parts:
+            part.rename(self._work / part.name)
+        files.discard(self._checkpoints.root)
+        lines = self._metrics.read()
+        return RunResult(
+            folder=self._work,
+            step=self._range.last,
+            num_tokens=int(sum(line.metrics.get("num_valid_tokens", 0.0) for line in lines)),
+            peak_memory_gib=json.loads(self._marker.read_text())["peak_memory_gib"],
+        )

@@ -1,0 +1,68 @@
+"""What algorithms share that learn from completions of their own policy."""
+
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
+from nemo_rl_core.data.loader import PromptLoader, load_prompts
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.evals.evaluate import greedy_metrics
+from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.types import Prompt, Rollout
+
+R = TypeVar("R", bound=RolloutSettings)
+C = TypeVar("C", bound=LoopConfig)
+
+
+class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
+    """A trainer with an engine that samples from the policy, and a scorer.
+
+    The algorithm's section names `num_prompts_per_step` and `num_generations_per_prompt`.
+
+    Attributes:
+        sampler: The engine, with the weights that the last `_roll_out` gave it, and the scorer.
+    """
+
+    sampler: Sampler
+    _held_out: list[Prompt]
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self.sampler = resources.enter_context(
+            Sampler(self.session, self.settings, job.start, scorer=job.scorer)
+        )
+        held_out = job.validation
+        self._held_out = load_prompts(held_out, self.sampler.tokenizer) if held_out else []
+
+    def _load(self, job: Job) -> PromptLoader[Prompt]:
+        config: Any = self.config
+        return PromptLoader(
+            load_prompts(job.train, load_tokenizer(job.start)),
+            batch_size=config.num_prompts_per_step,
+            seed=self.settings.seed,
+        )
+
+    def _roll_out(self, prompts: list[Prompt]) -> list[Rollout]:
+        """Hands the policy's weights to the engine, completes every prompt, and scores."""
+        config: Any = self.config
+        with self.timer.phase("sync"):
+            self.sampler.generation.update_weights(self.policy)
+        with self.timer.phase("rollout"):
+            rollouts = self.sampler.engine.run(
+                prompts,
+                num_generations_per_prompt=config.num_generations_per_prompt,
+                step=self.step,
+            )
+        with self.timer.phase("reward"):
+            return self.sampler.score(rollouts)
+
+    def _validate(self) -> dict[str, float]:
+        """Greedy accuracy and mean reward on the held-out prompts."""
+        if not self._held_out:
+            return {}
+        self.sampler.generation.update_weights(self.policy)
+        return greedy_metrics(self.sampler, self._held_out)
+
+    def _peak_memory_gib(self) -> float:
+        return super()._peak_memory_gib() + self.sampler.generation.peak_memory_gib()

@@ -1,0 +1,65 @@
+"""When held-out rows are looked at, and under which names the figures are reported."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.functional.protocols import LossFunction
+
+if TYPE_CHECKING:
+    from nemo_rl_core.trainers.callbacks import Callbacks
+
+PREFIX = "validation_"
+
+
+class ValidationRunner:
+    """Validates every so many steps, and after the last one.
+
+    Args:
+        validate: Figures on held-out rows, by name.
+        every_num_steps: None: never.
+        last: Number of the last step.
+    """
+
+    def __init__(
+        self, validate: Callable[[], dict[str, float]], *, every_num_steps: int | None, last: int
+    ) -> None:
+        self._validate = validate
+        self._every = every_num_steps
+        self._last = last
+
+    def is_due(self, step: int) -> bool:
+        """Whether to validate after `step`."""
+        return self._every is not None and (step == self._last or step % self._every == 0)
+
+    def after_step(self, step: int, callbacks: "Callbacks") -> dict[str, float]:
+        """The figures under names that begin with `validation_`; empty when it is not time yet."""
+        if not self.is_due(step):
+            return {}
+        callbacks.call("on_validation_begin", step)
+        figures = {f"{PREFIX}{name}": value for name, value in self._validate().items()}
+        callbacks.call("on_validation_end", step, figures)
+        return figures
+
+
+@torch.no_grad()
+def loss_metrics(
+    loss_fn: LossFunction, model_output: torch.Tensor, batch: BatchedDataDict
+) -> dict[str, float]:
+    """The metrics of a loss over a whole batch, without training on it.
+
+    Args:
+        loss_fn: The loss.
+        model_output: What the loss takes first, such as logprobs `[B, T-1]`.
+        batch: As for training.
+    """
+    mask = batch["token_mask"] * batch["sample_mask"][:, None]
+    _, metrics = loss_fn(
+        model_output,
+        batch,
+        global_valid_seqs=batch["sample_mask"].sum().float(),
+        global_valid_tokens=mask.sum().float(),
+    )
+    return {name: value.item() for name, value in metrics.items()}
