@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.timer import Timer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
+from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import settings_from_overrides
 from nemo_rl_core.trainers.validation import ValidationRunner
@@ -71,6 +74,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         algorithm: The name of the section, and of the algorithm.
         settings_class: What `settings` is checked against.
         settings: As checked.
+        model: What `fit` trains, where `from_pretrained` was told.
         policy: The model in training, while a run goes on.
         step: The number of the step that goes on, counted from 1.
         timer: Measures the phases of that step.
@@ -100,11 +104,11 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._session = session
 
     @classmethod
-    def from_pretrained(cls, model: str | Path, **overrides: Any) -> Self:
+    def from_pretrained(cls, model: str | Path | ModelConfig, **overrides: Any) -> Self:
         """A trainer of a model, with every setting at its default but those given.
 
         Args:
-            model: A hub name or a folder in the transformers layout.
+            model: A hub name, a folder in the transformers layout, or the config of a model.
             **overrides: Settings by name, wherever they stand: `learning_rate` of the algorithm's
                 section, `max_new_tokens` of `generation`, `seed`, or a whole section as a mapping.
 
@@ -112,10 +116,10 @@ class BaseTrainer(ABC, Generic[S, C]):
             ConfigError: For a name that is no setting, or one of several sections.
         """
         trainer = cls(settings_from_overrides(cls.settings_class, cls.algorithm, overrides))
-        trainer._model = model
+        trainer.model = model
         return trainer
 
-    _model: str | Path | None = None
+    model: str | Path | ModelConfig | None = None
 
     @property
     def config(self) -> C:
@@ -129,6 +133,53 @@ class BaseTrainer(ABC, Generic[S, C]):
         if self._session is None:
             self._session = connect(self.settings.cluster)
         return self._session
+
+    def fit(
+        self,
+        dataset: Any,
+        *,
+        reward_fn: Any = None,
+        validation: Any = None,
+        reference: str | Path | ModelConfig | None = None,
+        callbacks: Sequence[Callback] = (),
+        name: str | None = None,
+    ) -> TrainResult:
+        """Trains on any data, in the store, with lineage.
+
+        Args:
+            dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`: see
+                `DataModule.of`.
+            reward_fn: `(prompt, response) -> float`, the same of lists, or an environment; for
+                algorithms that score completions. None: the environment of the settings.
+            validation: Rows that are never trained on, in the same forms; None holds some out.
+            reference: The reference, teacher or reward model; None takes the model itself.
+            callbacks: Called in order at each hook.
+            name: Of the run: an interrupted one of the same name and inputs is continued.
+
+        Raises:
+            NemoRLError: For what cannot be used, before any worker starts.
+        """
+        if self.model is None:
+            raise ConfigError(
+                f"this {type(self).__name__} has no model to train",
+                fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)",
+            )
+        request = FitRequest(
+            self.model, dataset, validation, reward_fn, reference, tuple(callbacks), name
+        )
+        return fit(self, request)
+
+    def job(self, artifacts: Mapping[str, Path], work: Path, *, scorer: Scorer | None) -> Job:
+        """The job of a first iteration on artifacts by role, as `fit` has them."""
+        base = artifacts["base"] / "model"
+        return Job(
+            train=artifacts["train"],
+            start=base,
+            work=work,
+            validation=artifacts["validation"],
+            reference=artifacts["reference"] / "model" if "reference" in artifacts else base,
+            scorer=scorer,
+        )
 
     def run(self, job: Job, *, callbacks: Sequence[Callback] = ()) -> RunResult:
         """Trains, from the last save where an earlier attempt left one.

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from nemo_rl_core.backends.registry import Registry
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket
+from nemo_rl_core.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class GenerationBackend(Protocol):
 
 
 _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
-    "generation", {"vllm": "nemo_rl_core.backends.generation.vllm:VllmBackend"}
+    "generation backend", {"vllm": "nemo_rl_core.backends.generation.vllm:VllmBackend"}
 )
 register_generation_backend = _GENERATION_BACKENDS.register
 get_generation_backend = _GENERATION_BACKENDS.get

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from nemo_rl_core.backends.registry import Registry
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TrainingBackend(Protocol):
 
 
 _TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
-    "training", {"dtensor": "nemo_rl_core.backends.training.dtensor.backend:DTensorBackend"}
+    "training backend", {"dtensor": "nemo_rl_core.backends.training.dtensor.backend:DTensorBackend"}
 )
 register_training_backend = _TRAINING_BACKENDS.register
 get_training_backend = _TRAINING_BACKENDS.get

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_rl_core.backends import get_generation_backend, get_training_backend
-from nemo_rl_core.backends.registry import Registry
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.registry import Registry
 
 
 def test_built_in_backends_are_found_by_name() -> None:

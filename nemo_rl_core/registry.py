@@ -13,7 +13,7 @@ class Registry(Generic[T]):
     """A table from names to classes.
 
     Args:
-        kind: What the classes are, for messages.
+        kind: What the classes are, such as "training backend", for messages.
         builtin: Name to `module:class`; the module is imported on first use, so that a registry
             costs nothing to import.
     """
@@ -27,10 +27,13 @@ class Registry(Generic[T]):
         """A class decorator that adds a class under `name`."""
 
         def add(cls: type[T]) -> type[T]:
-            self._registered[name] = cls
+            self[name] = cls
             return cls
 
         return add
+
+    def __setitem__(self, name: str, cls: type[T]) -> None:
+        self._registered[name] = cls
 
     def get(self, name: str) -> type[T]:
         """The class called `name`.
@@ -45,4 +48,4 @@ class Registry(Generic[T]):
             found: type[T] = getattr(importlib.import_module(module), attribute)
             return found
         choices = ", ".join(sorted({*self._builtin, *self._registered}))
-        raise ConfigError(f"there is no {self._kind} backend {name!r}", expected=choices, got=name)
+        raise ConfigError(f"there is no {self._kind} {name!r}", expected=choices, got=name)

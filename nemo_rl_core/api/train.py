@@ -1,0 +1,67 @@
+"""`train`: a model, data, and a reward, if the algorithm takes one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.api.functional import get_algorithm
+from nemo_rl_core.config.model import ModelConfig
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.trainers.callbacks import Callback
+from nemo_rl_core.trainers.fitting import TrainResult
+
+
+def train(
+    model: str | Path | ModelConfig,
+    dataset: Any,
+    *,
+    reward_fn: Any = None,
+    algorithm: str = "grpo",
+    validation: Any = None,
+    reference: str | Path | ModelConfig | None = None,
+    callbacks: Sequence[Callback] = (),
+    name: str | None = None,
+    **overrides: Any,
+) -> TrainResult:
+    """Trains a model.
+
+    Args:
+        model: A hub name, a folder in the transformers layout, or the config of a model.
+        dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`.
+        reward_fn: `(prompt, response) -> float`, the same of lists, or an environment.
+        algorithm: Its name; an unknown one lists the choices.
+        validation: Rows that are never trained on; None holds some of `dataset` out.
+        reference: The reference, teacher or reward model; None takes the model itself.
+        callbacks: Called in order at each hook.
+        name: Of the run: an interrupted one of the same name and inputs is continued.
+        **overrides: Settings by name; see `BaseTrainer.from_pretrained`.
+
+    Returns:
+        The history of metrics, the checkpoint, and where it came from.
+
+    Raises:
+        NemoRLError: For what cannot be used, before any worker starts.
+
+    Example:
+        >>> result = train(                                                  # doctest: +SKIP
+        ...     model="Qwen/Qwen2.5-1.5B",
+        ...     dataset="organization/prompts",
+        ...     reward_fn=lambda prompt, response: float("correct" in response),
+        ... )
+    """
+    trainer_class = get_algorithm(algorithm)
+    if reward_fn is not None and not issubclass(trainer_class.settings_class, RolloutSettings):
+        raise ConfigError(
+            f"the algorithm {algorithm!r} scores no completions, so it takes no reward_fn",
+            fix="leave reward_fn out, or choose an algorithm that samples, such as 'grpo'",
+        )
+    trainer = trainer_class.from_pretrained(model, **overrides)
+    return trainer.fit(
+        dataset,
+        reward_fn=reward_fn,
+        validation=validation,
+        reference=reference,
+        callbacks=callbacks,
+        name=name,
+    )

@@ -1,0 +1,162 @@
+"""From what a user has at hand to the folders that a trainer runs on.
+
+The model, the data and the run become artifacts in the store, each with its manifest: a checkpoint
+made by five lines of Python has the same lineage as one made by a pipeline.
+"""
+
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.data.loader import save_frame
+from nemo_rl_core.data.module import DataModule
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.infra.files import hash_file, hash_folder
+from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.metrics import MetricsFile
+from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.trainers.callbacks import Callback
+from nemo_rl_core.trainers.loop import RunResult
+
+if TYPE_CHECKING:
+    from nemo_rl_core.trainers.base import BaseTrainer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished training.
+
+    Attributes:
+        folder: The artifact: model, trainer state, metrics and manifest.
+        metrics: The figures of every step, in order.
+        step: Number of the last step.
+        num_tokens: Tokens trained on.
+    """
+
+    folder: Path
+    metrics: list[dict[str, float]]
+    step: int
+    num_tokens: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """Weights, config and tokenizer in the transformers layout."""
+        return self.folder / "model"
+
+    @property
+    def lineage_id(self) -> str:
+        """What the artifact is called in the store and in lineage."""
+        return self.folder.name
+
+    @property
+    def manifest(self) -> Manifest:
+        """Data, code, config and parents."""
+        return Manifest.read(self.folder)
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """What `fit` was asked for.
+
+    Attributes:
+        model: A hub name, a folder, or the config of a model.
+        dataset: Whatever `DataModule.of` reads.
+        validation: The same, for rows that are never trained on.
+        reward_fn: Whatever `as_scorer` takes, or None for the environment of the settings.
+        reference: Hub name or folder of the reference, teacher or reward model; None takes `model`.
+        callbacks: Hooks of the caller.
+        name: Of the run. An interrupted run of the same name and inputs is continued, a finished
+            one is given back; without a name, every call trains anew.
+    """
+
+    model: str | Path | ModelConfig
+    dataset: Any
+    validation: Any = None
+    reward_fn: Any = None
+    reference: str | Path | ModelConfig | None = None
+    callbacks: Sequence[Callback] = ()
+    name: str | None = None
+
+
+def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
+    """Brings model and data into the store, trains, and publishes the result.
+
+    Raises:
+        NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
+    """
+    scorer = as_scorer(request.reward_fn) if request.reward_fn is not None else None
+    seed = trainer.settings.seed
+    parents = {"base": _model_artifact(request.model, seed)}
+    if request.reference is not None:
+        parents["reference"] = _model_artifact(request.reference, seed)
+    data = DataModule.of(
+        request.dataset,
+        validation=request.validation,
+        tokenizer=load_tokenizer(parents["base"] / "model"),
+        max_prompt_tokens=getattr(trainer.settings, "max_prompt_tokens", None),
+        seed=seed,
+    )
+    parents["train"] = _data_artifact("train", data.train, parents["base"])
+    parents["validation"] = _data_artifact("validation", data.validation, parents["base"])
+
+    def work(folder: Path) -> Made:
+        job = trainer.job(parents, folder, scorer=scorer)
+        result = trainer.run(job, callbacks=request.callbacks)
+        return checkpoint_made(result)
+
+    settings = trainer.settings.model_dump(mode="json")
+    run = request.name or uuid.uuid4().hex
+    artifact = produce(Inputs(trainer.algorithm, settings | {"run": run}, parents), work)
+    return _result(artifact)
+
+
+def checkpoint_made(result: RunResult, *, summary: str = "", deck: str = "") -> Made:
+    """What a trainer's run left, as the content of a checkpoint artifact."""
+    return Made(
+        "checkpoint",
+        "hf",
+        summary,
+        num_tokens=result.num_tokens,
+        peak_memory_gib=result.peak_memory_gib,
+        step=result.step,
+        deck=deck,
+    )
+
+
+def _result(artifact: Path) -> TrainResult:
+    lines = MetricsFile(artifact / "metrics.jsonl").read()
+    manifest = Manifest.read(artifact)
+    metrics = [line.metrics for line in lines]
+    return TrainResult(artifact, metrics, manifest.step or 0, manifest.cost.tokens)
+
+
+def _model_artifact(model: str | Path | ModelConfig, seed: int) -> Path:
+    config = PretrainedModel(name=str(model)) if isinstance(model, str | Path) else model
+    settings: dict[str, Any] = {"model": config.model_dump(mode="json"), "seed": seed}
+    folder = Path(config.name).expanduser()
+    if config.kind == "pretrained" and folder.is_dir():
+        settings["content"] = hash_folder(folder)
+
+    def work(target: Path) -> Made:
+        count = materialize(config, target / "model", seed=seed)
+        return Made("checkpoint", "hf", f"{config.name}, {count / 1e6:.2f} M parameters")
+
+    return produce(Inputs("prepare_model", settings), work)
+
+
+def _data_artifact(name: str, frame: Any, base: Path) -> Path:
+    with tempfile.TemporaryDirectory() as scratch:
+        content = hash_file(save_frame(frame, Path(scratch)))
+
+    def work(folder: Path) -> Made:
+        save_frame(frame, folder)
+        return Made("dataset", "parquet", f"{name} {len(frame)} rows")
+
+    inputs = Inputs("prepare_data", {"content": content}, {"tokenizer": base}, part=name)
+    return produce(inputs, work)
