@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Inputs:
 
     stage: str
     settings: dict[str, Any]
-    parents: dict[str, Path]
+    parents: dict[str, Path] = field(default_factory=dict)
     source: str = ""
     part: str = ""
 
