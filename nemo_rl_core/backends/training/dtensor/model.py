@@ -262,7 +262,7 @@ def _next_tokens(batch: BatchedDataDict) -> torch.Tensor:
 
 def _wanted(batch: BatchedDataDict) -> torch.Tensor:
     """`[B, T-1]` bool: the mask, without positions that have no next token."""
-    mask = batch["token_mask"].bool()
+    mask: torch.Tensor = batch["token_mask"].bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
     return mask & (positions < batch["input_lengths"][:, None] - 1)
 
