@@ -264,7 +264,8 @@ def _wanted(batch: BatchedDataDict) -> torch.Tensor:
     """`[B, T-1]` bool: the mask, without positions that have no next token."""
     mask: torch.Tensor = batch["token_mask"].bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
-    return mask & (positions < batch["input_lengths"][:, None] - 1)
+    has_next: torch.Tensor = positions < batch["input_lengths"][:, None] - 1
+    return mask & has_next
 
 
 def _spread(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
