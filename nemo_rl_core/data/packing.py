@@ -37,7 +37,11 @@ class Microbatch:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], *, max_tokens: int, bundles: Sequence[int] | None = None
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    bundles: Sequence[int] | None = None,
+    share_rows: bool = True,
 ) -> list[Microbatch]:
     """Distributes sequences over micro-batches of at most `max_tokens` tokens, filler included.
 
@@ -46,6 +50,7 @@ def plan_microbatches(
         max_tokens: The budget of one micro-batch: rows times row length.
         bundles: For each sequence an id; sequences of one id go into the same micro-batch, in any
             rows of it. None where each sequence goes where it fits.
+        share_rows: Whether a row may hold several sequences; without, each has a row of its own.
 
     Returns:
         Micro-batches that hold every sequence exactly once; those with the longest first.
@@ -70,7 +75,7 @@ def plan_microbatches(
     units = _bundled(order, bundles)
     microbatches = []
     while units:
-        microbatch, units = _fill(units, lengths, max_tokens)
+        microbatch, units = _fill(units, lengths, max_tokens, share_rows)
         microbatches.append(microbatch)
     return microbatches
 
@@ -86,14 +91,14 @@ def _bundled(order: list[int], bundles: Sequence[int] | None) -> list[list[int]]
 
 
 def _fill(
-    units: list[list[int]], lengths: Sequence[int], max_tokens: int
+    units: list[list[int]], lengths: Sequence[int], max_tokens: int, share_rows: bool
 ) -> tuple[Microbatch, list[list[int]]]:
     """One micro-batch from the longest sequences on, and what is left over."""
     first, *others = units
     row_length = lengths[first[0]]
-    rows = _Rows(row_length, max_tokens // row_length)
+    rows = _Rows(row_length, max_tokens // row_length, share_rows)
     if not rows.place(first, lengths):
-        alone = _Rows(row_length, len(first))
+        alone = _Rows(row_length, len(first), share_rows)
         alone.place(first, lengths)
         needed = len(alone.rows) * row_length
         raise DataError(
@@ -109,9 +114,9 @@ def _fill(
 class _Rows:
     """The rows of a micro-batch that is being filled."""
 
-    def __init__(self, row_length: int, max_rows: int) -> None:
+    def __init__(self, row_length: int, max_rows: int, shared: bool) -> None:
         self.rows: list[list[int]] = []
-        self._row_length, self._max_rows = row_length, max_rows
+        self._row_length, self._max_rows, self._shared = row_length, max_rows, shared
         # (tokens left, row), sorted: the tightest fit is found first
         self._free: list[tuple[int, int]] = []
 
@@ -128,7 +133,8 @@ class _Rows:
             else:
                 return False
             places.append((row, index))
-            bisect.insort(free, (room - lengths[index], row))
+            if self._shared:
+                bisect.insort(free, (room - lengths[index], row))
         self._free = free
         self.rows.extend([] for _ in range(num_rows - len(self.rows)))
         for row, index in places:

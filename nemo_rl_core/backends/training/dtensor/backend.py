@@ -13,7 +13,12 @@ from nemo_rl_core.backends.training.dtensor.loading import (
     load_scalar_model,
     shared_vocabulary_size,
 )
-from nemo_rl_core.backends.training.dtensor.model import LogprobModel, PackedModel, ScoreModel
+from nemo_rl_core.backends.training.dtensor.model import (
+    LogprobModel,
+    PackedModel,
+    ScoreModel,
+    image_inputs,
+)
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -28,7 +33,7 @@ from nemo_rl_core.infra.checkpointing import (
 )
 from nemo_rl_core.infra.timer import peak_memory_gib
 
-_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None]
+_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
 
 
 class DTensorBackend:
@@ -209,12 +214,14 @@ class DTensorBackend:
     def _microbatches(self, batch: BatchedDataDict) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
         lengths = tuple(batch["input_lengths"].tolist())
         pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        if (lengths, pairs) not in self._plans:
+        # Models find the places of their images row by row, so such rows are not shared.
+        key = lengths, pairs, not image_inputs(batch)
+        if key not in self._plans:
             # A step asks three times with the same lengths: old logprobs, reference, training.
             budget = self._setup.max_tokens_per_microbatch
-            plan = plan_microbatches(lengths, max_tokens=budget, bundles=pairs)
-            self._plans = {(lengths, pairs): plan}
-        for microbatch in self._plans[lengths, pairs]:
+            plan = plan_microbatches(lengths, max_tokens=budget, bundles=pairs, share_rows=key[2])
+            self._plans = {key: plan}
+        for microbatch in self._plans[key]:
             part = batch.select_indices(microbatch.indices).to(self._policy.model.device)
             width = int(part["input_lengths"].max())
             yield _cropped(part, width), microbatch
@@ -272,12 +279,17 @@ def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
 
 
 def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches."""
-    widths = {"input_ids": width}
+    """The batch without columns of padding that none of its sequences reaches.
 
-    def crop(name: str, value: Any) -> Any:
+    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
+    what has another width does not run along the tokens.
+    """
+    padded = part["input_ids"].shape[1]
+    widths = {padded: width, padded - 1: width - 1}
+
+    def crop(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value[:, : widths.get(name, width - 1)]
+            return value[:, : widths.get(value.shape[1])]
         return value
 
-    return BatchedDataDict({name: crop(name, value) for name, value in part.items()})
+    return type(part)({name: crop(value) for name, value in part.items()})

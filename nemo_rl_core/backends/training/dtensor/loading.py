@@ -16,14 +16,16 @@ SCALAR_HEAD = "score"
 def load_causal_model(folder: Path) -> Any:
     """Loads a transformers folder with float32 parameters, in evaluation mode (no dropout).
 
+    A model that also reads images is loaded whole.
+
     Raises:
         ModelError: If the folder lacks weights of a causal model, as one with a scalar head does.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    whole = _architecture(folder).endswith("ForConditionalGeneration")
+    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     _refuse_missing(report["missing_keys"], folder)
     return _on_device(model)
 
@@ -75,7 +77,7 @@ def scoring_pad_token_id(folder: Path) -> int:
         ModelError: If every special token of the tokenizer ends a sequence.
     """
     tokenizer = load_tokenizer(folder)
-    declared = json.loads((folder / "config.json").read_text()).get("pad_token_id")
+    declared = _declared(folder).get("pad_token_id")
     names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     stops = stop_token_ids(folder, tokenizer)
     for candidate in (declared, *names, *tokenizer.all_special_ids):
@@ -109,6 +111,15 @@ def shared_vocabulary_size(student: Path, teacher: Path) -> int:
     return int(max(ours.values())) + 1
 
 
+def _declared(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def _architecture(folder: Path) -> str:
+    return str((_declared(folder).get("architectures") or [""])[0])
+
+
 def _on_device(model: Any) -> Any:
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -124,10 +135,9 @@ def _refuse_missing(names: set[str], folder: Path) -> None:
 
 
 def _refuse_several_labels(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    kinds = config.get("architectures") or [""]
-    num_labels = len(config.get("id2label", ["", ""]))
-    if kinds[0].endswith("ForSequenceClassification") and num_labels != 1:
+    # Transformers writes labels down unless there are two.
+    num_labels = len(_declared(folder).get("id2label", ["", ""]))
+    if _architecture(folder).endswith("ForSequenceClassification") and num_labels != 1:
         raise ModelError(
             f"the model folder {folder.name!r} holds a classifier, not a model of one score",
             expected="one label",

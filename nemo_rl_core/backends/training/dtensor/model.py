@@ -65,8 +65,11 @@ class PackedModel(ABC):
         self, batch: BatchedDataDict, microbatch: Microbatch, wanted: torch.Tensor
     ) -> torch.Tensor:
         """`[N, D]` final hidden states at the N tokens that `wanted [B, T' <= T]` is set for."""
-        rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
         width = wanted.shape[1]
+        images = image_inputs(batch)
+        if images:
+            return self._hidden_with_images(batch, images)[:, :width][wanted]
+        rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
         with self._autocast():
             # Without a cache, transformers reads the borders of packed sequences off position ids
             # that restart; with one it would let them see each other.
@@ -75,6 +78,19 @@ class PackedModel(ABC):
             ).last_hidden_state
         picked: torch.Tensor = hidden[rows.row[:, :width][wanted], rows.column[:, :width][wanted]]
         return picked
+
+    def _hidden_with_images(
+        self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """`[B, T, D]` of the whole model, one sequence a row: it puts images and positions in."""
+        with self._autocast():
+            hidden: torch.Tensor = self.model.base_model(
+                input_ids=batch["input_ids"],
+                attention_mask=_valid(batch).long(),
+                use_cache=False,
+                **{name: value.to(self.model.device) for name, value in images.items()},
+            ).last_hidden_state
+        return hidden
 
     def _refuse_above(self, difference: float, what: str) -> None:
         bound = 1e-3 if self._dtype == "float32" else 0.3
@@ -216,8 +232,7 @@ class ScoreModel(PackedModel):
         Returns:
             `[B, T]` float32; 0 past a sequence's end.
         """
-        ids, lengths = batch["input_ids"], batch["input_lengths"]
-        valid = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        valid = _valid(batch)
         hidden = self._hidden_states(batch, microbatch, valid)
         return _spread(self._head(hidden.float())[:, 0], valid)
 
@@ -252,6 +267,19 @@ class ScoreModel(PackedModel):
                 self._refuse_above(difference, "scores")
         finally:
             self._head.weight.copy_(own)
+
+
+def image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    """What the model is given besides tokens, such as `pixel_values`; empty for text."""
+    inputs: dict[str, torch.Tensor] = getattr(batch, "get_multimodal_dict", dict)()
+    return inputs
+
+
+def _valid(batch: BatchedDataDict) -> torch.Tensor:
+    """`[B, T]` bool: every token up to its sequence's end."""
+    ids, lengths = batch["input_ids"], batch["input_lengths"]
+    valid: torch.Tensor = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return valid
 
 
 def _next_tokens(batch: BatchedDataDict) -> torch.Tensor:
