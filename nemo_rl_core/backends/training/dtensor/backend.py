@@ -13,12 +13,7 @@ from nemo_rl_core.backends.training.dtensor.loading import (
     load_scalar_model,
     shared_vocabulary_size,
 )
-from nemo_rl_core.backends.training.dtensor.model import (
-    LogprobModel,
-    PackedModel,
-    ScoreModel,
-    image_inputs,
-)
+from nemo_rl_core.backends.training.dtensor.model import LogprobModel, PackedModel, ScoreModel
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -90,7 +85,7 @@ class DTensorBackend:
         global_valid_seqs = batch["sample_mask"].sum().float()
         totals: dict[str, torch.Tensor] = {}
         self._optimizer.zero_grad(set_to_none=True)
-        for part, microbatch in self._microbatches(batch):
+        for part, microbatch in self._microbatches(self._policy, batch):
             outputs, part_of_loss = self._policy.loss_inputs(part, microbatch)
             loss, metrics = loss_fn(
                 outputs,
@@ -163,6 +158,7 @@ class DTensorBackend:
         shape = (*batch["token_mask"].shape, k)
         ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
         self._compute(
+            reference,
             batch,
             lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
             into=(ids, logprobs),
@@ -175,24 +171,27 @@ class DTensorBackend:
         if not isinstance(model, ScoreModel):
             raise _wrong_head("values", expected="scalar", got="lm")
         values = torch.zeros(batch["input_ids"].shape)
-        self._compute(batch, lambda part, plan: (model.values(part, plan),), into=(values,))
+        self._compute(model, batch, lambda part, plan: (model.values(part, plan),), into=(values,))
         return values
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
-        self._compute(batch, lambda part, plan: (model.logprobs(part, plan),), into=(logprobs,))
+        self._compute(
+            model, batch, lambda part, plan: (model.logprobs(part, plan),), into=(logprobs,)
+        )
         return logprobs
 
     @torch.no_grad()
     def _compute(
         self,
+        model: PackedModel,
         batch: BatchedDataDict,
         compute: Callable[[BatchedDataDict, Microbatch], tuple[torch.Tensor, ...]],
         *,
         into: Sequence[torch.Tensor],
     ) -> None:
         """Writes what each micro-batch gives into the rows of tensors `[B, ...]` on the CPU."""
-        for part, microbatch in self._microbatches(batch):
+        for part, microbatch in self._microbatches(model, batch):
             for whole, values in zip(into, compute(part, microbatch), strict=True):
                 whole[microbatch.indices, : values.shape[1]] = values.cpu()
 
@@ -211,18 +210,21 @@ class DTensorBackend:
             self._reference.refuse_unless_faithful()
         return self._reference
 
-    def _microbatches(self, batch: BatchedDataDict) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
+    def _microbatches(
+        self, model: PackedModel, batch: BatchedDataDict
+    ) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
         lengths = tuple(batch["input_lengths"].tolist())
         pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        # Models find the places of their images row by row, so such rows are not shared.
-        key = lengths, pairs, not image_inputs(batch)
+        key = lengths, pairs, model.shares_rows
         if key not in self._plans:
             # A step asks three times with the same lengths: old logprobs, reference, training.
             budget = self._setup.max_tokens_per_microbatch
-            plan = plan_microbatches(lengths, max_tokens=budget, bundles=pairs, share_rows=key[2])
+            plan = plan_microbatches(
+                lengths, max_tokens=budget, bundles=pairs, share_rows=model.shares_rows
+            )
             self._plans = {key: plan}
         for microbatch in self._plans[key]:
-            part = batch.select_indices(microbatch.indices).to(self._policy.model.device)
+            part = batch.select_indices(microbatch.indices).to(model.model.device)
             width = int(part["input_lengths"].max())
             yield _cropped(part, width), microbatch
 

@@ -37,6 +37,15 @@ class PackedModel(ABC):
         self._dtype = dtype
         self._decoder = model.get_decoder()
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several sequences may lie in one row.
+
+        Not in models that read images as well: their positions have several dimensions, off which
+        transformers does not read where a sequence begins.
+        """
+        return self._decoder is self.model.base_model
+
     @abstractmethod
     def loss_inputs(
         self, batch: BatchedDataDict, microbatch: Microbatch
@@ -66,7 +75,7 @@ class PackedModel(ABC):
     ) -> torch.Tensor:
         """`[N, D]` final hidden states at the N tokens that `wanted [B, T' <= T]` is set for."""
         width = wanted.shape[1]
-        images = image_inputs(batch)
+        images = _image_inputs(batch)
         if images:
             return self._hidden_with_images(batch, images)[:, :width][wanted]
         rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
@@ -91,6 +100,20 @@ class PackedModel(ABC):
                 **{name: value.to(self.model.device) for name, value in images.items()},
             ).last_hidden_state
         return hidden
+
+    def _probe(
+        self, vocab_size: int, without: int | None = None
+    ) -> tuple[BatchedDataDict, Microbatch]:
+        """Three sequences, every token wanted; the id `without` does not occur."""
+        generator = torch.Generator().manual_seed(0)
+        num_ids = vocab_size if without is None else vocab_size - 1
+        ids = torch.randint(0, num_ids, (3, 9), generator=generator)
+        if without is not None:
+            ids += (ids >= without).long()
+        lengths, mask = torch.tensor([9, 5, 4]), torch.ones(3, 8, dtype=torch.bool)
+        batch = BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "token_mask": mask})
+        rows = ((0,), (1, 2)) if self.shares_rows else ((0,), (1,), (2,))
+        return batch.to(self.model.device), Microbatch(rows=rows, row_length=9)
 
     def _refuse_above(self, difference: float, what: str) -> None:
         bound = 1e-3 if self._dtype == "float32" else 0.3
@@ -194,7 +217,7 @@ class LogprobModel(PackedModel):
         Raises:
             ModelError: If they differ.
         """
-        batch, microbatch = _probe(self.num_logits, self.model.device)
+        batch, microbatch = self._probe(self.num_logits)
         packed = self.logprobs(batch, microbatch)
         for row, length in enumerate(batch["input_lengths"].tolist()):
             sequence = batch["input_ids"][row : row + 1, :length]
@@ -253,7 +276,7 @@ class ScoreModel(PackedModel):
             ModelError: If they differ.
         """
         text = self.model.config.get_text_config()
-        batch, microbatch = _probe(text.vocab_size, self.model.device, without=text.pad_token_id)
+        batch, microbatch = self._probe(text.vocab_size, without=text.pad_token_id)
         own = self._head.weight.clone()
         random = torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
         self._head.weight.copy_(random / own.shape[1] ** 0.5)
@@ -269,7 +292,7 @@ class ScoreModel(PackedModel):
             self._head.weight.copy_(own)
 
 
-def image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
     """What the model is given besides tokens, such as `pixel_values`; empty for text."""
     inputs: dict[str, torch.Tensor] = getattr(batch, "get_multimodal_dict", dict)()
     return inputs
@@ -301,22 +324,3 @@ def _spread(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     places = wanted.reshape(*wanted.shape, *[1] * (values.dim() - 1))
     spread: torch.Tensor = values.new_zeros(*wanted.shape, *values.shape[1:])
     return spread.masked_scatter(places, values)
-
-
-def _probe(
-    vocab_size: int, device: torch.device, without: int | None = None
-) -> tuple[BatchedDataDict, Microbatch]:
-    """Three sequences in two rows, every token wanted; the id `without` does not occur."""
-    generator = torch.Generator().manual_seed(0)
-    num_ids = vocab_size if without is None else vocab_size - 1
-    ids = torch.randint(0, num_ids, (3, 9), generator=generator)
-    if without is not None:
-        ids += (ids >= without).long()
-    batch = BatchedDataDict(
-        {
-            "input_ids": ids,
-            "input_lengths": torch.tensor([9, 5, 4]),
-            "token_mask": torch.ones(3, 8, dtype=torch.bool),
-        }
-    )
-    return batch.to(device), Microbatch(rows=((0,), (1, 2)), row_length=9)
