@@ -30,24 +30,44 @@ def next_token_logprobs_from_hidden(
     chunk_size: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs of `targets`, from hidden states, a chunk of rows at a time.
+    """Logprobs of one token a row: `token_logprobs_from_hidden` with `targets [N]`, to `[N]`."""
+    return token_logprobs_from_hidden(
+        hidden,
+        lm_head_weight,
+        targets[:, None],
+        temperature=temperature,
+        chunk_size=chunk_size,
+        bias=bias,
+    ).squeeze(-1)
+
+
+def token_logprobs_from_hidden(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float,
+    chunk_size: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Logprobs of several chosen tokens a row, from hidden states, a chunk of rows at a time.
 
     The logits of a chunk are dropped after the forward pass and made again in the backward pass,
     so that at most about four `[chunk_size, V]` tensors exist at once and `[N, V]` never does.
     The price is one more product with the head (Chen et al. 2016, arXiv:1604.06174).
 
     Args:
-        hidden: `[N, D]` final hidden states; row i predicts `targets[i]`.
+        hidden: `[N, D]` final hidden states.
         lm_head_weight: `[V, D]`, in the dtype of `hidden`.
-        targets: `[N]` int64 token ids.
+        token_ids: `[N, K]` int64; what row i may be followed by.
         temperature: What the logits are divided by, as in sampling.
         chunk_size: Rows computed at once, at least 1.
         bias: `[V]` bias of the head, where it has one.
 
     Returns:
-        `[N]` logprobs in nats, in float32 (float64 for float64 inputs).
+        `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs).
     """
-    chunks = zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
+    chunks = zip(torch.split(hidden, chunk_size), torch.split(token_ids, chunk_size), strict=True)
     return torch.cat(
         [
             # Nothing random happens inside, so there is no generator state worth keeping.
@@ -56,23 +76,65 @@ def next_token_logprobs_from_hidden(
                 hidden_chunk,
                 lm_head_weight,
                 bias,
-                target_chunk,
+                ids_chunk,
                 temperature,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            for hidden_chunk, target_chunk in chunks
+            for hidden_chunk, ids_chunk in chunks
         ]
     )
 
 
+@torch.no_grad()
+def topk_logprobs_from_hidden(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    *,
+    k: int,
+    num_ids: int,
+    temperature: float,
+    chunk_size: int,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row and their logprobs, without gradients, by chunks.
+
+    Args:
+        hidden: `[N, D]` final hidden states.
+        lm_head_weight: `[V, D]`, in the dtype of `hidden`.
+        k: How many tokens, at most `num_ids`.
+        num_ids: Only ids below it are chosen. Heads often have more rows than the tokenizer has
+            tokens; such rows keep their share of the probability, as in sampling, but another model
+            of the same vocabulary may not have them.
+        temperature: What the logits are divided by, as in sampling.
+        chunk_size: Rows computed at once, at least 1.
+        bias: `[V]` bias of the head, where it has one.
+
+    Returns:
+        `[N, k]` int64 ids, likeliest first, and `[N, k]` logprobs in nats, normalized over all `V`
+        rows, in float32 (float64 for float64 inputs).
+    """
+    ids, logprobs = [], []
+    for chunk in torch.split(hidden, chunk_size):
+        logits = _scaled_logits(chunk, lm_head_weight, bias, temperature)
+        top = torch.topk(logits[:, :num_ids], k, dim=-1)
+        ids.append(top.indices)
+        logprobs.append(top.values - torch.logsumexp(logits, dim=-1, keepdim=True))
+    return torch.cat(ids), torch.cat(logprobs)
+
+
 def _chunk_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: float
 ) -> Tensor:
-    logits = _at_least_float32(F.linear(hidden, weight, bias)) / temperature
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    logits = _scaled_logits(hidden, weight, bias, temperature)
     # One [chunk, V] tensor fewer than log_softmax, which keeps its whole output for backward.
-    return chosen - torch.logsumexp(logits, dim=-1)
+    return logits.gather(-1, token_ids) - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+) -> Tensor:
+    return _at_least_float32(F.linear(hidden, weight, bias)) / temperature
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

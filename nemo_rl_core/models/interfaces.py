@@ -8,7 +8,12 @@ from nemo_rl_core.functional.protocols import LossFunction
 
 
 class PolicyInterface(ABC):
-    """A model that can be trained and asked for logprobs."""
+    """A model that can be trained, and asked for logprobs or, with a scalar head, for values.
+
+    Every algorithm trains; which of the others an algorithm asks for is its own affair: PPO asks a
+    critic for values, distillation a teacher for its likeliest tokens. The abstract methods are
+    those that most ask for; the others are for you to add where your algorithm needs them.
+    """
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
@@ -20,7 +25,22 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
-        """One optimizer step over the whole batch; returns its metrics."""
+        """One optimizer step over the whole batch; returns its metrics.
+
+        Args:
+            data: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`, `sample_mask [B]`
+                and what the loss reads. Rows of equal `pair_ids [B]`, where there are any, reach
+                the loss together; `topk_ids [B, T-1, K]` reach it with `current_topk_logprobs`.
+            loss_fn: A `LossFunction`: yours may be a plain function of that signature.
+        """
+
+    def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+        """`topk_ids` and `topk_logprobs [B, T-1, k]`, likeliest first; 0 where masked."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_reference_topk_logprobs")
+
+    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`values [B, T]` of the prefixes that end with each token; 0 past a sequence's end."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_values")
 
 
 class GenerationInterface(ABC):

@@ -17,14 +17,22 @@ class Policy(PolicyInterface):
     Args:
         session: The cluster and its running workers.
         config: Which backend.
-        setup: Model, optimizer and budgets.
+        setup: Model, head, optimizer and budgets.
+        name: Of the worker group. Policies of one name share workers, so that the later one takes
+            them over; a policy and a critic that live side by side need two names.
     """
 
     def __init__(
-        self, session: ClusterSession, config: TrainingConfig, setup: TrainingSetup
+        self,
+        session: ClusterSession,
+        config: TrainingConfig,
+        setup: TrainingSetup,
+        *,
+        name: str = "training",
     ) -> None:
         backend = get_training_backend(config.backend)
-        self._workers, _ = session.workers(backend, name="training", key=config.backend)
+        # The set-up is no part of the key: workers are set up anew for every policy.
+        self._workers, _ = session.workers(backend, name=name, key=config.backend)
         self._workers.run_all_workers_single_data("setup", setup)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
@@ -35,6 +43,15 @@ class Policy(PolicyInterface):
         """`logprobs [B, T-1]` under the reference policy."""
         logprobs = self._workers.run_single_worker("get_reference_logprobs", data)
         return BatchedDataDict({"logprobs": logprobs})
+
+    def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+        """`topk_ids` and `topk_logprobs [B, T-1, k]` under the reference policy."""
+        ids, logprobs = self._workers.run_single_worker("get_reference_topk_logprobs", data, k)
+        return BatchedDataDict({"topk_ids": ids, "topk_logprobs": logprobs})
+
+    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`values [B, T]` under the weights being trained, of a model with a scalar head."""
+        return BatchedDataDict({"values": self._workers.run_single_worker("get_values", data)})
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
         """One optimizer step over the whole batch."""

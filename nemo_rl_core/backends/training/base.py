@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -26,6 +26,8 @@ class TrainingSetup:
         dtype: Type of the matrix products; parameters and optimizer state are float32 always.
         reference_folder: Weights of the reference policy, or None where the loss has none.
         seed: For what the backend draws itself.
+        head: `lm` for a policy, whose losses read logprobs; `scalar` for a reward model or critic,
+            whose losses read values.
     """
 
     model_folder: Path
@@ -35,6 +37,7 @@ class TrainingSetup:
     dtype: DType = "float32"
     reference_folder: Path | None = None
     seed: int = 0
+    head: Literal["lm", "scalar"] = "lm"
 
 
 class TrainingBackend(Protocol):
@@ -45,7 +48,13 @@ class TrainingBackend(Protocol):
         ...
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step over the whole batch."""
+        """One optimizer step over the whole batch.
+
+        With a scalar head the loss's first argument is `[B, T]` values in place of logprobs. Where
+        the batch has `topk_ids [B, T-1, K]`, the loss also finds `current_topk_logprobs
+        [B, T-1, K]` in it, with gradients. Rows of equal `pair_ids [B]`, where the batch has such,
+        reach the loss together.
+        """
         ...
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
@@ -54,6 +63,16 @@ class TrainingBackend(Protocol):
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """As `get_logprobs`, under the reference policy."""
+        ...
+
+    def get_reference_topk_logprobs(
+        self, batch: BatchedDataDict, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and logprobs `[B, T-1, k]` of the reference's likeliest next tokens, masked alike."""
+        ...
+
+    def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
+        """`[B, T]` values of the prefixes that end with each token, 0 past a sequence's end."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,7 @@
 """Packing: every sequence once, budgets kept, tokens where they belong."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
@@ -56,6 +58,74 @@ def test_a_budget_below_one_sequence_is_refused() -> None:
         plan_microbatches([1, 9, 2], max_tokens=8)
     assert "8 tokens" in caught.value.expected
     assert plan_microbatches([], max_tokens=8) == []
+
+
+@st.composite
+def bundled(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    """Lengths, ids of bundles of at most three, and a budget that holds every bundle."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=20))
+    ids = draw(st.permutations([7 * bundle for bundle, n in enumerate(sizes) for _ in range(n)]))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=len(ids), max_size=len(ids)))
+    return lengths, ids, draw(st.integers(120, 300))
+
+
+@given(bundled())
+def test_no_bundle_is_split(drawn: tuple[list[int], list[int], int]) -> None:
+    lengths, ids, max_tokens = drawn
+    plan = plan_microbatches(lengths, max_tokens=max_tokens, bundles=ids)
+    assert sorted(index for part in plan for index in part.indices) == list(range(len(lengths)))
+    homes = [{ids[index] for index in part.indices} for part in plan]
+    assert sum(len(home) for home in homes) == len(set(ids))
+    for part in plan:
+        assert len(part.rows) * part.row_length <= max_tokens
+        assert part.row_length == max(lengths[index] for index in part.indices)
+        assert all(0 < sum(lengths[index] for index in row) <= part.row_length for row in part.rows)
+
+
+@given(LENGTHS, st.integers(40, 200))
+def test_bundles_of_one_change_nothing(lengths: list[int], max_tokens: int) -> None:
+    alone = plan_microbatches(lengths, max_tokens=max_tokens, bundles=range(len(lengths)))
+    assert alone == plan_microbatches(lengths, max_tokens=max_tokens)
+
+
+def test_a_bundle_goes_where_all_of_it_fits() -> None:
+    # Budget 12: two rows of 6. Bundle 0 (6 and 3) leaves 3 places in its second row; bundle 1 (4
+    # and 1) needs 4, and its 1, which would fit, waits with it; bundle 2 (2) and bundle 3 (1) fit.
+    # Then bundle 1 has two micro-batches of its own to choose from, and takes rows of 4.
+    plan = plan_microbatches([6, 3, 4, 1, 2, 1], max_tokens=12, bundles=[0, 0, 1, 1, 2, 3])
+    assert plan == [
+        Microbatch(rows=((0,), (1, 4, 5)), row_length=6),
+        Microbatch(rows=((2,), (3,)), row_length=4),
+    ]
+
+
+def test_pairs_pack_nearly_as_tightly_as_single_sequences() -> None:
+    generator = random.Random(0)
+    lengths = [min(1024, 16 + int(generator.lognormvariate(5, 0.8))) for _ in range(1000)]
+    pairs = [index // 2 for index in range(1000)]
+    single = plan_microbatches(lengths, max_tokens=8192)
+    paired = plan_microbatches(lengths, max_tokens=8192, bundles=pairs)
+    # 221,218 tokens are 27.004 times 8192: 28 micro-batches at least.
+    assert len(single) <= 29
+    assert len(paired) <= len(single) + 1
+
+
+@given(LENGTHS, st.integers(40, 200))
+def test_rows_of_their_own(lengths: list[int], max_tokens: int) -> None:
+    plan = plan_microbatches(lengths, max_tokens=max_tokens, share_rows=False)
+    assert sorted(index for part in plan for index in part.indices) == list(range(len(lengths)))
+    for part in plan:
+        assert all(len(row) == 1 for row in part.rows)
+        assert len(part.rows) * part.row_length <= max_tokens
+
+
+def test_a_bundle_over_the_budget_says_what_to_raise() -> None:
+    # 5 and 4 need a row of 5 each, 1 fits behind the 4: two rows of 5 are 10 tokens.
+    with pytest.raises(DataError, match="3 sequences that belong together") as caught:
+        plan_microbatches([5, 2, 4, 1], max_tokens=9, bundles=[3, 8, 3, 3])
+    assert "2 rows of 5 tokens" in caught.value.got
+    assert "max_tokens_per_microbatch to at least 10" in caught.value.fix
+    assert len(plan_microbatches([5, 2, 4, 1], max_tokens=10, bundles=[3, 8, 3, 3])) == 2
 
 
 def test_tokens_and_positions_by_hand() -> None:

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
     next_token_logprobs_from_hidden,
+    token_logprobs_from_hidden,
+    topk_logprobs_from_hidden,
 )
 
 
@@ -152,3 +154,70 @@ def test_without_gradients_nothing_is_kept():
     assert not result.requires_grad
     expected = logprobs_from_logits(hidden @ weight.T, targets, temperature=1.0)
     torch.testing.assert_close(result, expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(num_rows=st.integers(0, 7), num_ids=st.integers(1, 4), chunk_size=st.integers(1, 9))
+def test_several_tokens_a_row_equal_the_plain_computation(num_rows, num_ids, chunk_size):
+    hidden, weight, _, bias = head(num_rows, 4, 7)
+    ids = torch.randint(7, (num_rows, num_ids), generator=torch.Generator().manual_seed(1))
+    chunked = token_logprobs_from_hidden(
+        hidden, weight, ids, temperature=0.7, chunk_size=chunk_size, bias=bias
+    )
+    plain = torch.log_softmax((hidden @ weight.T + bias) / 0.7, dim=-1).gather(-1, ids)
+    torch.testing.assert_close(chunked, plain)
+    weights = torch.arange(1.0, 1 + ids.numel(), dtype=torch.float64).reshape(ids.shape)
+    for ours, theirs in zip(
+        torch.autograd.grad((chunked * weights).sum(), (hidden, weight, bias)),
+        torch.autograd.grad((plain * weights).sum(), (hidden, weight, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_of_several_tokens_by_finite_differences():
+    hidden, weight, _, bias = head(3, 2, 4)
+    ids = torch.tensor([[0, 3], [1, 1], [2, 0]])  # a token twice counts twice
+
+    def compute(hidden, weight, bias):
+        return token_logprobs_from_hidden(
+            hidden, weight, ids, temperature=1.3, chunk_size=2, bias=bias
+        )
+
+    assert torch.autograd.gradcheck(compute, (hidden, weight, bias))
+
+
+def test_the_likeliest_tokens_by_hand():
+    # The head is the identity and T = 2: probabilities 1/8, 2/8, 5/8 and 5/8, 1/8, 2/8.
+    hidden = 2 * torch.tensor([[1.0, 2.0, 5.0], [5.0, 1.0, 2.0]]).log()
+    ids, logprobs = topk_logprobs_from_hidden(
+        hidden, torch.eye(3), k=2, num_ids=3, temperature=2.0, chunk_size=1
+    )
+    assert ids.tolist() == [[2, 1], [0, 2]]
+    assert logprobs.exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8, 5 / 8, 2 / 8])
+    # Id 2 stands for no token: it is not chosen, but keeps its share of the probability.
+    ids, logprobs = topk_logprobs_from_hidden(
+        hidden, torch.eye(3), k=2, num_ids=2, temperature=2.0, chunk_size=5
+    )
+    assert ids.tolist() == [[1, 0], [0, 1]]
+    assert logprobs.exp().flatten().tolist() == pytest.approx([2 / 8, 1 / 8, 5 / 8, 1 / 8])
+
+
+def test_whole_logits_never_exist_for_several_tokens_either():
+    num_rows, vocab, chunk_size = 64, 1000, 4
+    hidden, weight, _, _ = head(num_rows, 8, vocab, dtype=torch.float32)
+    ids = torch.randint(vocab, (num_rows, 5), generator=torch.Generator().manual_seed(0))
+    chunked = peak_of(
+        lambda: token_logprobs_from_hidden(
+            hidden, weight, ids, temperature=0.5, chunk_size=chunk_size
+        ),
+        vocab,
+    )
+    assert chunked <= 6 * chunk_size * vocab + weight.numel()
+
+    mode = LiveElements(vocab)
+    with mode:
+        topk_logprobs_from_hidden(
+            hidden, weight, k=5, num_ids=vocab, temperature=0.5, chunk_size=chunk_size
+        )
+    assert mode.peak <= 6 * chunk_size * vocab + weight.numel()

@@ -1,18 +1,24 @@
 """The training worker for transformers models."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.backends.training.dtensor.model import LogprobModel, load_model
+from nemo_rl_core.backends.training.dtensor.loading import (
+    load_causal_model,
+    load_scalar_model,
+    shared_vocabulary_size,
+)
+from nemo_rl_core.backends.training.dtensor.model import LogprobModel, PackedModel, ScoreModel
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
-from nemo_rl_core.errors import ConsistencyError
+from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.infra.checkpointing import (
     load_tensors,
@@ -22,20 +28,26 @@ from nemo_rl_core.infra.checkpointing import (
 )
 from nemo_rl_core.infra.timer import peak_memory_gib
 
+_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
+
 
 class DTensorBackend:
     """One rank that trains a transformers model with AdamW (a `TrainingBackend`)."""
 
     def setup(self, setup: TrainingSetup) -> None:
-        """Loads the model, checks that its packed logprobs are right, and makes an optimizer."""
+        """Loads the model, checks that it computes right when packed, and makes an optimizer."""
         torch.manual_seed(setup.seed)
         torch.use_deterministic_algorithms(True)
         self._setup = setup
         self._num_updates = 0
-        self._policy = self._load(setup.model_folder)
+        self._policy: PackedModel
+        if setup.head == "scalar":
+            self._policy = ScoreModel(load_scalar_model(setup.model_folder), dtype=setup.dtype)
+        else:
+            self._policy = self._language_model(setup.model_folder)
         self._policy.refuse_unless_faithful()
         self._reference: LogprobModel | None = None
-        self._plans: dict[tuple[int, ...], list[Microbatch]] = {}
+        self._plans: dict[_PlanKey, list[Microbatch]] = {}
         options = setup.optimizer
         self._optimizer = torch.optim.AdamW(
             self._policy.model.parameters(),
@@ -46,9 +58,9 @@ class DTensorBackend:
             fused=True,
         )
 
-    def _load(self, folder: Path) -> LogprobModel:
+    def _language_model(self, folder: Path) -> LogprobModel:
         return LogprobModel(
-            load_model(folder), temperature=self._setup.temperature, dtype=self._setup.dtype
+            load_causal_model(folder), temperature=self._setup.temperature, dtype=self._setup.dtype
         )
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
@@ -56,8 +68,11 @@ class DTensorBackend:
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`,
-                `sample_mask [B]`, and whatever the loss reads.
-            loss_fn: The loss; its values over micro-batches sum to that of the step.
+                `sample_mask [B]`, and whatever the loss reads. Rows of equal `pair_ids [B]`
+                stay in one micro-batch. With `topk_ids [B, T-1, K]` the loss is also given
+                `current_topk_logprobs [B, T-1, K]`.
+            loss_fn: The loss; its values over micro-batches sum to that of the step. Its first
+                argument is `[B, T-1]` logprobs, or `[B, T]` values with a scalar head.
 
         Returns:
             The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`.
@@ -70,10 +85,11 @@ class DTensorBackend:
         global_valid_seqs = batch["sample_mask"].sum().float()
         totals: dict[str, torch.Tensor] = {}
         self._optimizer.zero_grad(set_to_none=True)
-        for part, microbatch in self._microbatches(batch):
+        for part, microbatch in self._microbatches(self._policy, batch):
+            outputs, part_of_loss = self._policy.loss_inputs(part, microbatch)
             loss, metrics = loss_fn(
-                self._logprobs_of(self._policy, part, microbatch),
-                part,
+                outputs,
+                part_of_loss,
                 global_valid_seqs=global_valid_seqs,
                 global_valid_tokens=global_valid_tokens,
             )
@@ -110,39 +126,105 @@ class DTensorBackend:
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the weights being trained."""
-        return self._all_logprobs(self._policy, batch)
+        return self._all_logprobs(self._with_lm_head(), batch)
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
-        if self._reference is None:
-            if self._setup.reference_folder is None:
-                raise ValueError("get_reference_logprobs needs a setup with a reference_folder")
-            self._reference = self._load(self._setup.reference_folder)
-        return self._all_logprobs(self._reference, batch)
+        return self._all_logprobs(self._loaded_reference(), batch)
+
+    def get_reference_topk_logprobs(
+        self, batch: BatchedDataDict, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest next tokens under the reference, which may be another architecture.
+
+        Returns:
+            `[B, T-1, k]` int64 ids, likeliest first, and `[B, T-1, k]` logprobs in nats under the
+            temperature; both 0 where `token_mask` is not set.
+
+        Raises:
+            ModelError: If the reference has another vocabulary.
+            ConfigError: If there are fewer than k tokens.
+        """
+        trained, reference = self._with_lm_head(), self._loaded_reference()
+        # Rows that only one of the heads has stand for no token; the student could not learn them.
+        num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
+        if not 1 <= k <= num_ids:
+            raise ConfigError(
+                f"the {k} likeliest tokens cannot be chosen",
+                expected=f"k from 1 to the vocabulary's {num_ids} tokens",
+                got=str(k),
+                fix="change k",
+            )
+        shape = (*batch["token_mask"].shape, k)
+        ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        self._compute(
+            reference,
+            batch,
+            lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
+            into=(ids, logprobs),
+        )
+        return ids, logprobs
+
+    def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
+        """`[B, T]` values under the weights being trained; reads only ids and lengths."""
+        model = self._policy
+        if not isinstance(model, ScoreModel):
+            raise _wrong_head("values", expected="scalar", got="lm")
+        values = torch.zeros(batch["input_ids"].shape)
+        self._compute(model, batch, lambda part, plan: (model.values(part, plan),), into=(values,))
+        return values
+
+    def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
+        logprobs = torch.zeros(batch["token_mask"].shape)
+        self._compute(
+            model, batch, lambda part, plan: (model.logprobs(part, plan),), into=(logprobs,)
+        )
+        return logprobs
 
     @torch.no_grad()
-    def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
-        result = torch.zeros(batch["token_mask"].shape)
-        for part, microbatch in self._microbatches(batch):
-            values = self._logprobs_of(model, part, microbatch)
-            result[microbatch.indices, : values.shape[1]] = values.cpu()
-        return result
+    def _compute(
+        self,
+        model: PackedModel,
+        batch: BatchedDataDict,
+        compute: Callable[[BatchedDataDict, Microbatch], tuple[torch.Tensor, ...]],
+        *,
+        into: Sequence[torch.Tensor],
+    ) -> None:
+        """Writes what each micro-batch gives into the rows of tensors `[B, ...]` on the CPU."""
+        for part, microbatch in self._microbatches(model, batch):
+            for whole, values in zip(into, compute(part, microbatch), strict=True):
+                whole[microbatch.indices, : values.shape[1]] = values.cpu()
 
-    def _logprobs_of(
-        self, model: LogprobModel, part: BatchedDataDict, microbatch: Microbatch
-    ) -> torch.Tensor:
-        return model.logprobs(
-            part["input_ids"], part["input_lengths"], part["token_mask"].bool(), microbatch
-        )
+    def _with_lm_head(self) -> LogprobModel:
+        if not isinstance(self._policy, LogprobModel):
+            raise _wrong_head("logprobs", expected="lm", got="scalar")
+        return self._policy
 
-    def _microbatches(self, batch: BatchedDataDict) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
+    def _loaded_reference(self) -> LogprobModel:
+        if self._reference is None:
+            folder = self._setup.reference_folder
+            if folder is None:
+                raise ValueError("logprobs of the reference need a setup with a reference_folder")
+            self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
+            self._reference = self._language_model(folder)
+            self._reference.refuse_unless_faithful()
+        return self._reference
+
+    def _microbatches(
+        self, model: PackedModel, batch: BatchedDataDict
+    ) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
         lengths = tuple(batch["input_lengths"].tolist())
-        if lengths not in self._plans:
+        pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
+        key = lengths, pairs, model.shares_rows
+        if key not in self._plans:
             # A step asks three times with the same lengths: old logprobs, reference, training.
             budget = self._setup.max_tokens_per_microbatch
-            self._plans = {lengths: plan_microbatches(lengths, max_tokens=budget)}
-        for microbatch in self._plans[lengths]:
-            part = batch.select_indices(microbatch.indices).to(self._policy.model.device)
+            plan = plan_microbatches(
+                lengths, max_tokens=budget, bundles=pairs, share_rows=model.shares_rows
+            )
+            self._plans = {key: plan}
+        for microbatch in self._plans[key]:
+            part = batch.select_indices(microbatch.indices).to(model.model.device)
             width = int(part["input_lengths"].max())
             yield _cropped(part, width), microbatch
 
@@ -162,10 +244,7 @@ class DTensorBackend:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
-        from transformers import AutoTokenizer
-
-        self._policy.model.save_pretrained(path / "model")
-        AutoTokenizer.from_pretrained(self._setup.model_folder).save_pretrained(path / "model")
+        self._policy.save(path / "model", load_tokenizer(self._setup.model_folder))
         trainer = path / "trainer"
         trainer.mkdir()
         tensors = optimizer_tensors(self._optimizer, dict(self._policy.model.named_parameters()))
@@ -175,8 +254,8 @@ class DTensorBackend:
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
-        weights = load_model(path / "model").state_dict()
-        self._policy.model.load_state_dict(weights)
+        load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
+        self._policy.model.load_state_dict(load(path / "model").state_dict())
         trainer = path / "trainer"
         tensors = load_tensors(trainer / "optimizer.safetensors")
         restore_optimizer(self._optimizer, dict(self._policy.model.named_parameters()), tensors)
@@ -192,13 +271,27 @@ class DTensorBackend:
         self.__dict__.clear()
 
 
-def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches."""
-    widths = {"input_ids": width}
+def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"this model gives no {what}",
+        expected=f"a backend set up with head={expected!r}",
+        got=f"head={got!r}",
+        fix=f"set TrainingSetup.head to {expected!r}, or ask another model",
+    )
 
-    def crop(name: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
-            return value[:, : widths.get(name, width - 1)]
+
+def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
+    """The batch without columns of padding that none of its sequences reaches.
+
+    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
+    what has another width does not run along the tokens.
+    """
+    padded = part["input_ids"].shape[1]
+    widths = {padded: width, padded - 1: width - 1}
+
+    def crop(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            return value[:, : widths.get(value.shape[1])]
         return value
 
-    return BatchedDataDict({name: crop(name, value) for name, value in part.items()})
+    return type(part)({name: crop(value) for name, value in part.items()})

@@ -1,0 +1,160 @@
+"""Vision-language models: what the batch offers besides tokens reaches the model, row by row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLConfig
+from transformers import Qwen2VLForConditionalGeneration as Qwen2VL
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+
+EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
+IMAGE, VISION_START = 20, 21
+LENGTHS = [11, 8, 9, 7]
+PATCHES_PER_IMAGE, PATCH_VALUES = 16, 3 * 2 * 4 * 4  # 4 x 4 patches, merged into 4 tokens
+
+
+class ImageBatch(BatchedDataDict):
+    """One image a row, its patches in a list beside the tokens."""
+
+    def get_multimodal_dict(self) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.cat(self["pixel_values"]),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * len(self["pixel_values"])),
+            "mm_token_type_ids": (self["input_ids"] == IMAGE).int(),
+        }
+
+
+def make_batch(seed: int = 1) -> ImageBatch:
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [
+        [1, VISION_START, *[IMAGE] * 4, *torch.randint(4, 19, (n - 6,), generator=generator)]
+        for n in LENGTHS
+    ]
+    batch = ImageBatch(collate(sequences, [[place >= 6 for place in range(n)] for n in LENGTHS]))
+    batch["pixel_values"] = list(
+        torch.randn(len(LENGTHS), PATCHES_PER_IMAGE, PATCH_VALUES, generator=generator)
+    )
+    return batch
+
+
+def make_backend(folder: Path, max_tokens: int = 24) -> DTensorBackend:
+    backend = DTensorBackend()
+    optimizer = OptimizerConfig(learning_rate=1e-2, adam_epsilon=EPSILON)
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder, optimizer=optimizer, max_tokens_per_microbatch=max_tokens
+        )
+    )
+    return backend
+
+
+@pytest.fixture(scope="module")
+def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2-VL of one layer each, made from its config."""
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    text = {
+        "vocab_size": 24,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        },
+    }
+    vision = {
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "initializer_range": 0.5,
+    }
+    torch.manual_seed(0)
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=22,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=23,
+    )
+    Qwen2VL(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def plain_logprobs(model: torch.nn.Module, batch: ImageBatch) -> torch.Tensor:
+    """Each sequence with its image alone, through the model's own logits."""
+    result = torch.zeros(batch["token_mask"].shape)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        alone = batch.select_indices([row])
+        alone["input_ids"] = alone["input_ids"][:, :length]
+        logits = model(input_ids=alone["input_ids"], **alone.get_multimodal_dict()).logits[0, :-1]
+        logprobs = torch.log_softmax(logits, dim=-1)
+        result[row, : length - 1] = logprobs.gather(-1, alone["input_ids"][0, 1:, None])[:, 0]
+    return result * batch["token_mask"]
+
+
+@pytest.mark.parametrize("max_tokens", [11, 24, 1000])
+def test_logprobs_equal_each_image_and_text_alone(vision_model: Path, max_tokens: int) -> None:
+    batch = make_batch()
+    actual = make_backend(vision_model, max_tokens).get_logprobs(batch)
+    model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
+    torch.testing.assert_close(actual, plain_logprobs(model, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_changes_its_own_row_alone(vision_model: Path) -> None:
+    batch, changed = make_batch(), make_batch()
+    changed["pixel_values"][1] = -changed["pixel_values"][1]
+    backend = make_backend(vision_model, 1000)
+    before, after = backend.get_logprobs(batch), backend.get_logprobs(changed)
+    assert torch.equal(before[[0, 2, 3]], after[[0, 2, 3]])
+    assert (before[1] - after[1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("max_tokens", [11, 1000])
+def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tokens: int) -> None:
+    batch = make_batch()
+    backend = make_backend(vision_model, max_tokens)
+    model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
+    start = model.model.visual.patch_embed.proj.weight.detach().clone()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert backend.train_step(batch, NLLLoss())["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert not torch.equal(model.model.visual.patch_embed.proj.weight, start)
+    expected = dict(model.named_parameters())
+    for name, weight in backend.named_weights():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_text_alone_has_the_logprobs_of_each_text_alone(vision_model: Path) -> None:
+    batch = collate([[1, 5, 6, 7], [1, 8, 9]], [[True] * 4, [True] * 3])
+    backend = make_backend(vision_model)
+    model = AutoModelForImageTextToText.from_pretrained(vision_model).eval()
+    for row, length in enumerate([4, 3]):
+        ids = batch["input_ids"][row : row + 1, :length]
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1)
+        expected = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(
+            backend.get_logprobs(batch)[row, : length - 1], expected, rtol=1e-4, atol=1e-5
+        )
