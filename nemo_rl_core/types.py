@@ -48,6 +48,7 @@ class Rollout:
         text: The completion decoded, special tokens left out.
         reward: The environment's score; None until scored, or when scoring failed.
         advantage: The reward against its group's; None until computed.
+        components: The rewards that `reward` is made of, where an environment gives several.
     """
 
     prompt: Prompt
@@ -55,6 +56,7 @@ class Rollout:
     text: str
     reward: float | None = None
     advantage: float | None = None
+    components: tuple[float, ...] = ()
 
     def scored(self, reward: float | None) -> "Rollout":
         """The same rollout with a reward."""

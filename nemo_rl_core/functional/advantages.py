@@ -1,4 +1,4 @@
-"""Advantages of completions over the others of their group.
+"""Advantages: of completions over the others of their group, and of tokens over what was expected.
 
 A group is the completions of one prompt, known by an explicit id in any order; ids need not be
 dense or sorted. A group whose rewards are all equal says nothing about its members, so their
@@ -6,13 +6,14 @@ advantage is exactly 0, not rounding noise divided by a tiny spread. A group of 
 A NaN reward makes NaN of its own group only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6
-"""Added to the std of a group, as in losses of the GRPO family."""
+from nemo_rl_core.functional.masked import EPSILON, masked_whiten, zero_masked
+from nemo_rl_core.functional.rewards import returns_to_go
 
 
 def group_normalized(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -81,6 +82,97 @@ def zero_variance_fraction(rewards: Tensor, group_ids: Tensor) -> Tensor:
     # Each row stands for 1/size of its group, so that the sum over rows counts groups.
     shares = 1 / groups.sizes
     return (shares * groups.is_constant).sum() / shares.sum()
+
+
+def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Whether a row's group holds different rewards, so that it can teach something.
+
+    Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) keeps these and draws others anew. As
+    in `zero_variance_fraction`, all rows of [1, 0, 0, 0] are informative.
+
+    Args:
+        rewards: `[B]`.
+        group_ids: `[B]` int64.
+
+    Returns:
+        `[B]` bool, equal within a group.
+    """
+    return ~_Groups.of(rewards, group_ids).is_constant
+
+
+def decoupled_group_normalized(
+    rewards: Tensor, group_ids: Tensor, sample_mask: Tensor, *, weights: Sequence[float]
+) -> Tensor:
+    """`group_normalized` of each reward alone, their weighted sum, whitened over the batch.
+
+    Normalizing each reward before the sum keeps apart the combinations of rewards that have equal
+    sums; whitening keeps the scale independent of how many rewards there are.
+    Source: GDPO, arXiv:2601.05242.
+
+    Args:
+        rewards: `[B, R]` floating point.
+        group_ids: `[B]` int64.
+        sample_mask: `[B]` bool; the sequences that the batch is whitened over.
+        weights: R factors, one a reward.
+
+    Returns:
+        `[B]` advantages, 0 at sequences that do not count.
+    """
+    total = torch.zeros_like(rewards[:, 0])
+    for reward, weight in zip(rewards.unbind(dim=1), weights, strict=True):
+        total = total + weight * group_normalized(reward, group_ids)
+    return masked_whiten(total, sample_mask)
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Returns-to-go of token rewards, whitened over all valid tokens of the batch.
+
+    The variant with a baseline is the same with the group's mean taken off the outcome before it
+    is put on the last token. Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3.
+
+    Args:
+        rewards: `[B, T-1]`: the outcome at the last token, minus any penalty a token.
+        mask: `[B, T-1]` bool.
+
+    Returns:
+        `[B, T-1]` advantages, 0 at invalid tokens.
+    """
+    return masked_whiten(returns_to_go(rewards, mask), mask)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation over the valid tokens of each sequence.
+
+    With `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`, where "next" is
+    the next valid token: the tokens of an observation between two turns are stepped over, taking
+    neither time nor discount. After the last valid token the value is 0, for completions that
+    ended and that were cut off alike. Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+
+    Args:
+        rewards: `[B, T-1]`; read at valid tokens only.
+        values: `[B, T-1]`: what the critic expects from each token on; read at valid tokens only.
+        mask: `[B, T-1]` bool.
+        gamma: Discount a token, in [0, 1].
+        lam: Weight of longer returns, in [0, 1].
+
+    Returns:
+        `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (what the critic is trained towards),
+        both 0 at invalid tokens.
+    """
+    rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    columns: list[Tensor] = []
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        is_valid = mask[:, t]
+        columns.append(advantage)
+        next_value = torch.where(is_valid, values[:, t], next_value)
+        next_advantage = torch.where(is_valid, advantage, next_advantage)
+    advantages = zero_masked(torch.stack(columns[::-1], dim=1), mask)
+    return advantages, advantages + values
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""How far the rollout engine's logprobs are from the trainer's for the same tokens and weights.
+"""How far the rollout engine's logprobs are from the trainer's, and weights that correct for it.
 
-Both are in nats under the sampling temperature, `[B, T-1]`, with a bool `mask [B, T-1]`. A value
-that is not finite at a valid token stays so in the result: a gate must refuse NaN as well.
+Both are for the same tokens and weights, in nats under the sampling temperature, `[B, T-1]`, with a
+bool `mask [B, T-1]`. In a measure, a value that is not finite at a valid token stays so: a gate
+must refuse NaN as well. In a weight it becomes 0.
 """
 
 import torch
 from torch import Tensor
 
 from nemo_rl_core.functional.kl import kl_estimate
-from nemo_rl_core.functional.masked import masked_mean, masked_sequence_mean
+from nemo_rl_core.functional.masked import masked_mean, masked_sequence_mean, zero_masked
 
 
 def token_mult_prob_error(
@@ -76,3 +77,81 @@ def kl_generation_trainer(
         0-dim, never negative.
     """
     return masked_mean(kl_estimate(generation_logprobs, trainer_logprobs, kind="k3"), mask)
+
+
+def importance_weight(generation_logprobs: Tensor, trainer_logprobs: Tensor) -> Tensor:
+    """`exp(prev - gen)`, detached: how much likelier the trainer finds what the engine sampled.
+
+    A weight that is not finite (a token that the engine gave no probability) is 0: such a token
+    says nothing that could be corrected.
+
+    Args:
+        generation_logprobs: Any shape.
+        trainer_logprobs: The same shape.
+
+    Returns:
+        The shape of the inputs.
+    """
+    return torch.exp((trainer_logprobs - generation_logprobs).detach()).nan_to_num(
+        nan=0.0, posinf=0.0
+    )
+
+
+def sequence_importance_weight(
+    generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
+) -> Tensor:
+    """The geometric mean of `importance_weight` over each sequence, at each of its tokens.
+
+    One token whose weight is not finite makes it 0 for the whole sequence.
+
+    Args:
+        generation_logprobs: `[B, T-1]`.
+        trainer_logprobs: `[B, T-1]`.
+        mask: `[B, T-1]` bool.
+
+    Returns:
+        `[B, T-1]`, equal along a row; 1 for a sequence without a valid token.
+    """
+    mean_log_ratio = masked_sequence_mean(trainer_logprobs - generation_logprobs, mask)
+    weight = importance_weight(torch.zeros_like(mean_log_ratio), mean_log_ratio)
+    return weight[:, None].expand(mask.shape)
+
+
+def truncated_weight(weight: Tensor, *, cap: float) -> Tensor:
+    """`min(w, cap)`: truncated importance sampling (TIS).
+
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training", https://fengyao.notion.site/off-policy-rl.
+
+    Args:
+        weight: Any shape, not negative.
+        cap: The largest weight.
+    """
+    return weight.clamp(max=cap)
+
+
+def band_weight(weight: Tensor, *, low: float, high: float) -> Tensor:
+    """`w` inside `[low, high]` and 0 outside: tokens on which the two disagree are left out.
+
+    Source: IcePop, Ling Team 2025, arXiv:2510.18855.
+
+    Args:
+        weight: Any shape.
+        low: The smallest weight that counts.
+        high: The largest weight that counts.
+    """
+    return zero_masked(weight, (weight >= low) & (weight <= high))
+
+
+def sequence_mask_weight(
+    weight: Tensor, sequence_weight: Tensor, *, low: float, high: float
+) -> Tensor:
+    """`w` in sequences whose geometric mean lies inside `[low, high]`, and 0 in the others.
+
+    Args:
+        weight: `[B, T-1]`.
+        sequence_weight: `[B, T-1]` as `sequence_importance_weight` gives it.
+        low: The smallest mean that counts.
+        high: The largest mean that counts.
+    """
+    return zero_masked(weight, (sequence_weight >= low) & (sequence_weight <= high))

@@ -1,8 +1,21 @@
-"""Settings of group-relative policy optimisation."""
+"""Settings of group-relative policy optimisation and its relatives.
+
+Each variant of a loss, an advantage or a correction is a type with a `kind`; `presets.py` names the
+published combinations. What is left out is None, never a kind of its own: `off` is false in YAML.
+"""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
@@ -26,26 +39,210 @@ class LeaveOneOut(FrozenConfig):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
+class ReinforcePlusPlus(FrozenConfig):
+    """Returns of tokens, whitened over all valid tokens of the step; needs no groups."""
+
+    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+
+class ReinforcePlusPlusBaseline(FrozenConfig):
+    """`reinforce_plus_plus` of rewards less their group's mean."""
+
+    kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class GDPO(FrozenConfig):
+    """`group_normalized` of each of several rewards, weighted, summed, whitened over the step.
+
+    `weights` are in the order of `Rollout.components`.
+    """
+
+    kind: Literal["gdpo"] = "gdpo"
+    weights: tuple[FiniteFloat, ...] = Field(min_length=1)
+
+
 AdvantageConfig = Annotated[
-    GroupNormalized | GroupCentered | LeaveOneOut, Field(discriminator="kind")
+    GroupNormalized
+    | GroupCentered
+    | LeaveOneOut
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | GDPO,
+    Field(discriminator="kind"),
 ]
 
 
 class KLPenalty(FrozenConfig):
-    """A penalty on the divergence from the reference policy, weighted by `beta`."""
+    """A penalty on the divergence from the reference policy, weighted by `beta`.
+
+    In the loss it has a gradient of its own. In the reward it is measured once, between the
+    policy that sampled and the reference: summed over the sequence for advantages of groups, and
+    token by token for `reinforce_plus_plus` and its baseline variant.
+    """
 
     kind: Literal["k1", "k2", "k3"] = "k3"
     beta: NonNegativeFloat = 0.01
+    place: Literal["in_loss", "in_reward"] = "in_loss"
 
 
-class ClippedLoss(FrozenConfig):
-    """The clipped surrogate; `kl: null` leaves the reference policy out altogether."""
+class TruncatedImportance(FrozenConfig):
+    """`min(w, cap)` with `w = exp(prev - gen)` (TIS)."""
+
+    kind: Literal["truncated"] = "truncated"
+    cap: PositiveFloat = 2.0
+
+
+class _Bounds(FrozenConfig):
+    low: NonNegativeFloat = 0.5
+    high: PositiveFloat = 2.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "_Bounds":
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
+        return self
+
+
+class BandImportance(_Bounds):
+    """`w` inside `[low, high]`, and 0 outside (IcePop)."""
+
+    kind: Literal["band"] = "band"
+
+
+class SequenceMaskImportance(_Bounds):
+    """`w`, and 0 in sequences whose geometric mean lies outside `[low, high]`."""
+
+    kind: Literal["sequence_mask"] = "sequence_mask"
+
+
+ImportanceConfig = Annotated[
+    TruncatedImportance | BandImportance | SequenceMaskImportance, Field(discriminator="kind")
+]
+
+
+class ConstantDenominator(FrozenConfig):
+    """The sum over tokens, divided by `max_tokens` a sequence whatever its length (Dr. GRPO)."""
+
+    kind: Literal["constant"] = "constant"
+    max_tokens: PositiveInt
+
+
+class _PolicyLoss(FrozenConfig):
+    """What all losses share; `kl: null` leaves the reference policy out altogether."""
+
+    reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator = "token_mean"
+    kl: KLPenalty | None = KLPenalty()
+    importance: ImportanceConfig | None = None
+    entropy_bonus: NonNegativeFloat = 0.0
+
+
+class ClippedLoss(_PolicyLoss):
+    """The clipped surrogate, with a bound `dual_clip` for negative advantages where it is set."""
 
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: PositiveFloat = 0.2
-    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    kl: KLPenalty | None = KLPenalty()
+    dual_clip: float | None = Field(default=None, gt=1)
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> "ClippedLoss":
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high ({1 + self.clip_high})"
+            )
+        return self
+
+
+class CISPOLoss(_PolicyLoss):
+    """`-A stopgrad(clip r) cur`: no token loses its gradient; `clip_low: 1` is no lower bound."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, gt=0, le=1)
+    clip_high: PositiveFloat = 4.0
+
+
+class ReinforceLoss(_PolicyLoss):
+    """`-A cur`."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class OnPolicyLoss(_PolicyLoss):
+    """`-A exp(cur - stopgrad(cur))`: one optimizer step a rollout, no pass for `prev`."""
+
+    kind: Literal["on_policy"] = "on_policy"
+
+
+class GSPOLoss(_PolicyLoss):
+    """The clipped surrogate of one ratio a sequence, whose spread is that of a mean.
+
+    An importance correction takes the sequence's weight, too.
+    """
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    clip_high: PositiveFloat = 4e-4
+    reduction: Literal["sequence_mean"] = "sequence_mean"
+
+
+class SAPOLoss(_PolicyLoss):
+    """`-A sigmoid(tau (r - 1)) 4 / tau`, a gate that closes smoothly."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    tau_negative: PositiveFloat = 1.05
+
+
+def _kind_or(unsaid: str) -> Discriminator:
+    """Discriminates by `kind`; a map without one is of the kind `unsaid`."""
+
+    def kind_of(value: Any) -> str:
+        if isinstance(value, dict):
+            return str(value.get("kind", unsaid))
+        return str(getattr(value, "kind", unsaid))
+
+    return Discriminator(kind_of)
+
+
+LossConfig = Annotated[
+    Annotated[ClippedLoss, Tag("clipped")]
+    | Annotated[CISPOLoss, Tag("cispo")]
+    | Annotated[ReinforceLoss, Tag("reinforce")]
+    | Annotated[OnPolicyLoss, Tag("on_policy")]
+    | Annotated[GSPOLoss, Tag("gspo")]
+    | Annotated[SAPOLoss, Tag("sapo")],
+    _kind_or("clipped"),
+]
+
+
+class OverlongPenalty(FrozenConfig):
+    """Takes reward off completions within `buffer_tokens` of the limit, up to `penalty` at it."""
+
+    kind: Literal["penalty"] = "penalty"
+    buffer_tokens: PositiveInt
+    penalty: PositiveFloat = 1.0
+
+
+class OverlongFilter(FrozenConfig):
+    """Leaves truncated completions out of the loss; they still count in their group's mean."""
+
+    kind: Literal["filter"] = "filter"
+
+
+OverlongConfig = Annotated[
+    Annotated[OverlongPenalty, Tag("penalty")] | Annotated[OverlongFilter, Tag("filter")],
+    _kind_or("penalty"),
+]
+
+
+class DynamicSampling(FrozenConfig):
+    """Draws prompts anew for groups whose rewards are all equal, keeping the others.
+
+    `max_draws` counts every draw of a step, the first one included; after the last one the step
+    trains on what there is.
+    """
+
+    max_draws: int = Field(default=10, ge=2)
 
 
 class GateConfig(FrozenConfig):
@@ -67,7 +264,9 @@ class GRPOConfig(LoopConfig):
     num_generations_per_prompt: PositiveInt = 16
     train_global_batch_size: PositiveInt | None = None
     advantage: AdvantageConfig = GroupNormalized()
-    loss: ClippedLoss = ClippedLoss()
+    loss: LossConfig = ClippedLoss()
+    overlong: OverlongConfig | None = None
+    dynamic_sampling: DynamicSampling | None = None
     gate: GateConfig = GateConfig()
     save_every_num_steps: PositiveInt = 10
 
@@ -76,19 +275,62 @@ class GRPOConfig(LoopConfig):
         """Completions sampled in a step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether rewards are lowered by the divergence from the reference policy."""
+        return self.loss.kl is not None and self.loss.kl.place == "in_reward"
+
     @model_validator(mode="after")
-    def _no_contradiction(self) -> "GRPOConfig":
-        if self.num_generations_per_prompt == 1:
+    def _groups_have_members(self) -> "GRPOConfig":
+        if self.num_generations_per_prompt > 1:
+            return self
+        if not isinstance(self.advantage, ReinforcePlusPlus):
             raise ValueError(
                 f"num_generations_per_prompt is 1, but advantage {self.advantage.kind!r} compares "
                 "the completions of one prompt with each other, so every advantage would be 0; "
-                "use at least 2"
+                "use at least 2, or advantage 'reinforce_plus_plus', which needs no groups"
             )
-        batch = self.train_global_batch_size
-        if batch is not None and self.num_sequences_per_step % batch:
+        if self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling drops groups whose rewards are all equal, and with "
+                "num_generations_per_prompt 1 that is every group; use at least 2, or leave "
+                "dynamic_sampling out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_steps_fit(self) -> "GRPOConfig":
+        batch, sequences = self.train_global_batch_size, self.num_sequences_per_step
+        if batch is None or batch == sequences:
+            return self
+        if sequences % batch:
             raise ValueError(
                 f"train_global_batch_size ({batch}) must divide num_prompts_per_step x "
-                f"num_generations_per_prompt ({self.num_sequences_per_step})"
+                f"num_generations_per_prompt ({sequences})"
+            )
+        if isinstance(self.loss, OnPolicyLoss):
+            raise ValueError(
+                f"loss 'on_policy' takes the weights to be those that sampled, but "
+                f"train_global_batch_size ({batch}) makes {sequences // batch} optimizer steps of "
+                f"{sequences} sequences; leave it out, or use loss 'clipped'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_go_together(self) -> "GRPOConfig":
+        by_token = isinstance(self.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+        if isinstance(self.loss, GSPOLoss) and by_token and self.has_kl_in_reward:
+            raise ValueError(
+                f"loss 'gspo' has one ratio a sequence, but advantage {self.advantage.kind!r} with "
+                "the KL penalty in the reward differs from token to token; use kl.place "
+                "'in_loss', or an advantage of groups"
+            )
+        one_reward = self.has_kl_in_reward or isinstance(self.overlong, OverlongPenalty)
+        if isinstance(self.advantage, GDPO) and one_reward:
+            raise ValueError(
+                "advantage 'gdpo' normalizes several rewards apart, so there is no single reward "
+                "to take a penalty from; use kl.place 'in_loss', and give a penalty on length as "
+                "one of the rewards"
             )
         return self
 

@@ -1,8 +1,4 @@
-"""The clipped policy-gradient loss with an optional penalty on leaving the reference policy.
-
-Left out, because no kind of the config asks for it: dual clip, CISPO, GSPO, and the correction for
-the engine's own logprobs (`generation_logprobs` is read by the health metrics, not here).
-"""
+"""The policy-gradient losses of the GRPO family: one callable over the kinds of its config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +6,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_core.algorithms.grpo.config import ClippedLoss
+from nemo_rl_core.algorithms.grpo.config import (
+    BandImportance,
+    CISPOLoss,
+    ClippedLoss,
+    ConstantDenominator,
+    GSPOLoss,
+    ImportanceConfig,
+    LossConfig,
+    OnPolicyLoss,
+    ReinforceLoss,
+    SAPOLoss,
+    SequenceMaskImportance,
+    TruncatedImportance,
+)
+from nemo_rl_core.functional.importance import (
+    band_weight,
+    importance_weight,
+    sequence_importance_weight,
+    sequence_mask_weight,
+    truncated_weight,
+)
 from nemo_rl_core.functional.kl import kl_estimate, kl_penalty
 from nemo_rl_core.functional.masked import (
     masked_sequence_mean,
@@ -18,21 +34,30 @@ from nemo_rl_core.functional.masked import (
     valid_token_mask,
     zero_masked,
 )
+from nemo_rl_core.functional.policy_gradient import (
+    cispo,
+    clipped_surrogate,
+    reinforce,
+    sampled_entropy,
+    sapo,
+    sequence_ratio,
+    token_ratio,
+)
 
 
 @dataclass(frozen=True)
 class GRPOLossFn:
-    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + beta * KL`, with `r = exp(cur - prev)`.
+    """`w L + beta KL - entropy_bonus H` at each token, reduced as configured.
 
-    Sources: the surrogate, PPO (arXiv:1707.06347, equation 7); `token_mean` and the two bounds,
-    DAPO (arXiv:2503.14476); `sequence_mean` and the penalty, GRPO (arXiv:2402.03300).
+    L is the loss of the config's kind (`functional/policy_gradient.py` has the definitions and
+    their papers), w the correction for the engine's own logprobs, KL that to the reference.
 
     Example:
         >>> loss_fn = GRPOLossFn(ClippedLoss(kl=None))
         >>> batch = {
         ...     "token_mask": torch.tensor([[1, 1]]),
         ...     "sample_mask": torch.tensor([1]),
-        ...     "advantages": torch.tensor([2.0]),
+        ...     "advantages": torch.tensor([[2.0, 2.0]]),
         ...     "prev_logprobs": torch.tensor([[-1.0, -1.0]]),
         ... }
         >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
@@ -41,7 +66,7 @@ class GRPOLossFn:
         tensor(-2.2000)
     """
 
-    config: ClippedLoss
+    config: LossConfig
 
     def __call__(
         self,
@@ -55,56 +80,124 @@ class GRPOLossFn:
 
         Args:
             next_token_logprobs: `[B, T-1]`.
-            batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B]`, `prev_logprobs
-                [B, T-1]` and, with a KL penalty, `reference_logprobs [B, T-1]`.
+            batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B, T-1]`, and `[B, T-1]`
+                each: `prev_logprobs` (kind `on_policy` does not read them), `reference_logprobs`
+                with a KL penalty, `generation_logprobs` with an importance correction.
             global_valid_seqs: 0-dim `Z_seq`.
             global_valid_tokens: 0-dim `Z_tok`.
 
         Returns:
             The loss, and the metrics `loss` (reduced as configured) and, a token: `policy_kl`
-            (k3 of `KL(prev || cur)`), `ratio_mean`, `approx_entropy`, `clip_fraction_low`,
-            `clip_fraction_high` and, with a penalty, `kl` (to the reference, without beta).
+            (k3 of `KL(prev || cur)`), `ratio_mean`, `approx_entropy` (`-w cur`); for kinds with a
+            clip `clip_fraction_low` and `clip_fraction_high`, with a dual clip
+            `clip_fraction_dual`; with a penalty `kl` (to the reference, without beta); with a
+            correction `importance_weight` and `importance_cut_fraction`, the share it changed.
         """
-        mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+        config, mask = self.config, valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
-        previous = zero_masked(batch["prev_logprobs"], mask)
-        advantages = zero_masked(batch["advantages"], batch["sample_mask"].bool())[:, None]
-        ratio = torch.exp(current - previous)
-        values = self._surrogate(ratio, advantages)
-        per_token = self._health(current.detach(), previous, ratio.detach(), advantages)
-
-        if self.config.kl is not None:
-            kind, beta = self.config.kl.kind, self.config.kl.beta
+        fixed = current.detach()
+        on_policy = isinstance(config, OnPolicyLoss)
+        previous = fixed if on_policy else zero_masked(batch["prev_logprobs"], mask)
+        advantages = zero_masked(batch["advantages"], mask)
+        ratio = (
+            sequence_ratio(current, previous, mask)
+            if isinstance(config, GSPOLoss)
+            else token_ratio(current, previous)
+        )
+        weight, per_token = _importance(config, batch, previous, mask)
+        values = weight * _policy_loss(config, current, ratio, advantages)
+        per_token |= _clip_fractions(config, ratio.detach(), advantages)
+        per_token |= {
+            "policy_kl": kl_estimate(previous, fixed, kind="k3"),
+            "ratio_mean": ratio.detach(),
+            "approx_entropy": -weight * fixed,
+        }
+        if config.kl is not None:
             reference = zero_masked(batch["reference_logprobs"], mask)
-            values = values + beta * kl_penalty(current, reference, kind=kind)
-            per_token["kl"] = kl_estimate(current.detach(), reference, kind=kind)
+            per_token["kl"] = kl_estimate(fixed, reference, kind=config.kl.kind)
+            if config.kl.place == "in_loss":
+                penalty = kl_penalty(current, reference, kind=config.kl.kind)
+                values = values + config.kl.beta * penalty
+        if config.entropy_bonus:
+            values = values - config.entropy_bonus * sampled_entropy(current)
 
-        if self.config.reduction == "token_mean":
-            loss = masked_sum(values, mask, denominator=global_valid_tokens)
-        else:
-            means = masked_sequence_mean(values, mask)
-            loss = masked_sum(means, batch["sample_mask"].bool(), denominator=global_valid_seqs)
+        means = masked_sequence_mean(values, mask)
+        match config.reduction:
+            case "token_mean":
+                loss = masked_sum(values, mask, denominator=global_valid_tokens)
+            case "sequence_mean":
+                loss = masked_sum(means, batch["sample_mask"].bool(), denominator=global_valid_seqs)
+            case ConstantDenominator(max_tokens=max_tokens):
+                loss = masked_sum(values, mask, denominator=global_valid_seqs * max_tokens)
         metrics = {
             name: masked_sum(metric, mask, denominator=global_valid_tokens)
             for name, metric in per_token.items()
         }
         return loss, {"loss": loss.detach(), **metrics}
 
-    def _surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        clipped = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
-        return torch.maximum(-advantages * ratio, -advantages * clipped)
 
-    def _health(
-        self, current: Tensor, previous: Tensor, ratio: Tensor, advantages: Tensor
-    ) -> dict[str, Tensor]:
-        # A clip counts where it binds, that is where the token's gradient is gone: below the band
-        # only for a negative advantage, above it only for a positive one.
-        low = (ratio < 1 - self.config.clip_low) & (advantages < 0)
-        high = (ratio > 1 + self.config.clip_high) & (advantages > 0)
-        return {
-            "policy_kl": kl_estimate(previous, current, kind="k3"),
-            "ratio_mean": ratio,
-            "approx_entropy": -current,
-            "clip_fraction_low": low.to(ratio.dtype),
-            "clip_fraction_high": high.to(ratio.dtype),
+def _policy_loss(config: LossConfig, current: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """L of losses.md, `[B, T-1]`."""
+    match config:
+        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
+            return clipped_surrogate(
+                ratio, advantages, clip_low=low, clip_high=high, dual_clip=dual
+            )
+        case GSPOLoss(clip_low=low, clip_high=high):
+            return clipped_surrogate(ratio, advantages, clip_low=low, clip_high=high)
+        case CISPOLoss(clip_low=low, clip_high=high):
+            return cispo(current, ratio, advantages, clip_low=low, clip_high=high)
+        case ReinforceLoss():
+            return reinforce(current, advantages)
+        case OnPolicyLoss():
+            return -advantages * ratio
+        case SAPOLoss(tau_positive=positive, tau_negative=negative):
+            return sapo(ratio, advantages, tau_positive=positive, tau_negative=negative)
+
+
+def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    """Where a clip binds, `[B, T-1]` of 0 and 1; empty for kinds without a clip."""
+    if not isinstance(config, ClippedLoss | GSPOLoss | CISPOLoss):
+        return {}
+    low, high = ratio < 1 - config.clip_low, ratio > 1 + config.clip_high
+    found = {"clip_fraction_low": low, "clip_fraction_high": high}
+    if not isinstance(config, CISPOLoss):
+        # A surrogate's clip binds where it takes the gradient: below the band only for a negative
+        # advantage, above it only for a positive one. CISPO's bounds the weight of either.
+        found = {
+            "clip_fraction_low": low & (advantages < 0),
+            "clip_fraction_high": high & (advantages > 0),
         }
+    if isinstance(config, ClippedLoss) and config.dual_clip is not None:
+        found["clip_fraction_dual"] = (ratio > config.dual_clip) & (advantages < 0)
+    return {name: value.to(ratio.dtype) for name, value in found.items()}
+
+
+def _importance(
+    config: LossConfig, batch: Mapping[str, Tensor], previous: Tensor, mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weights `[B, T-1]` that correct for the engine's logprobs, and what there is to report.
+
+    A sequence's one ratio goes with a sequence's one weight, so GSPO takes the geometric mean.
+    """
+    if config.importance is None:
+        return torch.ones_like(previous), {}
+    generation = zero_masked(batch["generation_logprobs"], mask)
+    by_sequence = sequence_importance_weight(generation, previous, mask)
+    raw = by_sequence
+    if not isinstance(config, GSPOLoss):
+        raw = importance_weight(generation, previous)
+    weight = _corrected(config.importance, raw, by_sequence)
+    # A weight of 0 is a cut even where it was 0 before: that token's was not finite.
+    is_cut = (weight != raw) | (weight == 0)
+    return weight, {"importance_weight": weight, "importance_cut_fraction": is_cut.to(raw.dtype)}
+
+
+def _corrected(config: ImportanceConfig, weight: Tensor, by_sequence: Tensor) -> Tensor:
+    match config:
+        case TruncatedImportance(cap=cap):
+            return truncated_weight(weight, cap=cap)
+        case BandImportance(low=low, high=high):
+            return band_weight(weight, low=low, high=high)
+        case SequenceMaskImportance(low=low, high=high):
+            return sequence_mask_weight(weight, by_sequence, low=low, high=high)

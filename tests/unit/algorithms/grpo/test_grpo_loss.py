@@ -1,4 +1,4 @@
-"""The clipped loss by hand and against the definitions written out in plain Python."""
+"""The clipped loss by hand, and every kind against the definitions written out in plain Python."""
 
 import math
 import pickle
@@ -8,12 +8,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.algorithms.grpo.config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.config import (
+    BandImportance,
+    CISPOLoss,
+    ClippedLoss,
+    ConstantDenominator,
+    GSPOLoss,
+    KLPenalty,
+    OnPolicyLoss,
+    ReinforceLoss,
+    SAPOLoss,
+    SequenceMaskImportance,
+    TruncatedImportance,
+)
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.functional.protocols import LossFunction
 
 LN2 = math.log(2)
-PER_TOKEN = ["prev_logprobs", "generation_logprobs", "reference_logprobs"]
+LOGPROBS = ["prev_logprobs", "generation_logprobs", "reference_logprobs"]
+PER_TOKEN = ["advantages", *LOGPROBS]
 
 
 def run(config, logprobs, batch, num_seqs=None, num_tokens=None):
@@ -30,6 +43,10 @@ def run(config, logprobs, batch, num_seqs=None, num_tokens=None):
     )
 
 
+def by_token(advantages, width):
+    return torch.tensor(advantages, dtype=torch.float64)[:, None].repeat(1, width)
+
+
 def hand_batch():
     """Four valid tokens with ratios 2 and 1 (A = 1), and 1/2 and 2 (A = -3); one row masked out."""
     zeros = torch.zeros(3, 3, dtype=torch.float64)
@@ -38,8 +55,8 @@ def hand_batch():
     batch = {
         "token_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1]]),
         "sample_mask": torch.tensor([1, 1, 0]),
-        "advantages": torch.tensor([1.0, -3.0, 100.0], dtype=torch.float64),
-        **{name: zeros.clone() for name in PER_TOKEN},
+        "advantages": by_token([1.0, -3.0, 100.0], 3),
+        **{name: zeros.clone() for name in LOGPROBS},
     }
     return current.requires_grad_(), batch
 
@@ -115,7 +132,7 @@ def test_kl_penalty_by_hand(kind, value, gradient):
     batch = {
         "token_mask": torch.ones(1, 1),
         "sample_mask": torch.ones(1),
-        "advantages": torch.zeros(1, dtype=torch.float64),
+        "advantages": torch.zeros(1, 1, dtype=torch.float64),
         "prev_logprobs": current.detach(),
         "reference_logprobs": current.detach() - LN2,
     }
@@ -131,7 +148,7 @@ def test_on_policy_gradient_is_minus_the_advantage():
     batch = {
         "token_mask": torch.ones(2, 2),
         "sample_mask": torch.ones(2),
-        "advantages": torch.tensor([2.0, -1.0]),
+        "advantages": torch.tensor([[2.0, 2.0], [-1.0, -1.0]]),
         "prev_logprobs": current.detach().clone(),
     }
     loss, metrics = run(ClippedLoss(kl=None), current, batch)
@@ -150,9 +167,32 @@ def test_without_a_penalty_the_reference_is_not_read():
         run(ClippedLoss(), current, batch)
 
 
+MEANS = ["token_mean", "sequence_mean", ConstantDenominator(max_tokens=7)]
+KINDS = [
+    lambda **shared: ClippedLoss(clip_low=0.1, clip_high=0.3, **shared),
+    lambda **shared: ClippedLoss(dual_clip=1.4, **shared),
+    lambda **shared: CISPOLoss(clip_low=0.3, clip_high=0.2, **shared),
+    ReinforceLoss,
+    OnPolicyLoss,
+    lambda **shared: GSPOLoss(clip_low=0.1, clip_high=0.1, **{**shared, "reduction": MEANS[1]}),
+    lambda **shared: SAPOLoss(tau_positive=1.5, tau_negative=3.0, **shared),
+]
+CORRECTIONS = [
+    None,
+    TruncatedImportance(cap=1.2),
+    BandImportance(low=0.7, high=1.3),
+    SequenceMaskImportance(low=0.9, high=1.1),
+]
+PENALTIES = [
+    None,
+    *(KLPenalty(kind=kind, beta=0.3) for kind in ("k1", "k2", "k3")),
+    KLPenalty(kind="k3", beta=0.3, place="in_reward"),
+]
+
+
 @st.composite
 def cases(draw):
-    """A config with a random batch, whose ratios lie on both sides of the clip."""
+    """A config with a random batch, whose ratios lie on both sides of the bounds."""
     num_rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
 
@@ -163,60 +203,102 @@ def cases(draw):
     batch = {
         "token_mask": (torch.rand(num_rows, width, generator=generator) < 0.7).float(),
         "sample_mask": (torch.rand(num_rows, generator=generator) < 0.8).float(),
-        "advantages": normal(1.0, num_rows),
-        **{name: current + normal(0.4, num_rows, width) for name in PER_TOKEN},
+        "advantages": normal(1.0, num_rows, width),
+        **{name: current + normal(0.4, num_rows, width) for name in LOGPROBS},
     }
-    config = ClippedLoss(
-        clip_low=draw(st.sampled_from([0.1, 0.2])),
-        clip_high=draw(st.sampled_from([0.2, 0.3])),
-        reduction=draw(st.sampled_from(["token_mean", "sequence_mean"])),
-        kl=draw(
-            st.sampled_from([None, *(KLPenalty(kind=k, beta=0.3) for k in ("k1", "k2", "k3"))])
-        ),
+    config = draw(st.sampled_from(KINDS))(
+        reduction=draw(st.sampled_from(MEANS)),
+        kl=draw(st.sampled_from(PENALTIES)),
+        importance=draw(st.sampled_from(CORRECTIONS)),
+        entropy_bonus=draw(st.sampled_from([0.0, 0.2])),
     )
     return config, current, batch
 
 
-def clamp(number, bound):
-    return max(-bound, min(bound, number))
+def clamp(number, low, high):
+    return max(low, min(high, number))
 
 
-def token_loss(config, cur, anchor, advantage, prev, ref):
-    """losses.md for one token; `anchor` is `stopgrad(cur)`, which differentiation holds fixed."""
-    ratio = math.exp(cur - prev)
-    clipped = max(1 - config.clip_low, min(1 + config.clip_high, ratio))
-    loss = max(-advantage * ratio, -advantage * clipped)
-    if config.kl is None:
-        return loss
-    d = clamp(ref - cur, 20)
+def policy_loss(config, cur, anchor, prev, advantage, log_ratio):
+    """L for one token; `anchor` is `stopgrad(cur)`, which differentiation holds fixed."""
+    ratio = math.exp(log_ratio)
+    match config.kind:
+        case "clipped" | "gspo":
+            clipped = clamp(ratio, 1 - config.clip_low, 1 + config.clip_high)
+            loss = max(-advantage * ratio, -advantage * clipped)
+            dual = getattr(config, "dual_clip", None)
+            return min(loss, -advantage * dual) if dual and advantage < 0 else loss
+        case "cispo":
+            fixed = clamp(math.exp(anchor - prev), 1 - config.clip_low, 1 + config.clip_high)
+            return -advantage * fixed * cur
+        case "reinforce":
+            return -advantage * cur
+        case "on_policy":
+            return -advantage * math.exp(cur - anchor)
+        case "sapo":
+            tau = config.tau_positive if advantage > 0 else config.tau_negative
+            return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def importance(config, own, mean):
+    """w of a token from its log-weight and that of its sequence."""
+    own, mean = math.exp(mean if config.kind == "gspo" else own), math.exp(mean)
+    match config.importance:
+        case None:
+            return 1.0
+        case TruncatedImportance(cap=cap):
+            return min(own, cap)
+        case BandImportance(low=low, high=high):
+            return own if low <= own <= high else 0.0
+        case SequenceMaskImportance(low=low, high=high):
+            return own if low <= mean <= high else 0.0
+
+
+def penalty(config, cur, anchor, ref):
+    """KL and entropy for one token."""
+    total = config.entropy_bonus * math.exp(cur - anchor) * cur
+    if config.kl is None or config.kl.place == "in_reward":
+        return total
+    d = clamp(ref - cur, -20, 20)
     kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.kind]
-    return loss + config.kl.beta * math.exp(cur - anchor) * clamp(kl, 10)
+    return total + config.kl.beta * math.exp(cur - anchor) * clamp(kl, -10, 10)
+
+
+def plain_row(config, cur, anchor, row):
+    """The losses of the valid tokens of one sequence."""
+    valid = [t for t, is_valid in enumerate(row["token_mask"]) if is_valid]
+    prev = anchor if config.kind == "on_policy" else row["prev_logprobs"]
+    gen, count = row["generation_logprobs"], max(len(valid), 1)
+    mean_ratio = sum(cur[t] - prev[t] for t in valid) / count
+    mean_weight = sum(prev[t] - gen[t] for t in valid) / count
+    losses = []
+    for t in valid:
+        log_ratio = mean_ratio if config.kind == "gspo" else cur[t] - prev[t]
+        loss = policy_loss(config, cur[t], anchor[t], prev[t], row["advantages"][t], log_ratio)
+        weight = importance(config, prev[t] - gen[t], mean_weight)
+        losses.append(
+            weight * loss + penalty(config, cur[t], anchor[t], row["reference_logprobs"][t])
+        )
+    return losses
 
 
 def plain_loss(config, current, anchor, batch):
-    num_tokens, by_tokens, by_sequences = 0, 0.0, 0.0
-    for i, sample_is_valid in enumerate(batch["sample_mask"].tolist()):
-        losses = [
-            token_loss(
-                config,
-                current[i][t],
-                anchor[i][t],
-                batch["advantages"][i].item(),
-                batch["prev_logprobs"][i, t].item(),
-                batch["reference_logprobs"][i, t].item(),
-            )
-            for t in range(len(current[i]))
-            if sample_is_valid and batch["token_mask"][i, t].item()
-        ]
-        num_tokens += len(losses)
-        by_tokens += sum(losses)
-        by_sequences += sum(losses) / max(len(losses), 1)
+    columns = {name: values.tolist() for name, values in batch.items()}
+    rows = [
+        plain_row(
+            config, current[i], anchor[i], {name: values[i] for name, values in columns.items()}
+        )
+        for i, is_valid in enumerate(columns["sample_mask"])
+        if is_valid
+    ]
     if config.reduction == "token_mean":
-        return by_tokens / max(num_tokens, 1)
-    return by_sequences / max(sum(batch["sample_mask"].tolist()), 1)
+        return sum(map(sum, rows)) / max(sum(map(len, rows)), 1)
+    if config.reduction == "sequence_mean":
+        return sum(sum(row) / max(len(row), 1) for row in rows) / max(len(rows), 1)
+    return sum(map(sum, rows)) / max(len(rows) * config.reduction.max_tokens, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_value_and_gradient_equal_the_plain_definition(case):
     config, current, batch = case
@@ -236,7 +318,7 @@ def test_value_and_gradient_equal_the_plain_definition(case):
             assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases(), st.data())
 def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(case, data):
     config, current, batch = case
@@ -262,7 +344,7 @@ def test_microbatches_sum_to_the_step_in_loss_metrics_and_gradient(case, data):
         torch.testing.assert_close(sum(found[name] for _, found in parts), value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 7))
 def test_poison_at_masked_entries_changes_nothing(case, poison, extra):
     config, current, batch = case
@@ -279,7 +361,6 @@ def test_poison_at_masked_entries_changes_nothing(case, poison, extra):
     dirty_batch = {
         "token_mask": torch.cat([batch["token_mask"], padding], dim=1),
         "sample_mask": batch["sample_mask"],
-        "advantages": torch.where(batch["sample_mask"].bool(), batch["advantages"], poison),
         **{name: poisoned(batch[name]) for name in PER_TOKEN},
     }
     dirty = poisoned(current).requires_grad_()

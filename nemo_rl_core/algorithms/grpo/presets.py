@@ -1,0 +1,153 @@
+"""Published algorithms of the family, by name: what each combines, as fields of `GRPOConfig`.
+
+Left out are the sizes of steps and learning rates, which belong to a model and a machine and not to
+an algorithm, except where an algorithm is about them. Every value is written out, also where it is
+the default, so that an entry can be held next to its paper.
+"""
+
+from typing import Any
+
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig
+from nemo_rl_core.errors import ConfigError
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4. It does not say how far it clips;
+    # 0.2 is PPO's.
+    "grpo": {
+        "advantage": {"kind": "group_normalized"},
+        "loss": {
+            "kind": "clipped",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "sequence_mean",
+            "kl": {"kind": "k3", "beta": 0.04, "place": "in_loss"},
+        },
+    },
+    # Yu et al. 2025, arXiv:2503.14476, sections 3 and 4.1: 4096 of 20480 tokens are the buffer. The
+    # paper draws without a bound.
+    "dapo": {
+        "advantage": {"kind": "group_normalized"},
+        "loss": {
+            "kind": "clipped",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "reduction": "token_mean",
+            "kl": None,
+        },
+        "overlong": {"kind": "penalty", "buffer_tokens": 4096, "penalty": 1.0},
+        "dynamic_sampling": {"max_draws": 10},
+    },
+    # Liu et al. 2025, arXiv:2503.20783, section 3.2: neither lengths nor spreads divide, and
+    # max_tokens is the budget of a completion.
+    "dr_grpo": {
+        "advantage": {"kind": "group_centered"},
+        "loss": {
+            "kind": "clipped",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": {"kind": "constant", "max_tokens": 3000},
+            "kl": None,
+        },
+    },
+    # Zheng et al. 2025, arXiv:2507.18071, sections 4.1 and 5.1.
+    "gspo": {
+        "advantage": {"kind": "group_normalized"},
+        "loss": {
+            "kind": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "reduction": "sequence_mean",
+            "kl": None,
+        },
+    },
+    # MiniMax-M1, arXiv:2506.13585, section 3.1: no lower bound. It does not publish the upper one;
+    # weights of at most 5 are within what ScaleRL found to work alike, arXiv:2510.13786.
+    "cispo": {
+        "advantage": {"kind": "group_normalized"},
+        "loss": {
+            "kind": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "reduction": "token_mean",
+            "kl": None,
+        },
+    },
+    # Ahmadian et al. 2024, arXiv:2402.14740, section 3: a completion is one action, so that the
+    # logprobs of its tokens are summed (a constant denominator of 1), and KL is in the reward.
+    "rloo": {
+        "num_generations_per_prompt": 4,
+        "advantage": {"kind": "leave_one_out"},
+        "loss": {
+            "kind": "reinforce",
+            "reduction": {"kind": "constant", "max_tokens": 1},
+            "kl": {"kind": "k1", "beta": 0.03, "place": "in_reward"},
+        },
+    },
+    # Hu et al. 2025, arXiv:2501.03262, section 3: one completion a prompt, KL token by
+    # token in the reward.
+    "reinforce_plus_plus": {
+        "num_generations_per_prompt": 1,
+        "advantage": {"kind": "reinforce_plus_plus"},
+        "loss": {
+            "kind": "clipped",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "token_mean",
+            "kl": {"kind": "k1", "beta": 0.01, "place": "in_reward"},
+        },
+    },
+    # Gao et al. 2025, arXiv:2511.20347, section 3.
+    "sapo": {
+        "advantage": {"kind": "group_normalized"},
+        "loss": {
+            "kind": "sapo",
+            "tau_positive": 1.0,
+            "tau_negative": 1.05,
+            "reduction": "sequence_mean",
+            "kl": None,
+        },
+    },
+    # GDPO, arXiv:2601.05242, section 3: two rewards of equal weight, as for answer and format.
+    "gdpo": {
+        "advantage": {"kind": "gdpo", "weights": [1.0, 1.0]},
+        "loss": {
+            "kind": "clipped",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "sequence_mean",
+            "kl": None,
+        },
+    },
+}
+
+
+def preset(name: str, **overrides: Any) -> GRPOConfig:
+    """The settings of a published algorithm, with some of them changed.
+
+    Args:
+        name: A key of `PRESETS`.
+        overrides: Fields of `GRPOConfig`. A map changes the fields that it names and keeps the
+            others, unless its `kind` is another one.
+
+    Raises:
+        ConfigError: If there is no such preset, or no such field.
+
+    Example:
+        >>> preset("dapo", loss={"clip_high": 0.3}).loss.reduction
+        'token_mean'
+    """
+    if name not in PRESETS:
+        raise ConfigError(
+            f"there is no preset {name!r}", expected=f"one of {', '.join(PRESETS)}", got=name
+        )
+    return GRPOConfig.model_validate(_changed(PRESETS[name], overrides))
+
+
+def _changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    changed = {**base, **changes}
+    for key, new in changes.items():
+        old = base.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            same_kind = new.get("kind", old.get("kind")) == old.get("kind")
+            changed[key] = _changed(old, new) if same_kind else new
+    return changed

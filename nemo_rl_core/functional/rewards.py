@@ -1,0 +1,65 @@
+"""Rewards before they become advantages: shaped by length, spread over tokens, summed up."""
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.functional.masked import zero_masked
+
+
+def overlong_penalty(
+    lengths: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float
+) -> Tensor:
+    """What a long completion loses: 0 up to the buffer, then linearly down to `-penalty`.
+
+    `min(-(length - (max_tokens - buffer_tokens)) / buffer_tokens * penalty, 0)`. Source: the soft
+    overlong punishment of DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
+
+    Args:
+        lengths: `[B]` tokens of each completion.
+        max_tokens: The longest that a completion can be.
+        buffer_tokens: The length of the slope, at least 1 and at most `max_tokens`.
+        penalty: The loss of reward at `max_tokens`.
+
+    Returns:
+        `[B]` float32, never positive; to be added to the rewards.
+
+    Raises:
+        ValueError: If the buffer is longer than the longest completion.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise ValueError(
+            f"the overlong buffer ({buffer_tokens} tokens) must be between 1 and the longest "
+            f"completion ({max_tokens} tokens); set overlong.buffer_tokens to about a fifth of it"
+        )
+    excess = lengths.float() - (max_tokens - buffer_tokens)
+    return (-excess / buffer_tokens * penalty).clamp(max=0)
+
+
+def outcome_rewards(scores: Tensor, mask: Tensor) -> Tensor:
+    """The score of each sequence at its last valid token, and 0 everywhere else.
+
+    Args:
+        scores: `[B]`.
+        mask: `[B, T-1]` bool; a row without a valid token loses its score.
+
+    Returns:
+        `[B, T-1]` in the dtype of `scores`.
+    """
+    # Counted from the end, the last valid token is the first to make the count 1.
+    valid_from_here = mask.flip(-1).cumsum(-1).flip(-1)
+    is_last = mask & (valid_from_here == 1)
+    return zero_masked(scores[:, None].expand(mask.shape), is_last)
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The undiscounted sum of the rewards from each valid token to the end of its sequence.
+
+    Args:
+        rewards: `[B, T-1]`; read at valid tokens only.
+        mask: `[B, T-1]` bool.
+
+    Returns:
+        `[B, T-1]`; 0 at invalid tokens.
+    """
+    sums = torch.flip(zero_masked(rewards, mask).flip(-1).cumsum(-1), dims=(-1,))
+    return zero_masked(sums, mask)
