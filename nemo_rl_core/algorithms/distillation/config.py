@@ -1,0 +1,53 @@
+"""Settings of on-policy distillation."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.training import OptimizerConfig
+
+
+class ForwardKL(FrozenConfig):
+    """`KL(teacher || student)`: the student covers all that the teacher might say."""
+
+    kind: Literal["forward"] = "forward"
+
+
+class ReverseKL(FrozenConfig):
+    """`KL(student || teacher)`: the student keeps to what the teacher finds likely."""
+
+    kind: Literal["reverse"] = "reverse"
+
+
+class MixedKL(FrozenConfig):
+    """`weight * forward + (1 - weight) * reverse`."""
+
+    kind: Literal["mixed"] = "mixed"
+    weight: float = Field(default=0.5, ge=0, le=1)
+
+
+Divergence = Annotated[ForwardKL | ReverseKL | MixedKL, Field(discriminator="kind")]
+
+
+class DistillationConfig(OptimizerConfig):
+    """`num_steps` times: the student rolls out, the teacher scores, the student learns, weights sync.
+
+    A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes one
+    optimizer step of them. `top_k` is how many of the teacher's likeliest tokens are compared at
+    each position.
+    """
+
+    learning_rate: PositiveFloat = 1e-3
+    num_steps: PositiveInt = 100
+    num_prompts_per_step: PositiveInt = 32
+    num_generations_per_prompt: PositiveInt = 4
+    top_k: int = Field(default=64, ge=2)
+    max_tokens_per_microbatch: PositiveInt = 8192
+    divergence: Divergence = ForwardKL()
+    save_every_num_steps: PositiveInt = 10
+
+    @property
+    def num_sequences_per_step(self) -> int:
+        """Completions sampled in a step."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt

@@ -1,0 +1,158 @@
+"""Settings of direct preference optimisation: which loss, and how many pairs a step."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.training import OptimizerConfig
+
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+"""The assumed rate of flipped labels; at one half a label would say nothing."""
+
+
+class SFTTerm(FrozenConfig):
+    """`weight` times the mean over chosen sequences of their negative log-likelihood.
+
+    `per: token` divides each sequence's by its tokens, `per: sequence` leaves it summed.
+    """
+
+    weight: PositiveFloat = 1.0
+    per: Literal["token", "sequence"] = "token"
+
+
+class _Kind(FrozenConfig):
+    """What every kind says of itself."""
+
+    needs_reference: ClassVar[bool] = True
+    needs_pairs: ClassVar[bool] = True
+
+
+class _PairKind(_Kind):
+    """A loss on margins, with an optional supervised term on the chosen sequences."""
+
+    sft: SFTTerm | None = None
+
+
+class SigmoidLoss(_PairKind):
+    """`-log sigmoid(beta (rho_c - rho_r))` (DPO), conservative with label smoothing (cDPO)."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Smoothing = 0.0
+
+
+class HingeLoss(_PairKind):
+    """`max(0, 1 - beta (rho_c - rho_r))` (SLiC, RSO)."""
+
+    kind: Literal["hinge"] = "hinge"
+    beta: PositiveFloat = 0.1
+
+
+class IPOLoss(_PairKind):
+    """`(rho_c - rho_r - 1 / (2 beta))^2`, with rho averaged over tokens or summed.
+
+    The two differ by more than scale, since sequences differ in length: the paper sums
+    (arXiv:2310.12036), widely used implementations average.
+    """
+
+    kind: Literal["ipo"] = "ipo"
+    beta: PositiveFloat = 0.1
+    per: Literal["token", "sequence"] = "token"
+
+
+class RobustLoss(_PairKind):
+    """DPO's loss, unbiased under labels flipped at the rate `label_smoothing` (robust DPO)."""
+
+    kind: Literal["robust"] = "robust"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Smoothing = 0.1
+
+
+class SimPOLoss(_PairKind):
+    """`-log sigmoid(beta (logp_c / |c| - logp_r / |r|) - gamma)`, without a reference.
+
+    `gamma` is the target margin itself (arXiv:2405.14734, equation 6), not its ratio to beta.
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    kind: Literal["simpo"] = "simpo"
+    beta: PositiveFloat = 2.0
+    gamma: float = Field(default=1.0, ge=0)
+
+
+class LengthNormalizedLoss(_PairKind):
+    """`-log sigmoid(beta (rho_c / |c| - rho_r / |r|))`: DPO with log-ratios a token.
+
+    Source: Tulu 3, arXiv:2411.15124, section 5.1.
+    """
+
+    kind: Literal["length_normalized"] = "length_normalized"
+    beta: PositiveFloat = 5.0
+    label_smoothing: Smoothing = 0.0
+
+
+class KTOLoss(_Kind):
+    """Sequences that are each desirable or not, unpaired, against the baseline `kl_baseline`."""
+
+    needs_pairs: ClassVar[bool] = False
+
+    kind: Literal["kto"] = "kto"
+    beta: PositiveFloat = 0.1
+    desirable_weight: PositiveFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
+
+
+class ORPOLoss(_Kind):
+    """NLL of the chosen sequence plus `odds_weight` (lambda) times the log-odds-ratio term.
+
+    The NLL is averaged over a sequence's tokens, then over pairs (arXiv:2403.07691, section 4). It
+    is part of the loss, so there is no `sft` besides.
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    kind: Literal["orpo"] = "orpo"
+    odds_weight: PositiveFloat = 0.1
+
+
+PreferenceLoss = Annotated[
+    SigmoidLoss
+    | HingeLoss
+    | IPOLoss
+    | RobustLoss
+    | SimPOLoss
+    | LengthNormalizedLoss
+    | KTOLoss
+    | ORPOLoss,
+    Field(discriminator="kind"),
+]
+
+
+class DPOConfig(OptimizerConfig):
+    """One iteration: `num_steps_per_iteration` optimizer steps of `num_pairs_per_step` pairs."""
+
+    learning_rate: PositiveFloat = 1e-4
+    num_steps_per_iteration: PositiveInt = 50
+    num_pairs_per_step: PositiveInt = 32
+    max_tokens_per_microbatch: PositiveInt = 8192
+    loss: PreferenceLoss = SigmoidLoss()
+    save_every_num_steps: PositiveInt = 10
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the logprobs of a reference policy."""
+        return self.loss.needs_reference
+
+
+class DPOSchedule(DPOConfig):
+    """How many iterations to run; each is a cached stage that does not know how many follow."""
+
+    num_iterations: PositiveInt = 1
+
+    @property
+    def iteration(self) -> DPOConfig:
+        """The settings of one iteration, equal whatever `num_iterations` is."""
+        values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
+        return DPOConfig.model_validate(values)

@@ -1,0 +1,215 @@
+"""The losses on preferences between sequences, from the logprobs of their tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.algorithms.dpo.config import (
+    HingeLoss,
+    IPOLoss,
+    KTOLoss,
+    LengthNormalizedLoss,
+    ORPOLoss,
+    PreferenceLoss,
+    RobustLoss,
+    SFTTerm,
+    SigmoidLoss,
+    SimPOLoss,
+)
+from nemo_rl_core.functional.masked import (
+    masked_sequence_mean,
+    masked_sum,
+    valid_token_mask,
+    zero_masked,
+)
+from nemo_rl_core.functional.preference import (
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    log_odds,
+    pair_rows,
+    robust_loss,
+    sigmoid_loss,
+)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """What the loss knows of each sequence; all `[B]`.
+
+    Attributes:
+        is_chosen: Whether it is preferred or, unpaired, desirable.
+        logprobs: Sum over its trained tokens, nats.
+        mean_logprobs: The same, nats a token; 0 without tokens.
+        rewards: The kind's implicit reward.
+    """
+
+    is_chosen: Tensor
+    logprobs: Tensor
+    mean_logprobs: Tensor
+    rewards: Tensor
+
+
+@dataclass(frozen=True)
+class DPOLossFn:
+    """The mean over pairs (KTO: over sequences) of the configured loss.
+
+    A pair's loss is a function of its margin, the chosen sequence's implicit reward less the
+    rejected one's. The reward, with `rho = sum_t (cur - ref) * m` and `|y|` a sequence's tokens:
+    `beta rho` (sigmoid, hinge, robust, summed IPO, KTO), `beta rho / |y|` (length_normalized, IPO a
+    token), `beta sum_t cur / |y|` (SimPO), the log-odds of the mean probability (ORPO). Sources are
+    named in `functional/preference.py` and `config.py`.
+
+    Example:
+        >>> batch = {
+        ...     "token_mask": torch.ones(2, 1),
+        ...     "sample_mask": torch.ones(2),
+        ...     "pair_ids": torch.tensor([0, 0]),
+        ...     "is_chosen": torch.tensor([True, False]),
+        ...     "reference_logprobs": torch.tensor([[-1.0], [-2.0]]),
+        ... }
+        >>> two, logprobs = torch.tensor(2.0), torch.tensor([[-1.0], [-2.0]])
+        >>> DPOLossFn()(logprobs, batch, global_valid_seqs=two, global_valid_tokens=two)[0]
+        tensor(0.6931)
+    """
+
+    config: PreferenceLoss = field(default_factory=SigmoidLoss)
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        batch: Mapping[str, Tensor],
+        *,
+        global_valid_seqs: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch; see `LossFunction` for shapes and normalization.
+
+        Args:
+            next_token_logprobs: `[B, T-1]`.
+            batch: `token_mask [B, T-1]`, `sample_mask [B]` (equal within a pair), `is_chosen [B]`;
+                `pair_ids [B]` for all kinds but KTO, both rows of a pair in this micro-batch;
+                `reference_logprobs [B, T-1]` for kinds with a reference; `kl_baseline [B]` for KTO.
+            global_valid_seqs: 0-dim `Z_seq`: twice the pairs of the step.
+            global_valid_tokens: Not read.
+
+        Returns:
+            The loss, NaN if rows of one id are not one chosen and one rejected sequence. Metrics,
+            each a mean over pairs: `loss`, `accuracy` (share of positive margins), `margin`,
+            `chosen_reward`, `rejected_reward`, `chosen_logprob`, `rejected_logprob` (nats a token),
+            `sft_loss` (unweighted, where there is such a term). For KTO, means over sequences:
+            `loss`, `accuracy` (share on the right side of the baseline), `margin` (distance from
+            it to the right side), `chosen_fraction`, `kl_baseline`.
+        """
+        mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+        current = zero_masked(next_token_logprobs, mask)
+        log_ratios = current
+        if self.config.needs_reference:
+            log_ratios = current - zero_masked(batch["reference_logprobs"], mask)
+        sequences = _Sequences(
+            is_chosen=batch["is_chosen"].bool(),
+            logprobs=current.sum(dim=-1),
+            mean_logprobs=masked_sequence_mean(current, mask),
+            rewards=_implicit_rewards(self.config, log_ratios, mask),
+        )
+        if isinstance(self.config, KTOLoss):
+            return _unpaired_loss(self.config, sequences, batch, global_valid_seqs)
+        return _paired_loss(self.config, sequences, batch, global_valid_seqs / 2)
+
+
+def _implicit_rewards(config: PreferenceLoss, log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """`[B]` rewards from `[B, T-1]` log-ratios, which are logprobs for kinds without reference."""
+    match config:
+        case LengthNormalizedLoss() | SimPOLoss() | IPOLoss(per="token"):
+            return config.beta * masked_sequence_mean(log_ratios, mask)
+        case SigmoidLoss() | HingeLoss() | RobustLoss() | IPOLoss() | KTOLoss():
+            return config.beta * log_ratios.sum(dim=-1)
+        case ORPOLoss():
+            return log_odds(masked_sequence_mean(log_ratios, mask))
+        case _:
+            assert_never(config)
+
+
+PairLoss = (
+    SigmoidLoss | HingeLoss | IPOLoss | RobustLoss | SimPOLoss | LengthNormalizedLoss | ORPOLoss
+)
+
+
+def _margin_loss(config: PairLoss, margins: Tensor) -> Tensor:
+    """`[P]` losses of `[P]` margins."""
+    match config:
+        case SigmoidLoss() | LengthNormalizedLoss():
+            return sigmoid_loss(margins, label_smoothing=config.label_smoothing)
+        case RobustLoss():
+            return robust_loss(margins, label_smoothing=config.label_smoothing)
+        case HingeLoss():
+            return hinge_loss(margins)
+        case IPOLoss():
+            return ipo_loss(margins / config.beta, beta=config.beta)
+        case SimPOLoss():
+            return sigmoid_loss(margins - config.gamma)
+        case ORPOLoss():
+            return config.odds_weight * sigmoid_loss(margins)
+        case _:
+            assert_never(config)
+
+
+def _paired_loss(
+    config: PairLoss, sequences: _Sequences, batch: Mapping[str, Tensor], num_pairs: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    chosen, rejected, is_pair = pair_rows(batch["pair_ids"], sequences.is_chosen)
+    is_valid = batch["sample_mask"].bool()[chosen]
+    margins = sequences.rewards[chosen] - sequences.rewards[rejected]
+    # A chosen sequence compared with a stranger would train on noise without a sign of it.
+    values = torch.where(is_pair, _margin_loss(config, margins), torch.nan)
+    per_pair = {
+        "accuracy": (margins > 0).to(margins.dtype),
+        "margin": margins,
+        "chosen_reward": sequences.rewards[chosen],
+        "rejected_reward": sequences.rewards[rejected],
+        "chosen_logprob": sequences.mean_logprobs[chosen],
+        "rejected_logprob": sequences.mean_logprobs[rejected],
+    }
+    sft = SFTTerm() if isinstance(config, ORPOLoss) else config.sft
+    if sft is not None:
+        by_length = sequences.mean_logprobs if sft.per == "token" else sequences.logprobs
+        per_pair["sft_loss"] = -by_length[chosen]
+        values = values + sft.weight * per_pair["sft_loss"]
+    return _reduce(values, per_pair, is_valid, num_pairs)
+
+
+def _unpaired_loss(
+    config: KTOLoss, sequences: _Sequences, batch: Mapping[str, Tensor], num_sequences: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    is_valid = batch["sample_mask"].bool()
+    baseline = zero_masked(batch["kl_baseline"].detach(), is_valid)
+    advantages = sequences.rewards - config.beta * baseline
+    values = kto_loss(
+        advantages,
+        sequences.is_chosen,
+        desirable_weight=config.desirable_weight,
+        undesirable_weight=config.undesirable_weight,
+    )
+    margins = torch.where(sequences.is_chosen, advantages, -advantages)
+    per_sequence = {
+        "accuracy": (margins > 0).to(margins.dtype),
+        "margin": margins,
+        "chosen_fraction": sequences.is_chosen.to(margins.dtype),
+        "kl_baseline": baseline,
+    }
+    return _reduce(values, per_sequence, is_valid, num_sequences)
+
+
+def _reduce(
+    values: Tensor, metrics: Mapping[str, Tensor], is_valid: Tensor, denominator: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean over the valid entries of the step, of the loss and of each metric."""
+    loss = masked_sum(values, is_valid, denominator=denominator)
+    means = {
+        name: masked_sum(metric.detach(), is_valid, denominator=denominator)
+        for name, metric in metrics.items()
+    }
+    return loss, {"loss": loss.detach(), **means}

@@ -1,0 +1,153 @@
+"""The two losses of PPO: the policy's clipped surrogate, and the critic's squared error.
+
+The penalty on leaving the reference policy is in the reward, and so in the advantages; neither loss
+knows of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate
+from nemo_rl_core.functional.kl import kl_estimate
+from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
+from nemo_rl_core.functional.value import clipped_value_loss, return_moments, value_loss
+
+
+@dataclass(frozen=True)
+class PPOLossFn:
+    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` a token, with `r = exp(cur - prev)`.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
+
+    Example:
+        >>> batch = {
+        ...     "token_mask": torch.tensor([[1, 1]]),
+        ...     "sample_mask": torch.tensor([1]),
+        ...     "advantages": torch.tensor([[2.0, 4.0]]),
+        ...     "prev_logprobs": torch.tensor([[-1.0, -1.0]]),
+        ... }
+        >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
+        >>> logprobs = torch.tensor([[-1.0, 0.0]])  # ratios 1 and e, the second clipped to 1.2
+        >>> PPOLossFn()(logprobs, batch, global_valid_seqs=one, global_valid_tokens=two)[0]
+        tensor(-3.4000)
+    """
+
+    config: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        batch: Mapping[str, Tensor],
+        *,
+        global_valid_seqs: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch; see `LossFunction` for shapes and normalization.
+
+        Args:
+            next_token_logprobs: `[B, T-1]`.
+            batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B, T-1]`,
+                `prev_logprobs [B, T-1]`.
+            global_valid_seqs: Not read.
+            global_valid_tokens: 0-dim `Z_tok`.
+
+        Returns:
+            The loss, and the metrics, each a mean over tokens: `loss`, `policy_kl` (k3 of
+            `KL(prev || cur)`), `ratio_mean`, `approx_entropy`, `clip_fraction_low`,
+            `clip_fraction_high`.
+        """
+        mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+        current = zero_masked(next_token_logprobs, mask)
+        previous = zero_masked(batch["prev_logprobs"], mask)
+        advantages = zero_masked(batch["advantages"], mask)
+        ratio = torch.exp(current - previous)
+        lowest, highest = 1 - self.config.clip_low, 1 + self.config.clip_high
+        values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(lowest, highest))
+        loss = masked_sum(values, mask, denominator=global_valid_tokens)
+        # A clip counts where it binds, that is where the token's gradient is gone.
+        per_token = {
+            "loss": values,
+            "policy_kl": kl_estimate(previous, current, kind="k3"),
+            "ratio_mean": ratio,
+            "approx_entropy": -current,
+            "clip_fraction_low": ((ratio < lowest) & (advantages < 0)).to(ratio.dtype),
+            "clip_fraction_high": ((ratio > highest) & (advantages > 0)).to(ratio.dtype),
+        }
+        return loss, _token_means(per_token, mask, global_valid_tokens)
+
+
+@dataclass(frozen=True)
+class ValueLossFn:
+    """`0.5 * max((v - R)^2, (clip(v, v_old +- value_clip) - R)^2)`, a mean over tokens.
+
+    Attributes:
+        value_clip: How far a value may move in an update, in units of reward; None for as far as it
+            likes.
+
+    Example:
+        >>> batch = {
+        ...     "token_mask": torch.tensor([[1]]),
+        ...     "sample_mask": torch.tensor([1]),
+        ...     "returns": torch.tensor([[1.0]]),
+        ...     "old_values": torch.tensor([[0.0]]),
+        ... }
+        >>> one, values = torch.tensor(1.0), torch.tensor([[1.0, 9.0]])  # clipped to 0.2
+        >>> ValueLossFn(0.2)(values, batch, global_valid_seqs=one, global_valid_tokens=one)[0]
+        tensor(0.3200)
+    """
+
+    value_clip: float | None = 0.2
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        batch: Mapping[str, Tensor],
+        *,
+        global_valid_seqs: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch; see `LossFunction` for normalization.
+
+        Args:
+            next_token_logprobs: `[B, T]` values, not logprobs: a scalar head's value of the prefix
+                that ends with each token. Value t is that of the state in which token t+1 is
+                chosen, so it stands at position t of the other columns; the last one is not read.
+            batch: `token_mask [B, T-1]`, `sample_mask [B]`, `returns [B, T-1]`, and with a clip
+                `old_values [B, T-1]`.
+            global_valid_seqs: Not read.
+            global_valid_tokens: 0-dim `Z_tok`.
+
+        Returns:
+            The loss, and the metrics, each a mean over tokens: `value_loss`, `value_mean`,
+            `value_clip_fraction` (where the clip binds) and what `explained_variance` of
+            `functional/value.py` is computed from, once they are summed over the step:
+            `return_mean`, `return_square`, `value_error_mean`, `value_error_square`.
+        """
+        mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+        values = zero_masked(next_token_logprobs[:, :-1], mask)
+        returns = zero_masked(batch["returns"], mask)
+        plain = value_loss(values, returns)
+        losses = plain
+        if self.value_clip is not None:
+            old_values = zero_masked(batch["old_values"], mask)
+            losses = clipped_value_loss(values, returns, old_values, clip=self.value_clip)
+        loss = masked_sum(losses, mask, denominator=global_valid_tokens)
+        per_token = {
+            "value_loss": losses,
+            "value_mean": values,
+            "value_clip_fraction": (losses > plain).to(losses.dtype),
+            **return_moments(values, returns),
+        }
+        return loss, _token_means(per_token, mask, global_valid_tokens)
+
+
+def _token_means(
+    per_token: Mapping[str, Tensor], mask: Tensor, num_tokens: Tensor
+) -> dict[str, Tensor]:
+    return {
+        name: masked_sum(metric.detach(), mask, denominator=num_tokens)
+        for name, metric in per_token.items()
+    }

@@ -1,0 +1,30 @@
+"""Settings of reward-model training."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.training import OptimizerConfig
+
+
+class BradleyTerryLoss(FrozenConfig):
+    """`-log sigmoid(s_c - s_r - margin) + centering_coefficient * (s_c + s_r)^2`.
+
+    The likelihood fixes differences of scores only; the second term (Eisenstein et al. 2023,
+    arXiv:2312.09244, which takes 0.01) keeps their level near 0.
+    """
+
+    kind: Literal["bradley_terry"] = "bradley_terry"
+    centering_coefficient: NonNegativeFloat = 0.0
+
+
+class RewardModelConfig(OptimizerConfig):
+    """`num_steps` optimizer steps of `num_pairs_per_step` pairs each."""
+
+    learning_rate: PositiveFloat = 1e-3
+    num_steps: PositiveInt = 100
+    num_pairs_per_step: PositiveInt = 64
+    max_tokens_per_microbatch: PositiveInt = 8192
+    loss: BradleyTerryLoss = BradleyTerryLoss()
+    save_every_num_steps: PositiveInt = 50

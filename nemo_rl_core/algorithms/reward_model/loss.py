@@ -1,0 +1,96 @@
+"""The Bradley-Terry loss of a reward model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.algorithms.reward_model.config import BradleyTerryLoss
+from nemo_rl_core.functional.masked import masked_sum, zero_masked
+from nemo_rl_core.functional.preference import pair_rows, sigmoid_loss
+
+
+@dataclass(frozen=True)
+class PreferenceLossFn:
+    """`-log sigmoid(s_c - s_r - margin)`, a mean over pairs, on the scores of whole sequences.
+
+    Sources: Bradley and Terry 1952, as in InstructGPT, arXiv:2203.02155, section 3.5; the margin,
+    Llama 2, arXiv:2307.09288, section 3.2.2.
+
+    Example:
+        >>> batch = {
+        ...     "input_lengths": torch.tensor([2, 1]),
+        ...     "sample_mask": torch.ones(2),
+        ...     "pair_ids": torch.tensor([0, 0]),
+        ...     "is_chosen": torch.tensor([False, True]),
+        ... }
+        >>> two, scores = torch.tensor(2.0), torch.tensor([[9.0, 1.0], [1.0, 9.0]])
+        >>> loss_fn = PreferenceLossFn()  # the last tokens' scores are 1 and 1
+        >>> loss_fn(scores, batch, global_valid_seqs=two, global_valid_tokens=two)[0]
+        tensor(0.6931)
+    """
+
+    config: BradleyTerryLoss = field(default_factory=BradleyTerryLoss)
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        batch: Mapping[str, Tensor],
+        *,
+        global_valid_seqs: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch; see `LossFunction` for normalization.
+
+        Args:
+            next_token_logprobs: `[B, T]` scores, not logprobs: a scalar head's value of the prefix
+                that ends with each token. A sequence's score is that of its last token.
+            batch: `input_lengths [B]`, `sample_mask [B]` (equal within a pair), `pair_ids [B]`,
+                `is_chosen [B]` and, where a pair must win by more than 0, `margins [B]` (that of
+                the chosen row is read).
+            global_valid_seqs: 0-dim `Z_seq`: twice the pairs of the step.
+            global_valid_tokens: Not read.
+
+        Returns:
+            The loss, NaN if rows of one id are not one chosen and one rejected sequence. Metrics,
+            each a mean over pairs: `loss`, `accuracy` (share of `s_c > s_r`), `margin`
+            (`s_c - s_r`), `chosen_score`, `rejected_score`.
+        """
+        scores = last_token_scores(next_token_logprobs, batch["input_lengths"])
+        scores = zero_masked(scores, batch["sample_mask"].bool())
+        chosen, rejected, is_pair = pair_rows(batch["pair_ids"], batch["is_chosen"])
+        is_valid = batch["sample_mask"].bool()[chosen]
+        num_pairs = global_valid_seqs / 2
+        differences = scores[chosen] - scores[rejected]
+        targets = batch["margins"][chosen] if "margins" in batch else torch.zeros_like(differences)
+        values = sigmoid_loss(differences - zero_masked(targets, is_valid))
+        level = (scores[chosen] + scores[rejected]).square()
+        values = values + self.config.centering_coefficient * level
+        # A chosen sequence compared with a stranger would train on noise without a sign of it.
+        values = torch.where(is_pair, values, torch.nan)
+        loss = masked_sum(values, is_valid, denominator=num_pairs)
+        per_pair = {
+            "loss": values,
+            "accuracy": (differences > 0).to(differences.dtype),
+            "margin": differences,
+            "chosen_score": scores[chosen],
+            "rejected_score": scores[rejected],
+        }
+        return loss, {
+            name: masked_sum(metric.detach(), is_valid, denominator=num_pairs)
+            for name, metric in per_pair.items()
+        }
+
+
+def last_token_scores(scores: Tensor, input_lengths: Tensor) -> Tensor:
+    """The score of each sequence: that of the prefix which is the whole of it.
+
+    Args:
+        scores: `[B, T]`.
+        input_lengths: `[B]` int64, at least 1.
+
+    Returns:
+        `[B]`.
+    """
+    return scores.gather(1, (input_lengths - 1)[:, None]).squeeze(1)

@@ -1,0 +1,169 @@
+"""Losses on preferences: what a margin between two sequences, or the score of one, costs.
+
+A reward is a number a sequence, in nats; a margin is the chosen one's reward less the rejected
+one's. How rewards come from logprobs, or from a scalar head, is the business of the algorithms.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pair_rows(pair_ids: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds the two rows of every pair, in whatever order the rows lie.
+
+    Args:
+        pair_ids: `[B]` int64, each id on two rows; ids need not be dense.
+        is_chosen: `[B]` bool, True on one row of each pair.
+
+    Returns:
+        `chosen [P]` and `rejected [P]` row indices with `P = B / 2`, by ascending id, and
+        `is_pair [P]` bool: whether the two rows do have one id, one chosen and one rejected. The
+        last one is a tensor, not an exception, so that finding out does not stall the device.
+
+    Raises:
+        ValueError: If the number of rows is odd.
+
+    Example:
+        >>> ids, is_chosen = torch.tensor([9, 4, 4, 9]), torch.tensor([False, True, False, True])
+        >>> pair_rows(ids, is_chosen)[:2]
+        (tensor([1, 3]), tensor([2, 0]))
+    """
+    if pair_ids.numel() % 2:
+        raise ValueError(
+            f"pairs need an even number of rows, got {pair_ids.numel()}; "
+            "keep both rows of a pair in one micro-batch"
+        )
+    order = torch.argsort(~is_chosen.bool(), stable=True)
+    order = order[torch.argsort(pair_ids[order], stable=True)]
+    chosen, rejected = order.view(-1, 2).unbind(dim=1)
+    is_pair = (pair_ids[chosen] == pair_ids[rejected]) & is_chosen[chosen].bool()
+    return chosen, rejected, is_pair & ~is_chosen[rejected].bool()
+
+
+def sigmoid_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """`-(1 - e) log sigmoid(h) - e log sigmoid(-h)` for margins h, with e the label smoothing.
+
+    With e = 0 it is the Bradley-Terry likelihood: DPO, Rafailov et al. 2023, arXiv:2305.18290,
+    equation 7. With e > 0 it is "conservative DPO" (Mitchell 2023), the cross-entropy against
+    labels that are wrong with probability e: least where `sigmoid(h) = 1 - e`, so that no margin
+    grows without bound. It is a biased estimate of the loss on clean labels; `robust_loss` is not.
+
+    Args:
+        margins: `[P]`.
+        label_smoothing: e, at least 0 and below 0.5.
+
+    Returns:
+        `[P]`, in nats.
+    """
+    wrong = F.softplus(margins) * label_smoothing
+    return F.softplus(-margins) * (1 - label_smoothing) + wrong
+
+
+def robust_loss(margins: Tensor, *, label_smoothing: float) -> Tensor:
+    """`[-(1 - e) log sigmoid(h) + e log sigmoid(-h)] / (1 - 2 e)` for margins h.
+
+    Its mean over labels that were flipped with probability e is `-log sigmoid(h)` of the clean
+    ones. It may be negative. Source: robust DPO, Chowdhury et al. 2024, arXiv:2403.00409,
+    section 3.2.
+
+    Args:
+        margins: `[P]`.
+        label_smoothing: e, the rate of flipped labels, at least 0 and below 0.5.
+
+    Returns:
+        `[P]`, in nats.
+    """
+    wrong = F.softplus(margins) * label_smoothing
+    return (F.softplus(-margins) * (1 - label_smoothing) - wrong) / (1 - 2 * label_smoothing)
+
+
+def hinge_loss(margins: Tensor) -> Tensor:
+    """`max(0, 1 - h)` for margins h (SLiC-HF, arXiv:2305.10425; as in RSO, arXiv:2309.06657).
+
+    Args:
+        margins: `[P]`.
+
+    Returns:
+        `[P]`.
+    """
+    return F.relu(1 - margins)
+
+
+def ipo_loss(log_ratio_differences: Tensor, *, beta: float) -> Tensor:
+    """`(d - 1 / (2 beta))^2`: regression of the difference of log-ratios to a finite target.
+
+    Source: IPO, Azar et al. 2023, arXiv:2310.12036, equation 17 (beta is its tau).
+
+    Args:
+        log_ratio_differences: `[P]` d, the chosen log-ratio less the rejected one, without beta.
+        beta: Positive; the larger, the closer to the reference.
+
+    Returns:
+        `[P]`, in squared nats.
+    """
+    return (log_ratio_differences - 1 / (2 * beta)).square()
+
+
+def log_odds(mean_logprobs: Tensor) -> Tensor:
+    """`log(p / (1 - p))` of the geometric-mean probability of a sequence's tokens.
+
+    Source: ORPO, Hong et al. 2024, arXiv:2403.07691, section 4. A probability of 1 is taken as
+    one rounding below it, so that the odds stay finite.
+
+    Args:
+        mean_logprobs: `[B]`, at most 0, nats a token.
+
+    Returns:
+        `[B]`, in nats.
+    """
+    below_one = mean_logprobs.clamp(max=-torch.finfo(mean_logprobs.dtype).eps)
+    return below_one - torch.log(-torch.expm1(below_one))
+
+
+def kto_loss(
+    advantages: Tensor,
+    is_desirable: Tensor,
+    *,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """`w_D (1 - sigmoid(a))` for desirable sequences and `w_U (1 - sigmoid(-a))` for the others.
+
+    Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
+
+    Args:
+        advantages: `[B]` a, the reward less the baseline: `beta (rho - z0)`.
+        is_desirable: `[B]` bool.
+        desirable_weight: w_D, positive.
+        undesirable_weight: w_U, positive.
+
+    Returns:
+        `[B]`, between 0 and the weight.
+    """
+    # 1 - sigmoid(a) is sigmoid(-a), without the digits lost in the subtraction.
+    return torch.where(
+        is_desirable,
+        desirable_weight * torch.sigmoid(-advantages),
+        undesirable_weight * torch.sigmoid(advantages),
+    )
+
+
+def kto_baseline(log_ratios: Tensor, sample_mask: Tensor) -> Tensor:
+    """KTO's `z0 = max(0, mean log-ratio)`, an estimate of `KL(policy || reference)`.
+
+    A quantity of the whole optimizer step, so it is computed before the step is split, and one
+    without gradient. The paper takes the log-ratios of completions moved to another prompt of the
+    batch (section 4.1); those of the batch itself are cheaper, and biased towards its completions.
+
+    Args:
+        log_ratios: `[B]` `sum_t (log pi - log pi_ref)` of all sequences of the step, in nats.
+        sample_mask: `[B]`, any dtype; nonzero where the sequence counts.
+
+    Returns:
+        `[B]`, the same nats on every row, detached: the column `kl_baseline`.
+    """
+    is_valid = sample_mask.bool()
+    total = torch.where(is_valid, log_ratios.detach(), 0.0).sum()
+    mean = total / is_valid.sum().clamp(min=1)
+    return mean.clamp(min=0).expand(log_ratios.shape[0]).clone()

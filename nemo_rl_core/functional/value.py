@@ -1,0 +1,87 @@
+"""What a critic is trained on, and how well it predicts."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def clipped_value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float
+) -> Tensor:
+    """`0.5 * max((v - R)^2, (clip(v, v_old +- c) - R)^2)`.
+
+    The larger of the two, so that a value which has already moved by c towards its return is left
+    alone until the next rollout. Source: the PPO implementations of OpenAI baselines; Huang et al.
+    2022, "The 37 implementation details of proximal policy optimization", detail 9.
+
+    Args:
+        values: v, any shape.
+        returns: R, the same shape.
+        old_values: v_old at the time of the rollout, the same shape.
+        clip: c, positive.
+
+    Returns:
+        The shape of `values`, in squared units of reward.
+    """
+    clipped = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+def value_loss(values: Tensor, returns: Tensor) -> Tensor:
+    """`0.5 * (v - R)^2`.
+
+    Args:
+        values: v, any shape.
+        returns: R, the same shape.
+
+    Returns:
+        The shape of `values`, in squared units of reward.
+    """
+    return 0.5 * (values - returns).square()
+
+
+def return_moments(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    """The four moments a token that `explained_variance` is made of.
+
+    Means of them add up over micro-batches; an explained variance would not.
+
+    Args:
+        values: v, any shape.
+        returns: R, the same shape.
+
+    Returns:
+        `return_mean` (R), `return_square` (R^2), `value_error_mean` (R - v), `value_error_square`,
+        each the shape of `values`, detached.
+    """
+    values, returns = values.detach(), returns.detach()
+    return {
+        "return_mean": returns,
+        "return_square": returns.square(),
+        "value_error_mean": returns - values,
+        "value_error_square": (returns - values).square(),
+    }
+
+
+def explained_variance(moments: Mapping[str, float]) -> float:
+    """`1 - Var(R - v) / Var(R)` over the tokens of a step.
+
+    Args:
+        moments: Means of what `return_moments` names, over the whole step.
+
+    Returns:
+        At most 1, which is a perfect critic; 0 is one that knows the mean return only; negative is
+        worse than that. NaN where all returns are equal, so that there is nothing to explain.
+
+    Example:
+        >>> # R = 1, 3 and v = 1, 2: R - v = 0, 1 with variance 1/4; R has variance 1
+        >>> names = ("return_mean", "return_square", "value_error_mean", "value_error_square")
+        >>> explained_variance(dict(zip(names, (2.0, 5.0, 0.5, 0.5), strict=True)))
+        0.75
+    """
+    variance = moments["return_square"] - moments["return_mean"] ** 2
+    unexplained = moments["value_error_square"] - moments["value_error_mean"] ** 2
+    # Below this the difference of two float32 means is rounding.
+    if variance <= 1e-6 * moments["return_square"]:
+        return float("nan")
+    return 1 - unexplained / variance
