@@ -16,7 +16,11 @@ _PUBLIC = {
     "Callback": ".trainers.callbacks",
     "TrainResult": ".trainers.fitting",
     "DataModule": ".data.module",
+    "DPOTrainer": ".algorithms.dpo.trainer",
+    "DistillationTrainer": ".algorithms.distillation.trainer",
     "GRPOTrainer": ".algorithms.grpo.trainer",
+    "PPOTrainer": ".algorithms.ppo.trainer",
+    "RewardModelTrainer": ".algorithms.reward_model.trainer",
     "SFTTrainer": ".algorithms.sft.trainer",
 }
 __all__ = list(_PUBLIC)

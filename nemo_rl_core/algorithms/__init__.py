@@ -7,7 +7,11 @@ algorithm must not reach the others, or a change in one would run all of them ag
 from typing import Any
 
 _TRAINERS = {
+    "DPOTrainer": ".dpo.trainer",
+    "DistillationTrainer": ".distillation.trainer",
     "GRPOTrainer": ".grpo.trainer",
+    "PPOTrainer": ".ppo.trainer",
+    "RewardModelTrainer": ".reward_model.trainer",
     "SFTTrainer": ".sft.trainer",
 }
 __all__ = list(_TRAINERS)

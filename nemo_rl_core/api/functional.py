@@ -9,7 +9,11 @@ _ALGORITHM_REGISTRY: Registry[BaseTrainer[Any, Any]] = Registry(
     "algorithm",
     {
         "sft": "nemo_rl_core.algorithms.sft.trainer:SFTTrainer",
+        "dpo": "nemo_rl_core.algorithms.dpo.trainer:DPOTrainer",
+        "reward_model": "nemo_rl_core.algorithms.reward_model.trainer:RewardModelTrainer",
         "grpo": "nemo_rl_core.algorithms.grpo.trainer:GRPOTrainer",
+        "ppo": "nemo_rl_core.algorithms.ppo.trainer:PPOTrainer",
+        "distillation": "nemo_rl_core.algorithms.distillation.trainer:DistillationTrainer",
     },
 )
 register_algorithm = _ALGORITHM_REGISTRY.register

@@ -1,6 +1,6 @@
 """What every trainer reads besides the settings of its own algorithm."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -21,6 +21,12 @@ class LoopConfig(OptimizerConfig):
     max_tokens_per_microbatch: PositiveInt = 8192
     save_every_num_steps: PositiveInt = 50
     validate_every_num_steps: PositiveInt | None = None
+
+
+class GateConfig(FrozenConfig):
+    """The bound on `token_mult_prob_error = mean exp|gen - prev|` past which a run stops."""
+
+    max_token_mult_prob_error: float = Field(default=1.05, gt=1)
 
 
 class TrainerSettings(FrozenConfig):

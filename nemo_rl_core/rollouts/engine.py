@@ -34,16 +34,24 @@ class RolloutEngine:
         *,
         num_generations_per_prompt: int,
         step: int,
+        first_place: int = 0,
         greedy: bool = False,
     ) -> list[Rollout]:
         """Completes every prompt, unscored.
+
+        Args:
+            prompts: `P` prompts.
+            num_generations_per_prompt: G.
+            step: Part of every request's seed.
+            first_place: Of the first prompt, where the step asks more than once.
+            greedy: Take the most likely token always.
 
         Returns:
             `P * G` rollouts; those of one prompt lie next to each other.
         """
         requests = [
             (prompt, request_seed(self._seed, step, place, sample))
-            for place, prompt in enumerate(prompts)
+            for place, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)
         ]
         output = self._generation.generate(_generation_batch(requests), greedy)

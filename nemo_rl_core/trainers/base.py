@@ -42,6 +42,7 @@ class Job:
         validation: A data set folder that is never trained on, or None.
         reference: The transformers folder of the reference policy, of a teacher or of a reward
             model, where the algorithm has such.
+        reference_logprobs: A folder of the reference's logprobs of `train`, where they are cached.
         resume: An artifact whose `trainer/` the optimizer goes on from, or None for a new one.
         iteration: 1-based; which steps, prompts and seeds are next in a run of several iterations.
         scorer: Scores completions in place of the environment that the settings name.
@@ -52,6 +53,7 @@ class Job:
     work: Path
     validation: Path | None = None
     reference: Path | None = None
+    reference_logprobs: Path | None = None
     resume: Path | None = None
     iteration: int = 1
     scorer: Scorer | None = None

@@ -43,8 +43,16 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             seed=self.settings.seed,
         )
 
-    def _roll_out(self, prompts: list[Prompt]) -> list[Rollout]:
-        """Hands the policy's weights to the engine, completes every prompt, and scores."""
+    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
+        """Hands the policy's weights to the engine, completes every prompt, and scores.
+
+        Args:
+            prompts: `P` prompts.
+            first_place: Of the first one within the step, where a step rolls out more than once.
+
+        Returns:
+            `P * G` rollouts; those of one prompt lie next to each other.
+        """
         config: Any = self.config
         with self.timer.phase("sync"):
             self.sampler.generation.update_weights(self.policy)
@@ -53,6 +61,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 prompts,
                 num_generations_per_prompt=config.num_generations_per_prompt,
                 step=self.step,
+                first_place=first_place,
             )
         with self.timer.phase("reward"):
             return self.sampler.score(rollouts)

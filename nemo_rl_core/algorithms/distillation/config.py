@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 
 
 class ForwardKL(FrozenConfig):
@@ -30,8 +30,8 @@ class MixedKL(FrozenConfig):
 Divergence = Annotated[ForwardKL | ReverseKL | MixedKL, Field(discriminator="kind")]
 
 
-class DistillationConfig(OptimizerConfig):
-    """`num_steps` times: the student rolls out, the teacher scores, the student learns, weights sync.
+class DistillationConfig(LoopConfig):
+    """`num_steps` times: the student rolls out, the teacher scores, the student learns.
 
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes one
     optimizer step of them. `top_k` is how many of the teacher's likeliest tokens are compared at
@@ -43,7 +43,6 @@ class DistillationConfig(OptimizerConfig):
     num_prompts_per_step: PositiveInt = 32
     num_generations_per_prompt: PositiveInt = 4
     top_k: int = Field(default=64, ge=2)
-    max_tokens_per_microbatch: PositiveInt = 8192
     divergence: Divergence = ForwardKL()
     save_every_num_steps: PositiveInt = 10
 
@@ -51,3 +50,9 @@ class DistillationConfig(OptimizerConfig):
     def num_sequences_per_step(self) -> int:
         """Completions sampled in a step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+
+class DistillationSettings(RolloutSettings):
+    """All that `DistillationTrainer` reads."""
+
+    distillation: DistillationConfig = DistillationConfig()

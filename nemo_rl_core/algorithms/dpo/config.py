@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """The assumed rate of flipped labels; at one half a label would say nothing."""
@@ -130,13 +130,12 @@ PreferenceLoss = Annotated[
 ]
 
 
-class DPOConfig(OptimizerConfig):
+class DPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` optimizer steps of `num_pairs_per_step` pairs."""
 
     learning_rate: PositiveFloat = 1e-4
     num_steps_per_iteration: PositiveInt = 50
     num_pairs_per_step: PositiveInt = 32
-    max_tokens_per_microbatch: PositiveInt = 8192
     loss: PreferenceLoss = SigmoidLoss()
     save_every_num_steps: PositiveInt = 10
 
@@ -156,3 +155,9 @@ class DPOSchedule(DPOConfig):
         """The settings of one iteration, equal whatever `num_iterations` is."""
         values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
         return DPOConfig.model_validate(values)
+
+
+class DPOSettings(TrainerSettings):
+    """All that `DPOTrainer` reads."""
+
+    dpo: DPOConfig = DPOConfig()

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
+from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
 
 
 class GroupNormalized(FrozenConfig):
@@ -58,7 +58,7 @@ class GDPO(FrozenConfig):
     """
 
     kind: Literal["gdpo"] = "gdpo"
-    weights: tuple[FiniteFloat, ...] = Field(min_length=1)
+    weights: list[FiniteFloat] = Field(min_length=1)
 
 
 AdvantageConfig = Annotated[
@@ -243,12 +243,6 @@ class DynamicSampling(FrozenConfig):
     """
 
     max_draws: int = Field(default=10, ge=2)
-
-
-class GateConfig(FrozenConfig):
-    """The bound on `token_mult_prob_error = mean exp|gen - prev|` past which a run stops."""
-
-    max_token_mult_prob_error: float = Field(default=1.05, gt=1)
 
 
 class GRPOConfig(LoopConfig):

@@ -1,8 +1,6 @@
-"""Scored rollouts as a training batch with advantages, and as a table to read."""
+"""Groups of scored rollouts as a training batch with advantages."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +13,8 @@ from nemo_rl_core.algorithms.grpo.config import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import (
     decoupled_group_normalized,
     group_centered,
@@ -26,8 +23,9 @@ from nemo_rl_core.functional.advantages import (
     reinforce_plus_plus,
 )
 from nemo_rl_core.functional.kl import kl_estimate
-from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask, zero_masked
+from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty
+from nemo_rl_core.rollouts.batch import rollout_batch
 from nemo_rl_core.types import Rollout
 
 _GROUP_ADVANTAGES = {
@@ -45,49 +43,13 @@ def grpo_batch(rollouts: Sequence[Rollout], *, num_generations_per_prompt: int) 
         num_generations_per_prompt: G.
 
     Returns:
-        What `collate` returns, and `rewards [B]`, `group_ids [B]`, `generation_logprobs [B, T-1]`
-        (0 on the prompt), `truncated [B]` and, where the environment gives several rewards,
-        `reward_components [B, R]`. `add_advantages` adds what else a loss reads.
-
-    Raises:
-        RewardError: If the rollouts differ in how many rewards they have.
+        What `rollout_batch` returns, and `group_ids [B]`. `add_advantages` adds what else a loss
+        reads.
     """
-    batch = collate(
-        [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
-        [
-            [False] * len(rollout.prompt.token_ids) + [True] * len(rollout.completion.token_ids)
-            for rollout in rollouts
-        ],
-    )
-    logprobs = torch.zeros(batch["token_mask"].shape)
-    logprobs[batch["token_mask"]] = torch.tensor(
-        [value for rollout in rollouts for value in rollout.completion.logprobs]
-    )
-    batch.update(
-        generation_logprobs=logprobs,
-        rewards=torch.tensor([float(_reward(rollout)) for rollout in rollouts]),
-        # The place in the step, not the prompt's text, makes a group: a prompt may be drawn twice.
-        group_ids=torch.arange(len(rollouts)) // num_generations_per_prompt,
-        truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
-    )
-    components = [rollout.components for rollout in rollouts]
-    counts = sorted({len(values) for values in components})
-    if len(counts) > 1:
-        raise RewardError(
-            "rollouts of one step have different numbers of rewards",
-            expected="as many components for every rollout",
-            got=", ".join(str(count) for count in counts),
-            fix="return every component from the reward function, 0 where it does not apply",
-        )
-    if counts != [0]:
-        batch["reward_components"] = torch.tensor(components)
+    batch = rollout_batch(rollouts)
+    # The place in the step, not the prompt's text, makes a group: a prompt may be drawn twice.
+    batch["group_ids"] = torch.arange(len(rollouts)) // num_generations_per_prompt
     return batch
-
-
-def _reward(rollout: Rollout) -> float:
-    if rollout.reward is None:
-        raise ValueError(f"rollout of prompt {rollout.prompt.id!r} has not been scored")
-    return rollout.reward
 
 
 def add_advantages(
@@ -166,36 +128,3 @@ def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor)
     return decoupled_group_normalized(
         components, batch["group_ids"], sample_mask, weights=advantage.weights
     )
-
-
-def rollout_rows(rollouts: Sequence[Rollout], batch: BatchedDataDict) -> list[dict[str, Any]]:
-    """One row a rollout: prompt, completion, answer, reward, advantage, tokens and logprobs.
-
-    The advantage is the mean over the completion's tokens.
-    """
-    advantages = masked_sequence_mean(batch["advantages"], batch["token_mask"].bool())
-    return [
-        {
-            "prompt_id": rollout.prompt.id,
-            "task": rollout.prompt.task,
-            "prompt": rollout.prompt.text,
-            "completion": rollout.text,
-            "answer": rollout.prompt.answer,
-            "reward": rollout.reward,
-            "advantage": advantage,
-            "truncated": rollout.completion.truncated,
-            "prompt_ids": list(rollout.prompt.token_ids),
-            "completion_ids": list(rollout.completion.token_ids),
-            "logprobs": list(rollout.completion.logprobs),
-        }
-        for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True)
-    ]
-
-
-def save_rollouts(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes rows as parquet; the same rows give the same bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -3,17 +3,18 @@
 from contextlib import ExitStack
 from dataclasses import replace
 
-import torch
-
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
-from nemo_rl_core.algorithms.grpo.data import grpo_batch, rollout_rows, save_rollouts
+from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.advantages import zero_variance_fraction
-from nemo_rl_core.functional.importance import kl_generation_trainer
+from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.models.validation import check_consistency
+from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics, save_rollouts
+from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.minibatches import train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt, Rollout
 
@@ -31,22 +32,56 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         super()._set_up(job, resources)
         self._loss = GRPOLossFn(self.config.loss)
         self._rollouts = job.work / "rollouts"
+        # Another order than that of the steps, which extra draws must not run ahead of.
+        self._more_prompts = PromptLoader(
+            load_prompts(job.train, self.sampler.tokenizer),
+            batch_size=self.config.num_prompts_per_step,
+            seed=request_seed(self.settings.seed, 0, 0, 0),
+        )
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
-        rollouts = self._roll_out(batch)
-        data = grpo_batch(
-            rollouts,
-            num_generations_per_prompt=self.config.num_generations_per_prompt,
-            advantage=self.config.advantage,
-        )
+        rollouts, drawn = self._draw(batch)
+        data = grpo_batch(rollouts, num_generations_per_prompt=self._group_size)
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
         error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
+        limit = self.settings.generation.max_new_tokens
+        data = add_advantages(data, self.config, max_new_tokens=limit)
         with self.timer.phase("train"):
-            trained = self._train(data)
-        rows = rollout_rows(rollouts, data["advantages"])
-        save_rollouts(rows, self._rollouts / f"step_{self.step:06d}.parquet")
-        return {"token_mult_prob_error": error, **_health(data, rollouts), **trained}
+            size = self.config.train_global_batch_size
+            trained = train_in_parts(self.policy, data, self._loss, size=size)
+        path = self._rollouts / f"step_{self.step:06d}.parquet"
+        save_rollouts(rollouts, path, advantages=mean_advantages(data))
+        return {"token_mult_prob_error": error, **rollout_metrics(data), **drawn, **trained}
+
+    def _draw(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
+        """The step's rollouts, and figures on all that was drawn for them.
+
+        With dynamic sampling, groups whose rewards are all equal are drawn anew with other prompts,
+        and surplus groups are dropped, so that no completion is older than its weights. If no group
+        of any draw teaches anything, the step takes the first draw.
+        """
+        first = drawn = self._roll_out(prompts)
+        sampling = self.config.dynamic_sampling
+        if sampling is None:
+            return first, _drawn_metrics(first, self._group_size)
+        kept, draws = self._informative(first), 1
+        while len(kept) < len(first) and draws < sampling.max_draws:
+            index = (self.step - 1) * (sampling.max_draws - 1) + draws - 1
+            more = self._roll_out(self._more_prompts.batch(index), first_place=draws * len(prompts))
+            drawn, draws = drawn + more, draws + 1
+            kept += self._informative(more)
+        metrics = {**_drawn_metrics(drawn, self._group_size), "num_draws": float(draws)}
+        return kept[: len(first)] or first, metrics
+
+    def _informative(self, rollouts: list[Rollout]) -> list[Rollout]:
+        data = grpo_batch(rollouts, num_generations_per_prompt=self._group_size)
+        mask = informative_groups(data["rewards"], data["group_ids"]).tolist()
+        return [rollout for rollout, informative in zip(rollouts, mask, strict=True) if informative]
+
+    @property
+    def _group_size(self) -> int:
+        return self.config.num_generations_per_prompt
 
     def _training_setup(self, job: Job) -> TrainingSetup:
         return replace(
@@ -62,27 +97,13 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             reference = self.policy.get_reference_logprobs(batch)
             batch["reference_logprobs"] = reference["logprobs"]
 
-    def _train(self, batch: BatchedDataDict) -> dict[str, float]:
-        """Optimizer steps over consecutive parts of the batch; metrics are their means."""
-        size = self.config.train_global_batch_size or batch.size
-        parts = [
-            self.policy.train(batch.slice(start, start + size), self._loss)
-            for start in range(0, batch.size, size)
-        ]
-        means = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-        return {**means, "num_valid_tokens": sum(part["num_valid_tokens"] for part in parts)}
 
-
-def _health(batch: BatchedDataDict, rollouts: list[Rollout]) -> dict[str, float]:
-    lengths = torch.tensor([float(len(rollout.completion.token_ids)) for rollout in rollouts])
-    rewards = batch["rewards"]
-    logprobs = (batch["generation_logprobs"], batch["prev_logprobs"], batch["token_mask"])
+def _drawn_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+    """Of every rollout that was sampled, also those that dynamic sampling sets aside."""
+    data = grpo_batch(rollouts, num_generations_per_prompt=group_size)
+    rewards = data["rewards"]
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std().item(),
-        "zero_variance_fraction": float(zero_variance_fraction(rewards, batch["group_ids"])),
-        "kl_generation_trainer": float(kl_generation_trainer(*logprobs)),
-        "truncated_fraction": batch["truncated"].float().mean().item(),
-        "completion_length": lengths.mean().item(),
-        "completion_length_max": lengths.max().item(),
+        "zero_variance_fraction": float(zero_variance_fraction(rewards, data["group_ids"])),
     }

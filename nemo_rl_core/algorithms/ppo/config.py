@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
 from nemo_rl_core.config.training import OptimizerConfig
 
 
@@ -43,13 +44,7 @@ class CriticConfig(OptimizerConfig):
     value_clip: PositiveFloat | None = 0.2
 
 
-class GateConfig(FrozenConfig):
-    """The bound on `token_mult_prob_error = mean exp|gen - prev|` past which a run stops."""
-
-    max_token_mult_prob_error: float = Field(default=1.05, gt=1)
-
-
-class PPOConfig(OptimizerConfig):
+class PPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` times roll out, score, train both models, sync.
 
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions, each judged by
@@ -64,7 +59,6 @@ class PPOConfig(OptimizerConfig):
     num_generations_per_prompt: PositiveInt = 1
     num_epochs_per_rollout: PositiveInt = 2
     train_global_batch_size: PositiveInt | None = None
-    max_tokens_per_microbatch: PositiveInt = 8192
     gamma: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
     loss: ClippedSurrogate = ClippedSurrogate()
@@ -100,3 +94,9 @@ class PPOSchedule(PPOConfig):
         """The settings of one iteration, equal whatever `num_iterations` is."""
         values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
         return PPOConfig.model_validate(values)
+
+
+class PPOSettings(RolloutSettings):
+    """All that `PPOTrainer` reads."""
+
+    ppo: PPOConfig = PPOConfig()

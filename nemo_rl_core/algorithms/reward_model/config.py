@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 
 class BradleyTerryLoss(FrozenConfig):
@@ -19,12 +19,17 @@ class BradleyTerryLoss(FrozenConfig):
     centering_coefficient: NonNegativeFloat = 0.0
 
 
-class RewardModelConfig(OptimizerConfig):
+class RewardModelConfig(LoopConfig):
     """`num_steps` optimizer steps of `num_pairs_per_step` pairs each."""
 
     learning_rate: PositiveFloat = 1e-3
     num_steps: PositiveInt = 100
     num_pairs_per_step: PositiveInt = 64
-    max_tokens_per_microbatch: PositiveInt = 8192
     loss: BradleyTerryLoss = BradleyTerryLoss()
     save_every_num_steps: PositiveInt = 50
+
+
+class RewardModelSettings(TrainerSettings):
+    """All that `RewardModelTrainer` reads."""
+
+    reward_model: RewardModelConfig = RewardModelConfig()

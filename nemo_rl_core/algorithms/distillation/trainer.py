@@ -1,0 +1,44 @@
+"""On-policy distillation (GKD, arXiv:2306.13649): the student speaks, the teacher corrects."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
+from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics, save_rollouts
+from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.rollouts import RolloutTrainer
+from nemo_rl_core.types import Prompt
+
+
+class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfig]):
+    """The student samples; on its own tokens it learns the distribution of the teacher.
+
+    The teacher is the job's reference. Rewards are for the eye only: nothing is trained on them.
+    """
+
+    algorithm = "distillation"
+    settings_class = DistillationSettings
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self._loss = DistillationLossFn(self.config.divergence)
+        self._rollouts = job.work / "rollouts"
+
+    def _training_setup(self, job: Job) -> TrainingSetup:
+        return replace(
+            super()._training_setup(job),
+            temperature=self.settings.generation.temperature,
+            reference_folder=job.reference,
+        )
+
+    def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
+        rollouts = self._roll_out(batch)
+        data = rollout_batch(rollouts)
+        with self.timer.phase("teacher"):
+            data.update(self.policy.get_reference_topk_logprobs(data, self.config.top_k))
+        with self.timer.phase("train"):
+            trained = self.policy.train(data, self._loss)
+        save_rollouts(rollouts, self._rollouts / f"step_{self.step:06d}.parquet")
+        return {**rollout_metrics(data), **trained}

@@ -1,0 +1,79 @@
+"""Direct preference optimization (DPO, arXiv:2305.18290): pairs, reference, train, save."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from torch import Tensor
+
+from nemo_rl_core.algorithms.dpo.config import DPOConfig, DPOSettings
+from nemo_rl_core.algorithms.dpo.data import mismatched
+from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.functional.preference import kto_baseline
+from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.validation import loss_metrics
+
+
+class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
+    """Trains on preference pairs; validation is loss and accuracy on held-out pairs.
+
+    The reference's logprobs are read from the job's cache, or computed at each step where there is
+    none.
+    """
+
+    algorithm = "dpo"
+    settings_class = DPOSettings
+
+    def _stage(self, job: Job) -> str:
+        return f"dpo_iteration {job.iteration}"
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self._loss = DPOLossFn(self.config.loss)
+        held_out = job.validation
+        self._held_out = load_pairs(held_out, load_tokenizer(job.start)) if held_out else []
+
+    def _load(self, job: Job) -> PromptLoader[PreferencePair]:
+        cached = job.reference_logprobs if self.config.needs_reference else None
+        pairs = load_pairs(job.train, load_tokenizer(job.start), reference_logprobs=cached)
+        size, seed = self.config.num_pairs_per_step, self.settings.seed
+        return PromptLoader(pairs, batch_size=size, seed=seed)
+
+    def _training_setup(self, job: Job) -> TrainingSetup:
+        reference = job.reference if self.config.needs_reference else None
+        return replace(super()._training_setup(job), reference_folder=reference)
+
+    def _train_step(self, batch: list[PreferencePair]) -> dict[str, float]:
+        with self.timer.phase("logprobs"):
+            data = self._batch(batch)
+        with self.timer.phase("train"):
+            return self.policy.train(data, self._loss)
+
+    def _validate(self) -> dict[str, float]:
+        if not self._held_out:
+            return {}
+        batch = self._batch(self._held_out)
+        return loss_metrics(self._loss, self.policy.get_logprobs(batch)["logprobs"], batch)
+
+    def _batch(self, pairs: Sequence[PreferencePair]) -> BatchedDataDict:
+        """The pairs as the loss reads them."""
+        batch = pair_batch(pairs)
+        if self.config.needs_reference and "reference_logprobs" not in batch:
+            batch["reference_logprobs"] = self.policy.get_reference_logprobs(batch)["logprobs"]
+        if not self.config.loss.needs_pairs:
+            batch["kl_baseline"] = self._kl_baseline(pairs)
+            del batch["pair_ids"]
+        return batch
+
+    def _kl_baseline(self, pairs: Sequence[PreferencePair]) -> Tensor:
+        """KTO's estimate of `KL(policy || reference)`, from completions of other prompts."""
+        batch = mismatched(pairs)
+        current = self.policy.get_logprobs(batch)["logprobs"]
+        reference = self.policy.get_reference_logprobs(batch)["logprobs"]
+        log_ratios = ((current - reference) * batch["token_mask"]).sum(dim=1)
+        return kto_baseline(log_ratios, batch["sample_mask"])

@@ -1,0 +1,43 @@
+"""Rewards, values and advantages of tokens, from scored rollouts and the critic's view of them."""
+
+from torch import Tensor
+
+from nemo_rl_core.algorithms.ppo.config import KLInReward, PPOConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.functional.advantages import gae
+from nemo_rl_core.functional.kl import kl_estimate
+from nemo_rl_core.functional.masked import masked_whiten, valid_token_mask, zero_masked
+from nemo_rl_core.functional.rewards import outcome_rewards
+
+
+def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict:
+    """The batch of a whole step with its advantages; the batch given is left as it was.
+
+    The outcome's reward is put on the last token of the completion, and the KL penalty on every
+    token (InstructGPT, arXiv:2203.02155, section 3.5). Advantages are whitened over all tokens of
+    the step, so this comes before the step is cut into optimizer steps and micro-batches.
+
+    Args:
+        batch: What `rollout_batch` returns, `old_values [B, T-1]` and, with a KL penalty,
+            `prev_logprobs` and `reference_logprobs`, `[B, T-1]` each.
+        config: `gamma`, `lam` and the penalty.
+
+    Returns:
+        The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at tokens that do
+        not count.
+    """
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    rewards = outcome_rewards(batch["rewards"], mask)
+    if config.kl is not None:
+        rewards = rewards - config.kl.beta * _token_kl(batch, config.kl)
+    advantages, returns = gae(
+        rewards, batch["old_values"], mask, gamma=config.gamma, lam=config.lam
+    )
+    whitened = masked_whiten(advantages, mask)
+    return BatchedDataDict({**batch, "advantages": whitened, "returns": returns})
+
+
+def _token_kl(batch: BatchedDataDict, penalty: KLInReward) -> Tensor:
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    estimate = kl_estimate(batch["prev_logprobs"], batch["reference_logprobs"], kind=penalty.kind)
+    return zero_masked(estimate, mask)

@@ -1,0 +1,146 @@
+"""Proximal policy optimization (PPO, arXiv:1707.06347) with a critic."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
+from nemo_rl_core.algorithms.ppo.data import add_advantages
+from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.functional.value import explained_variance
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.validation import check_consistency
+from nemo_rl_core.rollouts.batch import (
+    mean_advantages,
+    rollout_batch,
+    rollout_metrics,
+    save_rollouts,
+)
+from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.minibatches import combined, train_in_parts
+from nemo_rl_core.trainers.rollouts import RolloutTrainer
+from nemo_rl_core.types import Prompt
+
+CRITIC = "critic"
+"""The critic's worker group, and its folder in a checkpoint."""
+
+
+class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
+    """Policy and critic learn from the same rollouts, several epochs each.
+
+    The critic begins with the policy's first weights under a head of zeros, so that its first
+    advantages are those of the rewards alone.
+
+    Attributes:
+        critic: The value model in training.
+    """
+
+    algorithm = "ppo"
+    settings_class = PPOSettings
+
+    critic: Policy
+
+    def _stage(self, job: Job) -> str:
+        return f"ppo_iteration {job.iteration}"
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self._rollouts = job.work / "rollouts"
+        self._policy_loss = PPOLossFn(self.config.loss)
+        self._value_loss = ValueLossFn(self.config.critic.value_clip)
+        self.critic = Policy(
+            self.session, self.settings.training, self._critic_setup(job), name=CRITIC
+        )
+        if job.resume is not None:
+            self.critic.load_checkpoint(job.resume / CRITIC)
+
+    def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
+        rollouts = self._roll_out(batch)
+        data = rollout_batch(rollouts)
+        with self.timer.phase("logprobs"):
+            self._add_logprobs(data)
+        with self.timer.phase("values"):
+            data["old_values"] = self.critic.get_values(data)["values"][:, :-1]
+        data = add_advantages(data, self.config)
+        error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
+        trained = self._train(data)
+        path = self._rollouts / f"step_{self.step:06d}.parquet"
+        save_rollouts(rollouts, path, advantages=mean_advantages(data))
+        return {"token_mult_prob_error": error, **rollout_metrics(data), **trained}
+
+    def _train(self, batch: BatchedDataDict) -> dict[str, float]:
+        """All epochs over the step's rollouts; after each, the critic's turn."""
+        config, parts = self.config, []
+        for _ in range(config.num_epochs_per_rollout):
+            with self.timer.phase("train_critic"):
+                value = train_in_parts(
+                    self.critic, batch, self._value_loss, size=config.train_global_batch_size
+                )
+            metrics = _critic_metrics(value)
+            if self.step > config.num_critic_warmup_steps:
+                with self.timer.phase("train"):
+                    metrics |= train_in_parts(
+                        self.policy, batch, self._policy_loss, size=config.train_global_batch_size
+                    )
+            parts.append(metrics)
+        return combined(parts)
+
+    def _add_logprobs(self, batch: BatchedDataDict) -> None:
+        batch["prev_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
+        if self.config.kl is not None:
+            reference = self.policy.get_reference_logprobs(batch)
+            batch["reference_logprobs"] = reference["logprobs"]
+
+    def _training_setup(self, job: Job) -> TrainingSetup:
+        return replace(
+            super()._training_setup(job),
+            # The policy is the distribution that was sampled from, so under its temperature.
+            temperature=self.settings.generation.temperature,
+            reference_folder=job.reference if self.config.kl else None,
+        )
+
+    def _critic_setup(self, job: Job) -> TrainingSetup:
+        resumed = job.resume / CRITIC / "model" if job.resume is not None else None
+        return replace(
+            super()._training_setup(job),
+            model_folder=resumed or job.start,
+            optimizer=self.config.critic,
+            head="scalar",
+        )
+
+    def _trained(self) -> "PolicyAndCritic":
+        return PolicyAndCritic(self.policy, self.critic)
+
+    def _peak_memory_gib(self) -> float:
+        return super()._peak_memory_gib() + self.critic.peak_memory_gib()
+
+
+@dataclass(frozen=True)
+class PolicyAndCritic:
+    """Two models that are saved, and gone on from, together."""
+
+    policy: Policy
+    critic: Policy
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes the policy into `path`, and the critic into `path/critic`."""
+        self.policy.save_checkpoint(path)
+        (path / CRITIC).mkdir()
+        self.critic.save_checkpoint(path / CRITIC)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on from both."""
+        self.policy.load_checkpoint(path)
+        self.critic.load_checkpoint(path / CRITIC)
+
+
+def _critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The critic's metrics under names that do not clash with the policy's."""
+    return {
+        "explained_variance": explained_variance(metrics),
+        **{name: metrics[name] for name in ("value_loss", "value_mean", "value_clip_fraction")},
+        "critic_grad_norm": metrics["grad_norm"],
+        "num_valid_tokens": metrics["num_valid_tokens"],
+    }

@@ -1,0 +1,48 @@
+"""A reward model learns which of two completions is preferred."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
+from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.validation import loss_metrics
+
+
+class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
+    """Trains a scalar head and the model under it; validation is accuracy on held-out pairs.
+
+    The checkpoint is a sequence classifier with one label, which the environment `reward_model` and
+    transformers load.
+    """
+
+    algorithm = "reward_model"
+    settings_class = RewardModelSettings
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self._loss = PreferenceLossFn(self.config.loss)
+        held_out = job.validation
+        self._held_out = load_pairs(held_out, load_tokenizer(job.start)) if held_out else []
+
+    def _load(self, job: Job) -> PromptLoader[PreferencePair]:
+        pairs = load_pairs(job.train, load_tokenizer(job.start))
+        size, seed = self.config.num_pairs_per_step, self.settings.seed
+        return PromptLoader(pairs, batch_size=size, seed=seed)
+
+    def _training_setup(self, job: Job) -> TrainingSetup:
+        return replace(super()._training_setup(job), head="scalar")
+
+    def _train_step(self, batch: list[PreferencePair]) -> dict[str, float]:
+        with self.timer.phase("train"):
+            return self.policy.train(pair_batch(batch), self._loss)
+
+    def _validate(self) -> dict[str, float]:
+        if not self._held_out:
+            return {}
+        batch = pair_batch(self._held_out)
+        return loss_metrics(self._loss, self.policy.get_values(batch)["values"], batch)

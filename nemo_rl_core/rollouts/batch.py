@@ -1,0 +1,127 @@
+"""Scored rollouts as a training batch, and as a table to read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.functional.importance import kl_generation_trainer
+from nemo_rl_core.functional.masked import masked_sequence_mean
+from nemo_rl_core.types import Rollout
+
+
+def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
+    """Scored rollouts as tensors, trained on their completions.
+
+    Args:
+        rollouts: `B`, in order.
+
+    Returns:
+        What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 on the prompt),
+        `truncated [B]` and, where the environment gives several rewards, `reward_components
+        [B, R]`.
+
+    Raises:
+        RewardError: If the rollouts differ in how many rewards they have.
+    """
+    batch = collate(
+        [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
+        [
+            [False] * len(rollout.prompt.token_ids) + [True] * len(rollout.completion.token_ids)
+            for rollout in rollouts
+        ],
+    )
+    logprobs = torch.zeros(batch["token_mask"].shape)
+    logprobs[batch["token_mask"]] = torch.tensor(
+        [value for rollout in rollouts for value in rollout.completion.logprobs]
+    )
+    batch.update(
+        generation_logprobs=logprobs,
+        rewards=torch.tensor([float(_reward(rollout)) for rollout in rollouts]),
+        truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
+    )
+    components = [rollout.components for rollout in rollouts]
+    counts = sorted({len(values) for values in components})
+    if len(counts) > 1:
+        raise RewardError(
+            "rollouts of one step have different numbers of rewards",
+            expected="as many components for every rollout",
+            got=", ".join(str(count) for count in counts),
+            fix="return every component from the reward function, 0 where it does not apply",
+        )
+    if counts != [0]:
+        batch["reward_components"] = torch.tensor(components)
+    return batch
+
+
+def _reward(rollout: Rollout) -> float:
+    if rollout.reward is None:
+        raise ValueError(f"rollout of prompt {rollout.prompt.id!r} has not been scored")
+    return rollout.reward
+
+
+def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
+    """Rewards and lengths of a step and, where the trainer has looked, how far the engine is off.
+
+    Args:
+        batch: What `rollout_batch` returns and, for `kl_generation_trainer`, `prev_logprobs`.
+    """
+    lengths = batch["token_mask"].sum(dim=1).float()
+    metrics = {
+        "reward": batch["rewards"].mean().item(),
+        "reward_std": batch["rewards"].std(correction=min(1, len(lengths) - 1)).item(),
+        "truncated_fraction": batch["truncated"].float().mean().item(),
+        "completion_length": lengths.mean().item(),
+        "completion_length_max": lengths.max().item(),
+    }
+    if "prev_logprobs" in batch:
+        logprobs = (batch["generation_logprobs"], batch["prev_logprobs"], batch["token_mask"])
+        metrics["kl_generation_trainer"] = float(kl_generation_trainer(*logprobs))
+    return metrics
+
+
+def save_rollouts(
+    rollouts: Sequence[Rollout], path: Path, *, advantages: Tensor | None = None
+) -> None:
+    """Writes one row a rollout as parquet; the same rollouts give the same bytes.
+
+    Args:
+        rollouts: `B`.
+        path: The file.
+        advantages: `[B]`, where the algorithm has such.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values: Sequence[float | None] = (
+        [None] * len(rollouts) if advantages is None else advantages.tolist()
+    )
+    rows = [_row(*pair) for pair in zip(rollouts, values, strict=True)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def mean_advantages(batch: BatchedDataDict) -> Tensor:
+    """`[B]`: the mean of `advantages [B, T-1]` over each completion's tokens."""
+    return masked_sequence_mean(batch["advantages"], batch["token_mask"].bool())
+
+
+def _row(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+    return {
+        "prompt_id": rollout.prompt.id,
+        "task": rollout.prompt.task,
+        "prompt": rollout.prompt.text,
+        "completion": rollout.text,
+        "answer": rollout.prompt.answer,
+        "reward": rollout.reward,
+        "advantage": advantage,
+        "truncated": rollout.completion.truncated,
+        "prompt_ids": list(rollout.prompt.token_ids),
+        "completion_ids": list(rollout.completion.token_ids),
+        "logprobs": list(rollout.completion.logprobs),
+    }
