@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.functional.advantages import (
+    decoupled_group_normalized,
+    gae,
     group_centered,
     group_normalized,
+    informative_groups,
     leave_one_out,
+    reinforce_plus_plus,
     zero_variance_fraction,
 )
+from nemo_rl_core.functional.rewards import outcome_rewards
 
 KINDS = [group_normalized, group_centered, leave_one_out]
 
@@ -125,3 +130,107 @@ def test_zero_variance_fraction_counts_groups_without_advantage(case):
         *rows([float(reward) for _, reward in pairs], [group for group, _ in pairs])
     )
     assert result.item() == pytest.approx(len(silent) / len(ids))
+
+
+def test_the_only_success_of_a_group_keeps_its_leave_one_out_advantage():
+    # The three others of the success are all equal, so a filter on their std would drop it.
+    rewards, ids = rows([1, 0, 0, 0], [5, 5, 5, 5])
+    assert leave_one_out(rewards, ids).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert informative_groups(rewards, ids).tolist() == [True] * 4
+
+
+def test_informative_groups_by_hand():
+    result = informative_groups(*rows([1, 0, 1, 0, 1, 3], [0, 1, 0, 2, 1, 9]))
+    # groups [1, 1], [0, 1], [0] and [3]
+    assert result.tolist() == [False, True, False, False, True, False]
+
+
+def test_gdpo_by_hand():
+    # Two groups of two. First reward: [1, 0] and [0, 0]; second: [0, 4] and [2, 0].
+    rewards = torch.tensor([[1, 0], [0, 4], [0, 2], [0, 0]], dtype=torch.float64)
+    ids, valid = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    result = decoupled_group_normalized(rewards, ids, valid, weights=[2.0, 1.0])
+    # A pair that differs by d has deviations +-d/2 and std d/sqrt(2), so +-1/sqrt(2) =: +-s:
+    # first s, -s, 0, 0; second -s, s, s, -s; 2 * first + second = s, -s, s, -s, of mean 0 and
+    # unbiased std sqrt(4 s^2 / 3) = sqrt(2 / 3)
+    expected = math.sqrt(0.5) / math.sqrt(2 / 3)
+    assert result.tolist() == pytest.approx([expected, -expected] * 2, rel=1e-5)
+
+
+def test_gdpo_tells_one_reward_from_two():
+    # A group in which one reward was won, and a group in which both were.
+    rewards = torch.tensor([[0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
+    ids, valid = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    of_sums = group_normalized(rewards.sum(dim=1), ids)
+    assert of_sums[3].item() == pytest.approx(of_sums[1].item(), rel=1e-5)
+    result = decoupled_group_normalized(rewards, ids, valid, weights=[1.0, 1.0])
+    assert result[3].item() == pytest.approx(2 * result[1].item())
+
+
+def test_gdpo_needs_a_weight_for_each_reward():
+    with pytest.raises(ValueError, match="zip"):
+        decoupled_group_normalized(
+            torch.zeros(2, 2), torch.zeros(2).long(), torch.ones(2).bool(), weights=[1.0]
+        )
+
+
+def test_gdpo_whitens_over_valid_sequences_only():
+    rewards = torch.tensor([[1.0], [0.0], [1.0], [0.0]], dtype=torch.float64)
+    ids, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, False, False])
+    result = decoupled_group_normalized(rewards, ids, valid, weights=[1.0])
+    # +-s whitened over two: +-s / (s sqrt(2))
+    assert result.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0, 0], rel=1e-5)
+
+
+def test_reinforce_plus_plus_by_hand():
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    rewards = torch.tensor([[-1.0, 4.0], [1.0, math.nan]], dtype=torch.float64)
+    # returns 3, 4 and 1: mean 8/3, deviations 1/3, 4/3, -5/3, squares 42/9, variance 7/3
+    std = math.sqrt(7 / 3) + 1e-6
+    expected = torch.tensor([[1 / 3, 4 / 3], [-5 / 3, 0]], dtype=torch.float64) / std
+    torch.testing.assert_close(reinforce_plus_plus(rewards, mask), expected)
+
+
+def test_reinforce_plus_plus_weights_sequences_by_their_tokens():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    rewards = outcome_rewards(torch.tensor([1.0, 0.0], dtype=torch.float64), mask)
+    # tokens 1, 1, 1, 0: mean 3/4, unbiased variance 1/4
+    result = reinforce_plus_plus(rewards, mask)
+    expected = torch.tensor([[0.5, 0.5, 0.5], [-1.5, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+
+
+def test_gae_by_hand():
+    mask = torch.tensor([[1, 0, 1, 1, 0]]).bool()
+    nan = math.nan
+    rewards = torch.tensor([[1.0, nan, 0.0, 2.0, nan]])
+    values = torch.tensor([[3.0, nan, 1.0, 4.0, nan]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    # token 3: 2 + 0 - 4 = -2
+    # token 2: 0 + 0.5 * 4 - 1 = 1, plus 0.25 * -2 = 0.5
+    # token 0: 1 + 0.5 * 1 - 3 = -1.5, plus 0.25 * 0.5 = -1.375; token 1 is stepped over
+    assert advantages.tolist() == [[-1.375, 0, 0.5, -2, 0]]
+    assert returns.tolist() == [[1.625, 0, 1.5, 2, 0]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.booleans()), min_size=1),
+    st.sampled_from([0.0, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.95, 1.0]),
+)
+def test_gae_is_the_discounted_sum_of_errors_over_valid_tokens(tokens, gamma, lam):
+    rewards, values, mask = (torch.tensor([column]) for column in zip(*tokens, strict=True))
+    advantages, returns = gae(rewards.double(), values.double(), mask, gamma=gamma, lam=lam)
+    valid = [(reward, value) for reward, value, is_valid in tokens if is_valid]
+    following = [*(value for _, value in valid[1:]), 0][: len(valid)]
+    errors = [r + gamma * n - v for (r, v), n in zip(valid, following, strict=True)]
+    expected = [
+        sum((gamma * lam) ** k * error for k, error in enumerate(errors[i:]))
+        for i in range(len(valid))
+    ]
+    assert advantages[mask].tolist() == pytest.approx(expected, abs=1e-9)
+    assert (advantages[~mask] == 0).all()
+    assert (returns[~mask] == 0).all()
+    sums = [a + v for a, (_, v) in zip(expected, valid, strict=True)]
+    assert returns[mask].tolist() == pytest.approx(sums, abs=1e-9)

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from nemo_rl_core.functional.importance import (
+    band_weight,
+    importance_weight,
     kl_generation_trainer,
     sampling_importance_ratio,
+    sequence_importance_weight,
+    sequence_mask_weight,
     sequence_mult_prob_error,
     token_mult_prob_error,
+    truncated_weight,
 )
 
 METRICS = [
@@ -68,3 +73,48 @@ def test_a_nan_at_a_valid_token_is_not_hidden(metric):
     trainer = TRAINER.clone()
     trainer[0, 0] = math.nan
     assert metric(GENERATION, trainer, MASK).isnan().any()
+
+
+def test_importance_weight_by_hand():
+    trainer = TRAINER.clone().requires_grad_()
+    weight = importance_weight(GENERATION, trainer)
+    assert weight[MASK].tolist() == pytest.approx([2, 0.5, 4])
+    assert not weight.requires_grad
+
+
+def test_a_weight_that_is_not_finite_is_zero():
+    generation = torch.tensor([-math.inf, math.nan, -1.0, -math.inf, 0.0])
+    trainer = torch.tensor([-1.0, -1.0, math.nan, -math.inf, -math.inf])
+    assert importance_weight(generation, trainer).tolist() == [0, 0, 0, 0, 0]
+
+
+def test_sequence_importance_weight_is_the_geometric_mean():
+    # sqrt(2 * 1/2) and 4, at every position of the row
+    weight = sequence_importance_weight(GENERATION, TRAINER, MASK)
+    assert weight[0].tolist() == pytest.approx([1, 1, 1])
+    assert weight[1].tolist() == pytest.approx([4, 4, 4])
+
+
+def test_one_bad_token_takes_the_weight_of_its_sequence():
+    generation = GENERATION.clone()
+    generation[0, 1] = -math.inf
+    weight = sequence_importance_weight(generation, TRAINER, MASK)
+    assert weight[0].tolist() == [0, 0, 0]
+    assert weight[1].tolist() == pytest.approx([4, 4, 4])
+
+
+def test_masked_tokens_do_not_reach_the_sequence_weight():
+    generation = torch.where(MASK, GENERATION, math.nan)
+    expected = sequence_importance_weight(GENERATION, TRAINER, MASK)
+    assert torch.equal(sequence_importance_weight(generation, TRAINER, MASK), expected)
+
+
+def test_corrections_by_hand():
+    weight = torch.tensor([[0.4, 0.5, 2.0, 2.1], [0.4, 1.0, 1.0, 1.0]])
+    assert truncated_weight(weight, cap=2)[0].tolist() == pytest.approx([0.4, 0.5, 2, 2])
+    # both ends belong to the band
+    assert band_weight(weight, low=0.5, high=2)[0].tolist() == [0, 0.5, 2, 0]
+    by_sequence = torch.tensor([[2.5] * 4, [0.8] * 4])
+    kept = sequence_mask_weight(weight, by_sequence, low=0.5, high=2)
+    assert kept[0].tolist() == [0, 0, 0, 0]
+    assert torch.equal(kept[1], weight[1])  # its first token, too

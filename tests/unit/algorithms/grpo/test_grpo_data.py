@@ -1,0 +1,173 @@
+"""From rollouts to tensors and advantages, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig
+from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, rollout_rows
+from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+S = math.sqrt(0.5)
+"""The normalized advantage of the better of two."""
+
+
+def rollout(reward, length=1, truncated=False, components=()):
+    prompt = Prompt(id="p", text="?", token_ids=(7, 8), answer="", task="t")
+    completion = Completion((5,) * length, (-0.5,) * length, truncated)
+    return Rollout(prompt, completion, "x", reward=reward, components=components)
+
+
+def batch_of(*rollouts, group=2):
+    return grpo_batch(rollouts, num_generations_per_prompt=group)
+
+
+def advantages(batch, max_new_tokens=10, **values):
+    config = GRPOConfig.model_validate({"num_generations_per_prompt": 2, **values})
+    result = add_advantages(batch, config, max_new_tokens=max_new_tokens)
+    return result["advantages"]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, torch.tensor(expected).float(), rtol=1e-4, atol=1e-6)
+
+
+def test_batch_by_hand():
+    batch = batch_of(rollout(1.0), rollout(0.0, length=3, truncated=True))
+    assert batch["input_ids"].tolist() == [[7, 8, 5, 0, 0], [7, 8, 5, 5, 5]]
+    assert batch["token_mask"].int().tolist() == [[0, 1, 0, 0], [0, 1, 1, 1]]
+    assert batch["generation_logprobs"].tolist() == [[0, -0.5, 0, 0], [0, -0.5, -0.5, -0.5]]
+    assert batch["rewards"].tolist() == [1, 0]
+    assert batch["group_ids"].tolist() == [0, 0]
+    assert batch["truncated"].tolist() == [False, True]
+    assert "reward_components" not in batch
+
+
+def test_components_are_a_column():
+    batch = batch_of(rollout(1.0, components=(1.0, 0.0)), rollout(3.0, components=(1.0, 2.0)))
+    assert batch["reward_components"].tolist() == [[1, 0], [1, 2]]
+    with pytest.raises(RewardError, match="1, 2"):
+        batch_of(rollout(1.0, components=(1.0,)), rollout(3.0, components=(1.0, 2.0)))
+
+
+def test_an_unscored_rollout_is_refused():
+    with pytest.raises(ValueError, match="'p' has not been scored"):
+        batch_of(rollout(1.0), rollout(None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "best", "other"),
+    [("group_normalized", S, -S), ("group_centered", 0.5, -0.5), ("leave_one_out", 1, -1)],
+)
+def test_outcomes_reach_every_generated_token(kind, best, other):
+    batch = batch_of(rollout(1.0), rollout(0.0, length=2))
+    close(advantages(batch, advantage={"kind": kind}), [[0, best, 0], [0, other, other]])
+
+
+def test_the_batch_given_is_left_as_it_was():
+    batch = batch_of(rollout(1.0), rollout(0.0, truncated=True))
+    advantages(batch, overlong={"kind": "filter"})
+    assert "advantages" not in batch
+    assert batch["sample_mask"].tolist() == [1, 1]
+
+
+def test_overlong_completions_lose_reward():
+    batch = batch_of(rollout(1.0), rollout(1.0, length=4))
+    # limit 4, buffer 2: the long one is at the limit and loses 0.5
+    found = advantages(
+        batch,
+        max_new_tokens=4,
+        advantage={"kind": "group_centered"},
+        overlong={"buffer_tokens": 2, "penalty": 0.5},
+    )
+    close(found, [[0, 0.25, 0, 0, 0], [0, -0.25, -0.25, -0.25, -0.25]])
+    assert batch["rewards"].tolist() == [1, 1]
+
+
+def test_truncated_completions_are_filtered_but_count_in_their_group():
+    batch = batch_of(rollout(1.0), rollout(0.0, truncated=True))
+    config = GRPOConfig.model_validate(
+        {"advantage": {"kind": "group_centered"}, "overlong": {"kind": "filter"}}
+    )
+    found = add_advantages(batch, config, max_new_tokens=10)
+    assert found["sample_mask"].tolist() == [1, 0]
+    close(found["advantages"], [[0, 0.5], [0, 0]])
+
+
+def with_logprobs(batch):
+    """KL k1 = prev - ref of 1 at the first generated token and 3 at the others."""
+    shape = batch["token_mask"].shape
+    batch["prev_logprobs"] = torch.full(shape, -1.0)
+    batch["reference_logprobs"] = torch.full(shape, -4.0)
+    batch["reference_logprobs"][:, :2] = torch.tensor([math.nan, -2.0])
+    return batch
+
+
+IN_REWARD = {"kl": {"kind": "k1", "beta": 0.1, "place": "in_reward"}}
+
+
+def test_kl_is_summed_over_the_sequence_for_groups():
+    batch = with_logprobs(batch_of(rollout(1.0), rollout(0.5, length=2)))
+    # 1 - 0.1 * 1 and 0.5 - 0.1 * (1 + 3): 0.9 and 0.1
+    found = advantages(batch, advantage={"kind": "leave_one_out"}, loss=IN_REWARD)
+    close(found, [[0, 0.8, 0], [0, -0.8, -0.8]])
+
+
+def test_kl_in_the_loss_leaves_rewards_alone():
+    batch = batch_of(rollout(1.0), rollout(0.5, length=2))
+    found = advantages(batch, advantage={"kind": "leave_one_out"})
+    close(found, [[0, 0.5, 0], [0, -0.5, -0.5]])
+
+
+def test_kl_is_a_reward_of_each_token_for_reinforce_plus_plus():
+    batch = with_logprobs(batch_of(rollout(1.0), rollout(0.5, length=2), group=1))
+    found = advantages(
+        batch,
+        num_generations_per_prompt=1,
+        advantage={"kind": "reinforce_plus_plus"},
+        loss=IN_REWARD,
+    )
+    # returns 1 - 0.1; (0 - 0.1) + (0.5 - 0.3) = 0.1 and 0.5 - 0.3 = 0.2
+    # mean 0.4, deviations 0.5, -0.3, -0.2, squares 0.38, variance 0.19
+    std = math.sqrt(0.19)
+    close(found, [[0, 0.5 / std, 0], [0, -0.3 / std, -0.2 / std]])
+
+
+def test_the_baseline_takes_the_group_mean_off_first():
+    batch = batch_of(rollout(3.0), rollout(1.0), rollout(9.0), rollout(9.0))
+    values = {"advantage": {"kind": "reinforce_plus_plus_baseline"}, "loss": {"kl": None}}
+    # 1, -1, 0, 0: mean 0, variance 2/3; without the baseline the second group would be best
+    std = math.sqrt(2 / 3)
+    close(advantages(batch, **values), [[0, 1 / std], [0, -1 / std], [0, 0], [0, 0]])
+
+
+def test_gdpo_reads_the_components():
+    batch = batch_of(
+        rollout(1.0, components=(1.0, 0.0)),
+        rollout(1.0, components=(0.0, 1.0)),
+        rollout(0.0, components=(0.0, 0.0)),
+        rollout(0.0, components=(0.0, 0.0)),
+    )
+    found = advantages(batch, advantage={"kind": "gdpo", "weights": [3, 1]}, loss={"kl": None})
+    # 3 S - S, -3 S + S, 0, 0: whitened 2 S / sqrt(8 S^2 / 3)
+    expected = math.sqrt(3 / 2)
+    close(found, [[0, expected], [0, -expected], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("components", [(), (1.0,)])
+def test_gdpo_without_its_rewards_says_how_many_it_needs(components):
+    batch = batch_of(rollout(1.0, components=components), rollout(1.0, components=components))
+    with pytest.raises(ConfigError, match=r"2 rewards(.|\n)*got: \d from"):
+        advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
+
+
+def test_rows_hold_the_mean_advantage():
+    rollouts = [rollout(1.0), rollout(0.0, length=2)]
+    batch = batch_of(*rollouts)
+    batch["advantages"] = torch.tensor([[9.0, 2.0, 9.0], [9.0, 1.0, 4.0]])
+    rows = rollout_rows(rollouts, batch)
+    assert [row["advantage"] for row in rows] == [2, 2.5]
+    assert rows[1]["completion_ids"] == [5, 5]
+    assert rows[1]["reward"] == 0
