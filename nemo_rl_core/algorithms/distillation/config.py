@@ -31,7 +31,7 @@ Divergence = Annotated[ForwardKL | ReverseKL | MixedKL, Field(discriminator="kin
 
 
 class DistillationConfig(OptimizerConfig):
-    """`num_steps` times: the student rolls out, the teacher scores, the student learns, weights sync.
+    """`num_steps` times: the student rolls out, the teacher scores, the student learns, sync.
 
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes one
     optimizer step of them. `top_k` is how many of the teacher's likeliest tokens are compared at
