@@ -186,9 +186,7 @@ def test_poison_at_masked_entries_changes_nothing(config, step, poison):
     clean = batch["current_topk_logprobs"].clone().requires_grad_()
     loss, metrics = run(config, logprobs, batch | {"current_topk_logprobs": clean})
     loss.backward()
-    dirty_batch = batch | {
-        name: torch.where(mask[..., None], batch[name], poison) for name in TOPK
-    }
+    dirty_batch = batch | {name: torch.where(mask[..., None], batch[name], poison) for name in TOPK}
     dirty = dirty_batch["current_topk_logprobs"].requires_grad_()
     with torch.autograd.set_detect_anomaly(True):
         dirty_loss, dirty_metrics = run(config, torch.where(mask, logprobs, poison), dirty_batch)

@@ -82,7 +82,7 @@ def test_without_margins_and_with_centring_by_hand():
 
 
 def test_the_first_loss_of_a_head_of_zeros_is_ln_2():
-    scores, batch = hand_batch()
+    _, batch = hand_batch()
     del batch["margins"]
     loss, metrics = run(BradleyTerryLoss(), torch.zeros(6, 3), batch)
     assert loss.item() == pytest.approx(math.log(2), abs=1e-6)
