@@ -22,9 +22,9 @@ def renormalized(topk_logprobs: Tensor) -> Tensor:
 def kl_divergence(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
     """`KL(p || q) = sum_k p_k (log p_k - log q_k)` of two normalized distributions.
 
-    Computed as `sum_k p_k (e^d - 1 - d)` with `d = log q_k - log p_k`, which is the same since p and
-    q both sum to 1. No term of it is negative, so rounding cannot make the whole negative, and two
-    distributions that nearly agree keep their digits.
+    Computed as `sum_k p_k (e^d - 1 - d)` with `d = log q_k - log p_k`, which is the same since p
+    and q both sum to 1. No term of it is negative, so rounding cannot make the whole negative, and
+    two distributions that nearly agree keep their digits.
 
     Args:
         p_logprobs: `[..., K]` in nats, finite.
