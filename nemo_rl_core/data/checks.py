@@ -18,13 +18,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def asked(row: Mapping[str, Any]) -> str:
-    """What a row asks: two rows that share it are one row twice, or one row in two sets.
-
-    The prompt; of a conversation, the turns before its last; of a pair, prompt and both answers,
-    since several pairs may well share a prompt.
-    """
-    if "chosen" in row:
-        return "\n".join(str(row[name]) for name in ("prompt", "chosen", "rejected"))
+    """What a row asks: its prompt, a conversation up to its last turn, or the whole of a text."""
     if "messages" in row:
         turns = turns_of(row["messages"])
         return str(stored(turns[:-1]) if turns and len(turns) > 1 else row["messages"])
@@ -32,11 +26,11 @@ def asked(row: Mapping[str, Any]) -> str:
 
 
 def repeated(rows: Records) -> Faults:
-    """Rows that ask the same as an earlier one."""
+    """Rows that ask the same as an earlier one; several pairs may share a prompt, not all three."""
     seen: set[str] = set()
     found = []
     for place, row in enumerate(rows):
-        key = asked(row)
+        key = "\n".join((asked(row), str(row.get("chosen")), str(row.get("rejected"))))
         if key in seen:
             found.append(place)
         seen.add(key)

@@ -23,8 +23,8 @@ class PromptLoader(Generic[T]):
 
     The rows of all epochs, each shuffled on its own, form one endless sequence, and step `k` takes
     the slice from `k * batch_size`. So each row comes once an epoch whatever the batch size is, and
-    a run that resumes at any step, to the row, needs no state: nothing of this object is saved, and a
-    fresh one gives the same batches. A batch across two epochs may hold a row twice.
+    a run that resumes at any step, to the row, needs no state: nothing of this object is saved, and
+    a fresh one gives the same batches. A batch across two epochs may hold a row twice.
 
     Args:
         prompts: What to draw from.

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data.datasets import sources
-from nemo_rl_core.data.datasets.hub import held_out
+from nemo_rl_core.data.datasets.split import hold_out
 from nemo_rl_core.data.schemas import RowKind, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,34 +75,42 @@ class DataModule:
             max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
         parts = _parts(source, seed)
         held = parts.validation if validation is None else _parts(validation, seed).train
-        train = parts.train
-        if held is None:
-            train, held = held_out(
-                train, fraction=validation_fraction, seed=seed, where="the data set"
-            )
-        frames = [
-            validate_rows(
+
+        def checked(rows: list[Row], name: str) -> "pd.DataFrame":
+            return validate_rows(
                 rows,
                 tokenizer=tokenizer,
                 max_prompt_tokens=max_prompt_tokens,
                 name=name,
                 policy=policy,
             )
-            for name, rows in (("train", train), ("validation", held))
-        ]
-        _refuse_mixed_kinds(*frames)
-        check_disjoint(train, held)
+
+        if held is None:
+            # Checked as one, so that the rows a message names are those of the source.
+            frames = _split(checked(parts.train, "given"), validation_fraction, seed)
+        else:
+            frames = (checked(parts.train, "train"), checked(held, "validation"))
+            _refuse_mixed_kinds(*frames)
+            check_disjoint(parts.train, held)
         return cls(row_kind(frames[0].columns.tolist()), *frames)
+
+
+def _split(
+    frame: "pd.DataFrame", fraction: float, seed: int
+) -> tuple["pd.DataFrame", "pd.DataFrame"]:
+    places = hold_out(_rows(frame), fraction=fraction, seed=seed, where="the data set")
+    is_held = frame.index.isin(places)
+    return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
 
 
 def _parts(source: Any, seed: int) -> sources.Parts:
     if isinstance(source, DataModule):
-        rows = [
-            [{str(column): value for column, value in row.items()} for row in records]
-            for records in (source.train.to_dict("records"), source.validation.to_dict("records"))
-        ]
-        return sources.Parts(*rows)
+        return sources.Parts(_rows(source.train), _rows(source.validation))
     return sources.read(source, seed=seed)
+
+
+def _rows(frame: "pd.DataFrame") -> list[Row]:
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _refuse_mixed_kinds(train: "pd.DataFrame", validation: "pd.DataFrame") -> None:

@@ -1,16 +1,13 @@
 """Rows from the Hugging Face hub, and from `datasets.Dataset` objects."""
 
-import logging
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_core.config.data import HubData
 from nemo_rl_core.data.datasets.formats import recognise
+from nemo_rl_core.data.datasets.split import hold_out
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
-
-logger = logging.getLogger(__name__)
 
 Records = list[dict[str, Any]]
 
@@ -29,7 +26,11 @@ def load(config: HubData, *, seed: int) -> tuple[list[Row], list[Row]]:
     train = _rows(config, parts, config.train)
     if config.validation is not None:
         return train, _rows(config, parts, config.validation)
-    return held_out(train, fraction=config.validation_fraction, seed=seed, where=config.name)
+    held = set(hold_out(train, fraction=config.validation_fraction, seed=seed, where=config.name))
+    return (
+        [row for place, row in enumerate(train) if place not in held],
+        [row for place, row in enumerate(train) if place in held],
+    )
 
 
 def fetch(name: str, *, subset: str | None, revision: str | None) -> Mapping[str, Any]:
@@ -52,37 +53,6 @@ def fetch(name: str, *, subset: str | None, revision: str | None) -> Mapping[str
             "folder instead (kind: file)",
         ) from error
     return parts
-
-
-def held_out(
-    rows: Sequence[Row], *, fraction: float, seed: int, where: str
-) -> tuple[list[Row], list[Row]]:
-    """Rows to train on, and a seeded share to validate on, both in the order of the rows.
-
-    Args:
-        rows: At least two.
-        fraction: Of the rows that are held out; at least one is, and at least one is not.
-        seed: Of the draw.
-        where: What to call the source in messages.
-
-    Raises:
-        DataError: When there are fewer than two rows.
-    """
-    if len(rows) < 2:
-        raise DataError(
-            f"{where} has too few rows to hold some out for validation",
-            expected="at least 2 rows",
-            got=str(len(rows)),
-            fix="give validation data, or more rows",
-        )
-    count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
-    # A text is hashed with SHA-512 first, as for the order of the rows.
-    chosen = set(random.Random(f"{seed}/held out").sample(range(len(rows)), count))
-    logger.warning(
-        "%s: %d of %d rows are held out for validation (seed %d)", where, count, len(rows), seed
-    )
-    train = [row for place, row in enumerate(rows) if place not in chosen]
-    return train, [rows[place] for place in sorted(chosen)]
 
 
 def records_of(dataset: Any) -> Records:
