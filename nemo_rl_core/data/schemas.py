@@ -53,17 +53,21 @@ def _has_text(column: "Series[str]") -> "pd.Series[bool]":
 
 
 class RowSchema(pa.DataFrameModel):
-    """What every row has."""
+    """What every row has.
+
+    Its checks bear no names, as pandera 0.35 gives those to the first subclass alone; `_WORDS` says
+    what their methods' names mean.
+    """
 
     id: Series[str]
     task: Series[str]
     metadata: Series[str]
 
-    @pa.check("id", name="occurs twice")
+    @pa.check("id")
     def _unique(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805 (pandera binds the class)
         return ~column.duplicated()
 
-    @pa.check("metadata", name="is not a JSON object")
+    @pa.check("metadata")
     def _json(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
         return column.map(_is_json_object)
 
@@ -75,7 +79,7 @@ class PromptSchema(RowSchema):
     answer: Series[str]
     completion: Series[str]
 
-    @pa.check("prompt", "answer", name="is empty")
+    @pa.check("prompt", "answer")
     def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
         return _has_text(column)
 
@@ -83,8 +87,8 @@ class PromptSchema(RowSchema):
 class SftSchema(PromptSchema):
     """A row that can also be trained on with supervision."""
 
-    @pa.check("completion", name="is empty")
-    def _can_be_trained_on(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
+    @pa.check("completion")
+    def _completion_not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
         return _has_text(column)
 
 
@@ -100,7 +104,7 @@ class TextSchema(RowSchema):
 
     text: Series[str]
 
-    @pa.check("text", name="is empty")
+    @pa.check("text")
     def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
         return _has_text(column)
 
@@ -117,7 +121,7 @@ class PreferenceSchema(RowSchema):
     rejected: Series[str]
     margin: Series[float] | None = pa.Field(coerce=True, ge=0, lt=float("inf"))
 
-    @pa.check("prompt", "chosen", "rejected", name="is empty")
+    @pa.check("prompt", "chosen", "rejected")
     def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
         return _has_text(column)
 
@@ -270,6 +274,10 @@ def _num_rows(faults: Faults) -> int:
 _WORDS = {
     "column_in_dataframe": "is missing from every row",
     "not_nullable": "is missing or null",
+    "_unique": "occurs twice",
+    "_not_empty": "is empty",
+    "_completion_not_empty": "is empty",
+    "_json": "is not a JSON object",
 }
 
 

@@ -78,7 +78,7 @@ def fault(turns: Sequence[Turn] | None) -> str | None:
         if role not in _ROLES:
             return f"has the role {str(role)[:20]!r}, not one of {', '.join(_ROLES)}"
         if role not in _FOLLOWS[before]:
-            return f"has a {role} turn " + (f"after a {before} turn" if before else "at its start")
+            return f"has role {role!r} after {before!r}" if before else f"begins with role {role!r}"
         content = turn.get("content")
         if not isinstance(content, str):
             return "has a turn whose content is not text"

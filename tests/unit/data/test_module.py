@@ -220,7 +220,6 @@ def test_a_hub_config_takes_or_makes_a_validation_split(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # load_dataset reads a folder by the same call as a name on the hub.
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
     _jsonl(tmp_path / "data" / "train.jsonl", TRAIN)
     _jsonl(tmp_path / "data" / "test.jsonl", HELD)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
