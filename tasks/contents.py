@@ -14,10 +14,14 @@ from nemo_rl_core.infra.files import hash_file, hash_folder
 
 
 def data_content(data: DataConfig) -> str:
-    """A digest of the user's files; empty where rows are generated."""
+    """A digest of the user's files and folders; empty where rows are generated or on the hub.
+
+    A data set on the hub is known by its name and `revision`: asking the hub at every plan would
+    make a run without a network fail on rows that are cached.
+    """
     if not isinstance(data, FileData):
         return ""
-    return " ".join(_file(Path(name).expanduser()) for name in (data.train, data.validation))
+    return " ".join(_path(Path(name).expanduser()) for name in (data.train, data.validation))
 
 
 def model_content(model: ModelConfig) -> str:
@@ -37,6 +41,10 @@ def reward_content(environment: EnvironmentConfig) -> str:
     except (ImportError, ValueError):
         return ""  # the stage that calls it will say what is wrong
     return _file(Path(spec.origin)) if spec and spec.origin else ""
+
+
+def _path(path: Path) -> str:
+    return hash_folder(path) if path.is_dir() else _file(path)
 
 
 def _file(path: Path) -> str:

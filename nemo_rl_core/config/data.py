@@ -1,4 +1,4 @@
-"""Where prompts come from, and how long they may be."""
+"""Where rows come from, how long they may be, and what happens to those that are too long."""
 
 from typing import Annotated, Literal
 
@@ -6,8 +6,29 @@ from pydantic import Field, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 
+MaskKind = Literal["all_assistant_turns", "final_turn"]
+"""Which turns of a conversation are trained on."""
 
-class ArithmeticData(FrozenConfig):
+
+class RowPolicy(FrozenConfig):
+    """What every kind of data says about its rows.
+
+    Attributes:
+        max_sequence_tokens: The longest row, prompt and completion together, chat template
+            included; None leaves the length to the micro-batch budget.
+        overlong: What becomes of rows beyond that length (or of prompts beyond
+            `max_prompt_tokens`): all data refused, the rows dropped, or the rows cut at the end.
+        duplicates: What becomes of rows that ask the same as an earlier row.
+        mask: Which turns of a conversation are trained on.
+    """
+
+    max_sequence_tokens: PositiveInt | None = None
+    overlong: Literal["refuse", "drop", "truncate"] = "refuse"
+    duplicates: Literal["refuse", "drop", "keep"] = "refuse"
+    mask: MaskKind = "all_assistant_turns"
+
+
+class ArithmeticData(RowPolicy):
     """Generated sums of two numbers; train and validation never share a problem."""
 
     kind: Literal["arithmetic"] = "arithmetic"
@@ -27,7 +48,7 @@ class ArithmeticData(FrozenConfig):
         return self
 
 
-class ReasoningGymData(FrozenConfig):
+class ReasoningGymData(RowPolicy):
     """Procedurally generated tasks from reasoning-gym, mixed in equal parts."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
@@ -39,16 +60,45 @@ class ReasoningGymData(FrozenConfig):
     max_prompt_tokens: PositiveInt = 256
 
 
-class FileData(FrozenConfig):
-    """Rows of your own: jsonl, csv or parquet with columns `prompt` and `answer`.
+class FileData(RowPolicy):
+    """Rows of your own: jsonl, csv, parquet or arrow, a folder of one of these, or a folder that
+    `datasets` saved.
 
-    An optional `completion` column is what SFT trains on (the answer, where it is left out).
+    The columns say what the rows are; `nemo_rl_core.data.datasets.formats` lists what is
+    understood. `rename` maps columns of yours to those names.
     """
 
     kind: Literal["file"] = "file"
     train: str = Field(min_length=1)
     validation: str = Field(min_length=1)
+    rename: dict[str, str] = Field(default_factory=dict)
     max_prompt_tokens: PositiveInt = 512
 
 
-DataConfig = Annotated[ArithmeticData | ReasoningGymData | FileData, Field(discriminator="kind")]
+class HubData(RowPolicy):
+    """Rows from the Hugging Face hub.
+
+    Attributes:
+        name: As `organization/name`.
+        subset: The configuration, where the data set has several.
+        revision: A commit or tag; without one, rows may change under the same name.
+        train: The split to train on.
+        validation: The split to validate on; None holds out `validation_fraction` of the training
+            split, drawn with the recipe's seed.
+        rename: Columns of the data set by the names that are understood here.
+    """
+
+    kind: Literal["hub"] = "hub"
+    name: str = Field(min_length=1)
+    subset: str | None = None
+    revision: str | None = None
+    train: str = Field(default="train", min_length=1)
+    validation: str | None = None
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
+    rename: dict[str, str] = Field(default_factory=dict)
+    max_prompt_tokens: PositiveInt = 512
+
+
+DataConfig = Annotated[
+    ArithmeticData | ReasoningGymData | FileData | HubData, Field(discriminator="kind")
+]

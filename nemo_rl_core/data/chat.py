@@ -1,8 +1,17 @@
-"""Text as token ids, the way the model's own chat template wants it."""
+"""Text as token ids, the way the model's own chat template wants it.
 
+Which tokens belong to which turn is found by rendering the conversation up to a turn and up to its
+end: both must be beginnings of the whole, as text and as tokens. So no template needs generation
+marks, and a template that renders a turn differently once others follow (some drop reasoning) is
+refused instead of trained on wrongly. Left out: templates that take tool definitions.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_core.config.data import MaskKind
+from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.errors import DataError
 
 
@@ -21,6 +30,15 @@ class SupervisedExample:
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that a loss sees; nothing predicts the first token, whatever its mask says."""
+        return sum(self.loss_mask[1:])
+
+    def truncated(self, max_tokens: int | None) -> "SupervisedExample":
+        """The first `max_tokens` tokens; all of them for None."""
+        return SupervisedExample(self.token_ids[:max_tokens], self.loss_mask[:max_tokens])
 
 
 def prompt_token_ids(tokenizer: Any, text: str) -> list[int]:
@@ -52,43 +70,192 @@ def supervised_example(tokenizer: Any, prompt: str, completion: str) -> Supervis
             that training would see another prompt than sampling; when the completion is empty; or
             when there is no end-of-sequence token.
     """
+    turns = [*_user(prompt), {"role": "assistant", "content": completion}]
+    return _aligned(tokenizer, turns, trained=[1], row=f"the row with prompt {prompt[:80]!r}")
+
+
+def conversation_example(
+    tokenizer: Any, messages: Sequence[Turn], *, mask: MaskKind = "all_assistant_turns"
+) -> SupervisedExample:
+    """Tokens of a conversation, trained on what the assistant says and on the end of its turns.
+
+    System, user and tool turns and what the template writes around them are masked.
+
+    Args:
+        tokenizer: A transformers tokenizer, with a chat template unless there are two turns only.
+        messages: Turns, the last of them the assistant's; see `turns.fault`.
+        mask: Every turn of the assistant, or the last alone.
+
+    Raises:
+        DataError: When the template renders the beginning of the conversation differently once more
+            follows, or a turn begins or ends inside a token.
+    """
+    turns = list(messages)
+    spoken = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    row = f"the conversation that begins with {str(turns[0].get('content'))[:80]!r}"
+    if not spoken or spoken[-1] != len(turns) - 1:
+        raise DataError(
+            f"{row} does not end with an assistant turn",
+            expected="an assistant turn at the end",
+            got=f"the roles {', '.join(str(turn['role']) for turn in turns)[-80:]}",
+            fix="remove the turns behind the assistant's last, or the row",
+        )
+    trained = spoken if mask == "all_assistant_turns" else spoken[-1:]
+    return _aligned(tokenizer, turns, trained=trained, row=row)
+
+
+def text_example(tokenizer: Any, text: str) -> SupervisedExample:
+    """Plain text, trained on from its second token through the end-of-sequence token.
+
+    Raises:
+        DataError: When there is no end-of-sequence token.
+    """
+    _require_eos(tokenizer)
+    ids = _through_eos(tokenizer, list(tokenizer.encode(text)))
+    return SupervisedExample(tuple(ids), (False,) + (True,) * (len(ids) - 1))
+
+
+def preference_example(
+    tokenizer: Any, row: Mapping[str, Any]
+) -> tuple[SupervisedExample, SupervisedExample]:
+    """The chosen and the rejected answer to one prompt, each trained on behind the prompt.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        row: `prompt`, `chosen` and `rejected`, each a text, a list of turns, or its JSON; and
+            `max_tokens`, where both are cut.
+
+    Raises:
+        DataError: As for `conversation_example`.
+    """
+    prompt = as_turns(row["prompt"], role="user")
+    chosen, rejected = (
+        _answered(tokenizer, prompt, as_turns(row[side], role="assistant")).truncated(_limit(row))
+        for side in ("chosen", "rejected")
+    )
+    return chosen, rejected
+
+
+def examples_of(tokenizer: Any, row: Mapping[str, Any]) -> dict[str, SupervisedExample]:
+    """The tokenised form of a row of any kind, told from its columns.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        row: As `schemas.validate_rows` leaves it.
+
+    Returns:
+        `chosen` and `rejected` of a preference pair, `row` of all other kinds.
+    """
+    if "chosen" in row:
+        chosen, rejected = preference_example(tokenizer, row)
+        return {"chosen": chosen, "rejected": rejected}
+    if "messages" in row:
+        turns = as_turns(row["messages"], role="user")
+        example = conversation_example(tokenizer, turns, mask=row["mask"])
+    elif "text" in row:
+        example = text_example(tokenizer, row["text"])
+    else:
+        example = supervised_example(tokenizer, row["prompt"], row["completion"])
+    return {"row": example.truncated(_limit(row))}
+
+
+def _limit(row: Mapping[str, Any]) -> int | None:
+    return int(row["max_tokens"]) if "max_tokens" in row else None
+
+
+def _answered(tokenizer: Any, prompt: list[Turn], answer: list[Turn]) -> SupervisedExample:
+    """The assistant's turns of an answer, trained on; those of the prompt are not."""
+    trained = [
+        place for place, turn in enumerate(answer, start=len(prompt)) if turn["role"] == "assistant"
+    ]
+    row = f"the pair with prompt {str(prompt[-1]['content'])[:80]!r}"
+    return _aligned(tokenizer, [*prompt, *answer], trained=trained, row=row)
+
+
+def _aligned(
+    tokenizer: Any, turns: list[Turn], *, trained: Sequence[int], row: str
+) -> SupervisedExample:
+    """A conversation whose last turn is trained on, like the others that `trained` counts."""
+    _require_eos(tokenizer)
+    text, ids = _rendered(tokenizer, turns, row, add_generation_prompt=False)
+    mask = [False] * len(ids)
+    for place in trained:
+        before = _rendered(tokenizer, turns[:place], row, add_generation_prompt=True)
+        start = _border(before, (text, ids), row)
+        if place == len(turns) - 1:
+            answer = _through_eos(tokenizer, ids[start:])
+            if len(answer) < 2:
+                raise DataError(
+                    f"{row} has an empty completion",
+                    got=repr(turns[-1]["content"][:80]),
+                    fix="fill its column `completion`, or remove the row",
+                )
+            ids, mask = ids[:start] + answer, mask[:start] + [True] * len(answer)
+        else:
+            through = _rendered(tokenizer, turns[: place + 1], row, add_generation_prompt=False)
+            end = _border(through, (text, ids), row)
+            spoken = _through_end_of_turn(tokenizer, ids[start:end])
+            mask[start : start + len(spoken)] = [True] * len(spoken)
+    return SupervisedExample(token_ids=tuple(ids), loss_mask=tuple(mask))
+
+
+_Rendered = tuple[str, list[int]]
+
+
+def _rendered(
+    tokenizer: Any, turns: list[Turn], row: str, *, add_generation_prompt: bool
+) -> _Rendered:
+    if tokenizer.chat_template:
+        text = _render(tokenizer, turns, add_generation_prompt=add_generation_prompt)
+        return text, _encode(tokenizer, text)
+    if [turn["role"] for turn in turns] not in (["user"], ["user", "assistant"]):
+        raise DataError(
+            f"{row} has several turns, and the tokenizer has no chat template to write them with",
+            expected="one user turn and one assistant turn",
+            got=", ".join(str(turn["role"]) for turn in turns)[:80],
+            fix="take the tokenizer of a chat model, or set its chat_template",
+        )
+    text = "".join(turn["content"] for turn in turns)
+    return text, list(tokenizer.encode(text))
+
+
+def _border(beginning: _Rendered, whole: _Rendered, row: str) -> int:
+    """The number of tokens in the beginning, once it is seen to be a beginning of the whole."""
+    (start_text, start), (text, ids) = beginning, whole
+    if not text.startswith(start_text):
+        agreed = next(
+            (n for n, (a, b) in enumerate(zip(start_text, text, strict=False)) if a != b), len(text)
+        )
+        raise DataError(
+            f"{row} cannot be split into its turns: the chat template renders an earlier turn "
+            "differently when others follow",
+            expected=f"text that goes on with {start_text[agreed : agreed + 40]!r}",
+            got=repr(text[agreed : agreed + 40]),
+            fix="train on the last turn alone (mask: final_turn), or use a chat template that "
+            "renders a turn the same whether or not it is the last",
+        )
+    if ids[: len(start)] != start:
+        raise DataError(
+            f"{row} cannot be split into prompt and completion: "
+            "its prompt is tokenized differently when the completion follows",
+            expected=f"tokens that start with {start[-5:]} at position {max(len(start) - 5, 0)}",
+            got=str(ids[max(len(start) - 5, 0) : len(start) + 1]),
+            fix="end prompts where a token ends (without a trailing space), or use a chat template "
+            "that ends turns with a token of its own",
+        )
+    return len(start)
+
+
+def _require_eos(tokenizer: Any) -> None:
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop",
             fix="set eos_token in the model's tokenizer_config.json",
         )
-    start = prompt_token_ids(tokenizer, prompt)
-    whole = _whole_token_ids(tokenizer, prompt, completion)
-    if whole[: len(start)] != start:
-        raise DataError(
-            f"the row with prompt {prompt[:80]!r} cannot be split into prompt and completion: "
-            "its prompt is tokenized differently when the completion follows",
-            expected=f"tokens that start with {start[-5:]} at position {max(len(start) - 5, 0)}",
-            got=str(whole[max(len(start) - 5, 0) : len(start) + 1]),
-            fix="end prompts where a token ends (without a trailing space), or use a chat template "
-            "that renders a turn the same whether or not it is the last",
-        )
-    answer = _through_eos(tokenizer, whole[len(start) :])
-    if len(answer) < 2:
-        raise DataError(
-            f"the row with prompt {prompt[:80]!r} has an empty completion",
-            got=repr(completion[:80]),
-            fix="fill its column `completion`, or remove the row",
-        )
-    return SupervisedExample(
-        token_ids=(*start, *answer),
-        loss_mask=(False,) * len(start) + (True,) * len(answer),
-    )
-
-
-def _whole_token_ids(tokenizer: Any, prompt: str, completion: str) -> list[int]:
-    if not tokenizer.chat_template:
-        return list(tokenizer.encode(prompt + completion))
-    turns = [*_user(prompt), {"role": "assistant", "content": completion}]
-    return _encode(tokenizer, _render(tokenizer, turns, add_generation_prompt=False))
 
 
 def _through_eos(tokenizer: Any, ids: list[int]) -> list[int]:
+    """A last turn, cut behind its end-of-sequence token, which is appended where there is none."""
     eos: int = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
@@ -97,11 +264,18 @@ def _through_eos(tokenizer: Any, ids: list[int]) -> list[int]:
     return [*ids, eos]
 
 
-def _user(text: str) -> list[dict[str, str]]:
+def _through_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
+    """An earlier turn, cut behind the special token that ends it; whole where none does."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    last = max((place for place, token in enumerate(ids) if token in special), default=len(ids) - 1)
+    return ids if tokenizer.decode(ids[last + 1 :]).strip() else ids[: last + 1]
+
+
+def _user(text: str) -> list[Turn]:
     return [{"role": "user", "content": text}]
 
 
-def _render(tokenizer: Any, turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+def _render(tokenizer: Any, turns: list[Turn], *, add_generation_prompt: bool) -> str:
     text: str = tokenizer.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=add_generation_prompt
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.types import Prompt
+from nemo_rl_core.types import Prompt, Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +23,8 @@ class PromptLoader(Generic[T]):
 
     The rows of all epochs, each shuffled on its own, form one endless sequence, and step `k` takes
     the slice from `k * batch_size`. So each row comes once an epoch whatever the batch size is, and
-    a run that resumes at any step needs no state. A batch across two epochs may hold a row twice.
+    a run that resumes at any step, to the row, needs no state: nothing of this object is saved, and
+    a fresh one gives the same batches. A batch across two epochs may hold a row twice.
 
     Args:
         prompts: What to draw from.
@@ -115,13 +116,34 @@ def load_frame(folder: Path) -> "pd.DataFrame":
         ) from error
 
 
+def load_records(folder: Path) -> list[Row]:
+    """The rows of a data set folder, each by its columns' names, in the order of the file.
+
+    Raises:
+        DataError: When the folder holds no readable rows.
+    """
+    records = load_frame(folder).to_dict("records")
+    return [{str(column): value for column, value in record.items()} for record in records]
+
+
 def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
     """The rows of a data set folder as prompts, tokenized, in the order of the file.
 
     Args:
         folder: A folder that `save_frame` wrote.
         tokenizer: The model's tokenizer.
+
+    Raises:
+        DataError: When its rows are no prompts with answers.
     """
+    rows = load_records(folder)
+    if rows and not {"prompt", "answer"} <= rows[0].keys():
+        raise DataError(
+            "the data set holds no prompts with answers, so nothing can be sampled and scored",
+            expected="the columns prompt and answer, or prompt and completion",
+            got=f"the columns {', '.join(rows[0])}",
+            fix="train on it with sft (messages, text), or dpo or a reward model (pairs)",
+        )
     return [
         Prompt(
             id=row["id"],
@@ -131,5 +153,5 @@ def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
             task=row["task"],
             metadata=row["metadata"],
         )
-        for row in load_frame(folder).to_dict("records")
+        for row in rows
     ]

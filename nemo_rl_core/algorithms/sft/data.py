@@ -1,22 +1,35 @@
-"""Rows of prompt and completion as token sequences with a mask on the completion."""
+"""Rows to train on with supervision as token sequences with a mask on what is trained."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.data.chat import SupervisedExample, supervised_example
+from nemo_rl_core.data.chat import SupervisedExample, examples_of
 from nemo_rl_core.data.collate import collate
-from nemo_rl_core.data.loader import load_frame
+from nemo_rl_core.data.loader import load_records
+from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import DataError
 
 
 def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
-    """All rows of a data set folder, tokenized."""
-    frame = load_frame(folder)
-    return [
-        supervised_example(tokenizer, prompt, completion)
-        for prompt, completion in zip(frame["prompt"], frame["completion"], strict=True)
-    ]
+    """All rows of a data set folder, tokenized: prompts, conversations or plain text.
+
+    The rows say themselves which turns are trained on (`mask`) and where they are cut
+    (`max_tokens`), as `schemas.validate_rows` has set it.
+
+    Raises:
+        DataError: For preference pairs, or a row whose turns cannot be told apart.
+    """
+    rows = load_records(folder)
+    if rows and row_kind(rows[0]) == "preferences":
+        raise DataError(
+            "the data set holds preference pairs, which supervised training cannot use",
+            expected="prompts with completions, conversations (messages), or text",
+            got=f"the columns {', '.join(rows[0])}",
+            fix="train on it with dpo or as a reward model, or rename chosen to completion",
+        )
+    return [examples_of(tokenizer, row)["row"] for row in rows]
 
 
 def sft_batch(examples: Sequence[SupervisedExample]) -> BatchedDataDict:

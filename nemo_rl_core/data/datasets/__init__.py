@@ -1,6 +1,12 @@
 """Readers of rows, one a file, each found by the `kind` of its config."""
 
-from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData, ReasoningGymData
+from nemo_rl_core.config.data import (
+    ArithmeticData,
+    DataConfig,
+    FileData,
+    HubData,
+    ReasoningGymData,
+)
 from nemo_rl_core.types import Row
 
 
@@ -9,7 +15,7 @@ def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
 
     Args:
         config: What to read or to generate.
-        seed: Of generated rows; rows from files do not depend on it.
+        seed: Of generated rows and of rows held out; rows from files do not depend on it.
 
     Raises:
         DataError: When the rows cannot be read or made.
@@ -27,3 +33,7 @@ def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
             from nemo_rl_core.data.datasets import files
 
             return files.load(config)
+        case HubData():
+            from nemo_rl_core.data.datasets import hub
+
+            return hub.load(config, seed=seed)

@@ -1,7 +1,7 @@
-"""Rows of the user's own, from jsonl, csv or parquet.
+"""Rows of the user's own: jsonl, csv, parquet and arrow files, folders of them, saved data sets.
 
-Read without `datasets`: it copies every file into a cache of its own, and guesses types (an answer
-`007` of a csv would become 7).
+Files are read without `datasets`: it copies every file into a cache of its own, and guesses types
+(an answer `007` of a csv would become 7). Folders that it saved are read with it.
 """
 
 import csv
@@ -12,26 +12,74 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.data import FileData
+from nemo_rl_core.data.datasets.formats import recognise
+from nemo_rl_core.data.datasets.hub import records_of, renamed
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-_REQUIRED = ("prompt", "answer")
+Records = list[dict[str, Any]]
 
 
 def load(config: FileData) -> tuple[list[Row], list[Row]]:
-    """Training rows and validation rows, in the order of their files.
-
-    Columns that a file leaves out are filled: `id` with the row's number, `completion` with the
-    answer, `task` with `file`, `metadata` with `{}`. Numbers become text; all else is left as it is
-    for `schemas.validate_rows` to judge. Columns of other names are ignored.
+    """Training rows and validation rows, in the order of their files, as `formats.recognise` says.
 
     Raises:
-        DataError: When a file is missing, cannot be read, or lacks `prompt` or `answer`.
+        DataError: When a file is missing, cannot be read, or is in no known format.
     """
-    return _load(Path(config.train)), _load(Path(config.validation))
+    train, validation = (
+        recognise(
+            renamed(read_records(Path(name).expanduser()), config.rename),
+            where=f"the data file {name}",
+            task="file",
+        )
+        for name in (config.train, config.validation)
+    )
+    return train, validation
 
 
-def _load(path: Path) -> list[Row]:
+def read_records(path: Path) -> Records:
+    """The records of a file, of a folder that `datasets` saved, or of all files of a folder.
+
+    Args:
+        path: Of a folder, files are taken in the order of their names, and all of one suffix.
+
+    Raises:
+        DataError: When it is missing or cannot be read, or holds several kinds of files.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(part.name for part in path.iterdir() if part.is_dir())
+        raise DataError(
+            f"the folder {path} holds several splits",
+            expected="the folder of one split, or DataModule.of(folder)",
+            got=f"splits {', '.join(splits)}",
+            fix="name the folder of a split, such as .../train",
+        )
+    if (path / "state.json").is_file():
+        return _read_saved(path)
+    return [record for file in data_files(path) for record in _read_file(file)]
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The data files of a folder, sorted by name.
+
+    Raises:
+        DataError: When there are none, or their suffixes differ.
+    """
+    found = sorted(file for file in folder.iterdir() if file.suffix.lower() in _READERS)
+    suffixes = sorted({file.suffix.lower() for file in found})
+    if len(suffixes) != 1:
+        raise DataError(
+            f"the folder {folder} cannot be read as one data set",
+            expected=f"files of one suffix of {', '.join(_READERS)}, or a saved data set",
+            got=f"files of {' and '.join(suffixes)}" if suffixes else "no such file",
+            fix="name one file, or keep the data in a folder of its own",
+        )
+    return found
+
+
+def _read_file(path: Path) -> Records:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(
@@ -44,47 +92,13 @@ def _load(path: Path) -> list[Row]:
         raise DataError(
             f"the data file {path} does not exist",
             expected="a file, named absolutely or from the current directory",
-            got="a folder" if path.is_dir() else "nothing there",
+            got="nothing there",
             fix="correct data.train or data.validation",
         )
-    records = reader(path)
-    present = {column for record in records for column in record}
-    missing = [column for column in _REQUIRED if column not in present]
-    if records and missing:
-        raise DataError(
-            f"the data file {path} lacks the column {' and the column '.join(missing)}",
-            expected=f"the columns {' and '.join(_REQUIRED)}",
-            got=", ".join(sorted(map(str, present)))[:160] or "no columns",
-            fix="rename the columns",
-        )
-    return [_row(number, record) for number, record in enumerate(records)]
+    return reader(path)
 
 
-def _row(number: int, record: dict[str, Any]) -> Row:
-    answer = _text(record.get("answer"))
-    return {
-        "id": _filled(record.get("id"), str(number)),
-        "prompt": _text(record.get("prompt")),
-        "answer": answer,
-        "completion": _filled(record.get("completion"), answer),
-        "task": _filled(record.get("task"), "file"),
-        "metadata": _filled(record.get("metadata"), "{}"),
-    }
-
-
-def _filled(value: Any, default: Any) -> Any:
-    return default if value is None or value == "" else _text(value)
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return value
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def _read_jsonl(path: Path) -> Records:
     records = []
     # Not `splitlines`, which also breaks at characters that are legal inside a JSON string.
     for number, line in enumerate(_decoded(path).split("\n"), start=1):
@@ -100,7 +114,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _read_csv(path: Path) -> list[dict[str, Any]]:
+def _read_csv(path: Path) -> Records:
     # The default limit of 128 KiB a field is not one that this project sets.
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(_decoded(path).splitlines(keepends=True), strict=True)
@@ -111,21 +125,46 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
         raise _unreadable(path, f"line {reader.line_num}: {error}") from error
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        records: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        records: Records = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, str(error)) from error
     return records
 
 
-_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+def _read_arrow(path: Path) -> Records:
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(path)) as file:
+            # `datasets` writes the stream form, and Feather (version 2) is the file form.
+            is_file_form = file.read(6) == b"ARROW1"
+            file.seek(0)
+            open_form = pa.ipc.open_file if is_file_form else pa.ipc.open_stream
+            records: Records = open_form(file).read_all().to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, str(error)) from error
+    return records
+
+
+def _read_saved(folder: Path) -> Records:
+    from datasets import load_from_disk
+
+    try:
+        return records_of(load_from_disk(str(folder)))
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(folder, str(error)) from error
+
+
+_READERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }
 
 
@@ -138,9 +177,10 @@ def _decoded(path: Path) -> str:
 
 
 def _unreadable(path: Path, reason: str) -> DataError:
+    lines = path.suffix.lower() in (".jsonl", ".csv")
     return DataError(
         f"the data file {path} cannot be read",
-        expected=f"UTF-8 {path.suffix} with one row a line" if path.suffix != ".parquet" else None,
+        expected=f"UTF-8 {path.suffix} with one row a line" if lines else None,
         got=reason[:200],
         fix="mend the file, or write it again",
     )

@@ -15,7 +15,7 @@ from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.data import ArithmeticData
+from nemo_rl_core.config.data import ArithmeticData, RowPolicy
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.errors import ConfigError
 from tasks.experiment import GRPOExperiment
@@ -110,6 +110,25 @@ def test_all_sums_may_be_used_and_not_one_more() -> None:
     ArithmeticData(num_train=99, num_validation=1, max_operand=9)
     with pytest.raises(ValidationError, match="only 100 different sums"):
         ArithmeticData(num_train=99, num_validation=2, max_operand=9)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"kind": "arithmetic"},
+        {"kind": "reasoning_gym"},
+        {"kind": "file", "train": "a.jsonl", "validation": "b"},
+        {"kind": "hub", "name": "organization/name"},
+    ],
+)
+def test_every_kind_of_data_says_what_becomes_of_its_rows(data: dict) -> None:
+    loaded = GRPOExperiment(data={**data, "overlong": "drop", "max_sequence_tokens": 9}).data
+    assert isinstance(loaded, RowPolicy)
+    assert (loaded.overlong, loaded.max_sequence_tokens) == ("drop", 9)
+    assert (loaded.duplicates, loaded.mask) == ("refuse", "all_assistant_turns")
+    assert loaded.max_prompt_tokens > 0
+    with pytest.raises(RecipeError, match="overlong"):
+        GRPOExperiment(data={**data, "overlong": "cut"})
 
 
 def test_a_batch_of_all_sequences_and_of_a_divisor_is_accepted() -> None:

@@ -1,8 +1,11 @@
+import json
 from typing import Any
 
 import pytest
 
-from nemo_rl_core.data.schemas import COLUMNS, check_disjoint, validate_rows
+from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.data.chat import examples_of
+from nemo_rl_core.data.schemas import COLUMNS, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
@@ -100,3 +103,155 @@ def test_prompts_in_both_sets_are_refused() -> None:
     assert "2 of 4 validation prompts" in str(caught.value)
     assert "rows 0, 1; the first is '4+1='" in str(caught.value)
     check_disjoint(_rows(8)[:4], _rows(8)[4:])
+
+
+def _turns(*texts: str) -> str:
+    roles = ("user", "assistant") * len(texts)
+    return json.dumps(
+        [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    )
+
+
+def _as_rows(*contents: Row) -> list[Row]:
+    return [
+        {"id": str(number), "task": "t", "metadata": "{}", **content}
+        for number, content in enumerate(contents)
+    ]
+
+
+def _validate(rows: list[Row], **policy: Any) -> Any:
+    return validate_rows(
+        rows,
+        tokenizer=TOKENIZER,
+        max_prompt_tokens=None,
+        name="train",
+        policy=RowPolicy(**policy),
+    )
+
+
+CONVERSATION: Row = {"messages": _turns("1+1=", "2")}
+PAIR: Row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        (CONVERSATION, {"messages": "hello"}, "messages is not a list of messages: rows 1"),
+        (CONVERSATION, {"messages": 7}, "messages is not text: rows 1"),
+        (CONVERSATION, {"messages": _turns("1", " ")}, "messages has an empty turn: rows 1"),
+        (CONVERSATION, {"messages": _turns("1")}, "does not end with an assistant turn: rows 1"),
+        (CONVERSATION, CONVERSATION, "conversation up to its last turn occurs twice: rows 1"),
+        (PAIR, {**PAIR, "prompt": "2"} | {"rejected": "2"}, "chosen equals rejected: rows 1"),
+        (PAIR, {**PAIR, "chosen": ""}, "chosen is empty: rows 1"),
+        (PAIR, {**PAIR, "rejected": None}, "rejected is missing or null: rows 1"),
+        (PAIR, PAIR, "pair occurs twice: rows 1"),
+        (PAIR, {**PAIR, "prompt": _turns("1", "2")}, "has role 'assistant' after 'assistant'"),
+        ({**PAIR, "margin": 1.0}, {**PAIR, "prompt": "3", "margin": -1.0}, "margin"),
+        ({"text": "1"}, {"text": " "}, "text is empty: rows 1"),
+        ({"text": "1"}, {"text": "1"}, "text occurs twice: rows 1"),
+    ],
+)
+def test_other_kinds_name_their_bad_rows(good: Row, bad: Row, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        _validate(_as_rows(good, bad))
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 10
+
+
+def test_pairs_may_share_a_prompt() -> None:
+    frame = _validate(_as_rows(PAIR, {**PAIR, "rejected": "4"}))
+    assert len(frame) == 2
+    assert tuple(frame.columns) == ("id", "prompt", "chosen", "rejected", "task", "metadata")
+
+
+def test_margins_are_kept_as_numbers() -> None:
+    frame = _validate(_as_rows({**PAIR, "margin": 0.5}))
+    assert frame["margin"].tolist() == [0.5]
+
+
+# <bos> 1 + 1 = 2 <eos>: 7 tokens, of which the last two are trained on; the long one has 10.
+LONG: Row = {"messages": _turns("1+1+1+1=", "4")}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({}, "row has more than 7 tokens (max_sequence_tokens): rows 1"),
+        # Cut at 7 tokens, the long row ends inside its prompt.
+        ({"overlong": "truncate"}, "row has no token that is trained on: rows 1"),
+    ],
+)
+def test_long_rows_are_refused_by_number(policy: Row, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        _validate(_as_rows(CONVERSATION, LONG), max_sequence_tokens=7, **policy)
+    assert said in str(caught.value)
+
+
+def test_long_rows_are_dropped_or_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    longer: Row = {"messages": _turns("1+2=", "3+0+0")}
+    rows = _as_rows(CONVERSATION, longer, {"messages": _turns("2+2=", "4")})
+    with caplog.at_level("WARNING"):
+        dropped = _validate(rows, max_sequence_tokens=7, overlong="drop")
+        cut = _validate(rows, max_sequence_tokens=7, overlong="truncate")
+    assert dropped["id"].tolist() == ["0", "2"]
+    assert dropped.index.tolist() == [0, 1]
+    assert "max_tokens" not in dropped
+    assert cut["id"].tolist() == ["0", "1", "2"]
+    assert cut["max_tokens"].tolist() == [7, 7, 7]
+    assert "1 rows dropped: row has more than 7 tokens" in caplog.text
+    assert "1 rows cut at 7 tokens" in caplog.text
+    # <bos> 1 + 2 = then 3 and +: the end is cut off.
+    example = examples_of(TOKENIZER, cut.to_dict("records")[1])["row"]
+    assert TOKENIZER.decode(list(example.token_ids)) == "<bos>1+2=3+"
+    assert example.loss_mask == (False,) * 5 + (True,) * 2
+
+
+def test_a_prompt_to_sample_from_is_dropped_or_refused_but_never_cut() -> None:
+    rows = [*_rows(3), {**_rows(4)[3], "prompt": "10+10="}]
+
+    def check(overlong: str) -> Any:
+        policy = RowPolicy(overlong=overlong)
+        return validate_rows(
+            rows, tokenizer=TOKENIZER, max_prompt_tokens=5, name="train", policy=policy
+        )
+
+    assert len(check("drop")) == 3
+    with pytest.raises(DataError, match="more than 5 tokens"):
+        check("truncate")
+
+
+def test_repeated_rows_are_dropped_or_kept_when_asked() -> None:
+    rows = _as_rows({"text": "1"}, {"text": "2"}, {"text": "1"})
+    assert _validate(rows, duplicates="drop")["id"].tolist() == ["0", "1"]
+    assert _validate(rows, duplicates="keep")["id"].tolist() == ["0", "1", "2"]
+
+
+def test_nothing_left_is_refused() -> None:
+    with pytest.raises(DataError, match="no rows left") as caught:
+        _validate(_as_rows(LONG), max_sequence_tokens=3, overlong="drop")
+    assert "max_sequence_tokens" in str(caught.value)
+
+
+def test_pairs_and_conversations_in_both_sets_are_refused() -> None:
+    other = {**PAIR, "chosen": "22"}
+    with pytest.raises(DataError, match="1 of 1 validation prompts"):
+        check_disjoint(_as_rows(PAIR), _as_rows(other))
+    same = {"messages": _turns("1+1=", "two")}
+    with pytest.raises(DataError, match="1 of 1 validation prompts"):
+        check_disjoint(_as_rows(CONVERSATION), _as_rows(same))
+    # The same opening is no shared question.
+    further = {"messages": _turns("1+1=", "2", "2+2=", "4")}
+    check_disjoint(_as_rows(CONVERSATION), _as_rows(further))
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        (COLUMNS, "prompts"),
+        (("id", "messages"), "conversations"),
+        (("id", "text"), "text"),
+        (("prompt", "chosen", "rejected"), "preferences"),
+    ],
+)
+def test_columns_tell_the_kind(columns: tuple[str, ...], kind: str) -> None:
+    assert row_kind(columns) == kind

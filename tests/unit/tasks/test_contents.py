@@ -51,6 +51,23 @@ def test_a_changed_file_reaches_the_stages_that_read_it(
     assert {stage for stage in STAGES if before[stage] != after[stage]} == stages
 
 
+def test_a_changed_file_of_a_folder_reaches_the_data_stage(tmp_path: Path) -> None:
+    for part in ("train", "validation"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "0.jsonl").write_text("1")
+    data = {"kind": "file", **{part: str(tmp_path / part) for part in ("train", "validation")}}
+    before = hashes({"data": data})
+    (tmp_path / "train" / "1.jsonl").write_text("2")
+    after = hashes({"data": data})
+    assert {stage for stage in STAGES if before[stage] != after[stage]} == {"data"}
+
+
+def test_a_hub_data_set_is_known_by_name_and_revision() -> None:
+    one, other = ({"kind": "hub", "name": "a/b", "revision": word} for word in ("v1", "v2"))
+    assert plan(config=GRPOExperiment.model_validate({"data": one})).data.content == ""
+    assert hashes({"data": one})["data"] != hashes({"data": other})["data"]
+
+
 def test_names_of_what_is_not_here_have_no_content() -> None:
     stages = plan(
         config=GRPOExperiment.model_validate(

@@ -1,0 +1,120 @@
+"""What rows mean, and what their tokens are: faults that a table's types do not show.
+
+Every function returns what is wrong by the rows that it is wrong with, counted from 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.data.chat import examples_of, prompt_token_ids
+from nemo_rl_core.data.turns import as_turns, fault, stored, turns_of
+from nemo_rl_core.errors import DataError
+
+Faults = dict[str, list[int]]
+"""Rows, counted from 0, by what is wrong with them."""
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def asked(row: Mapping[str, Any]) -> str:
+    """What a row asks: its prompt, a conversation up to its last turn, or the whole of a text."""
+    if "messages" in row:
+        turns = turns_of(row["messages"])
+        return str(stored(turns[:-1]) if turns and len(turns) > 1 else row["messages"])
+    return str(row["text"] if "text" in row else row["prompt"])
+
+
+def repeated(rows: Records) -> Faults:
+    """Rows that ask the same as an earlier one; several pairs may share a prompt, not all three."""
+    seen: set[str] = set()
+    found = []
+    for place, row in enumerate(rows):
+        key = "\n".join((asked(row), str(row.get("chosen")), str(row.get("rejected"))))
+        if key in seen:
+            found.append(place)
+        seen.add(key)
+    names = {"chosen": "pair", "messages": "conversation up to its last turn", "text": "text"}
+    name = next((word for column, word in names.items() if rows and column in rows[0]), "prompt")
+    return {f"{name} occurs twice": found} if found else {}
+
+
+def meaning_faults(rows: Records) -> Faults:
+    """Roles out of order, empty turns, and answers that cannot be told apart."""
+    found: Faults = {}
+    for place, row in enumerate(rows):
+        for said in _row_faults(row):
+            found.setdefault(said, []).append(place)
+    return found
+
+
+def _row_faults(row: Mapping[str, Any]) -> list[str]:
+    if "messages" in row:
+        wrong = fault(turns_of(row["messages"]))
+        return [f"messages {wrong}"] if wrong else []
+    if "chosen" not in row:
+        return []
+    found = [
+        f"prompt with {side} {wrong}"
+        for side in ("chosen", "rejected")
+        if (wrong := _pair_fault(row["prompt"], row[side]))
+    ]
+    return [*found, "chosen equals rejected"] if row["chosen"] == row["rejected"] else found
+
+
+def _pair_fault(prompt: Any, answer: Any) -> str | None:
+    turns = as_turns(answer, role="assistant")
+    return fault([*as_turns(prompt, role="user"), *turns])
+
+
+def prompt_faults(
+    rows: Records, tokenizer: Any, *, max_prompt_tokens: int | None
+) -> tuple[Faults, Faults]:
+    """Prompts to sample from that the tokenizer cannot write, and those that are too long."""
+    unknown: Faults = {}
+    too_long: Faults = {}
+    for place, row in enumerate(rows):
+        if not isinstance(row.get("prompt"), str):
+            continue
+        ids = prompt_token_ids(tokenizer, row["prompt"])
+        if _num_unknown(tokenizer, ids):
+            unknown.setdefault("prompt has unknown characters", []).append(place)
+        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
+            said = f"prompt has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
+            too_long.setdefault(said, []).append(place)
+    return unknown, too_long
+
+
+def example_faults(rows: Records, tokenizer: Any, policy: RowPolicy) -> tuple[Faults, Faults]:
+    """Rows without a token that is trained on, and rows that are too long.
+
+    Raises:
+        DataError: When the chat template does not tell the turns of a row apart (names the row).
+    """
+    untrained: Faults = {}
+    too_long: Faults = {}
+    limit = policy.max_sequence_tokens
+    for place, row in enumerate(rows):
+        examples = _examples(tokenizer, row, place).values()
+        if limit is not None and max(len(example.token_ids) for example in examples) > limit:
+            said = f"row has more than {limit} tokens (max_sequence_tokens)"
+            too_long.setdefault(said, []).append(place)
+        kept = limit if policy.overlong == "truncate" else None
+        if not all(example.truncated(kept).num_trained_tokens for example in examples):
+            untrained.setdefault("row has no token that is trained on", []).append(place)
+    return untrained, too_long
+
+
+def _examples(tokenizer: Any, row: Mapping[str, Any], place: int) -> dict[str, Any]:
+    try:
+        return examples_of(tokenizer, row)
+    except DataError as error:
+        problem = f"row {place} (counted from 0): {error.problem}"
+        raise DataError(problem, error.expected, error.got, error.fix) from error
+
+
+def _num_unknown(tokenizer: Any, ids: list[int]) -> int:
+    special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    # Some tokenizers share one id between "unknown" and, say, end-of-text: it then says nothing.
+    unknown = tokenizer.unk_token_id
+    return 0 if unknown is None or unknown in special else ids.count(unknown)

@@ -1,0 +1,230 @@
+"""What rows are, told from their columns once, and brought into one form a kind.
+
+| columns | rows become |
+|---|---|
+| `chosen`, `rejected`, and `prompt` | preference pairs |
+| `chosen`, `rejected` alone | preference pairs, their shared start being the prompt |
+| `prompt`, `responses`, `scores` | preference pairs, best against worst; ties are dropped |
+| `messages` | conversations |
+| `prompt` and `answer`, or `prompt` and `completion` | prompts, which can be trained on as well |
+| `text` | plain text, trained on whole |
+
+The first line of the table that fits is taken. Turns are `{"role": ..., "content": ...}` in a list,
+or in the JSON of one. Other columns are ignored, and said to be.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_core.data.turns import stored, turns_of
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = (
+    "prompt and completion; messages; chosen and rejected, with or without prompt; prompt, "
+    "responses and scores; text"
+)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """One line of the table above: its columns, what to call it, and how a row is made."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    says: str
+    row: Callable[[Mapping[str, Any]], Row | None]
+
+
+def recognise(records: Sequence[Mapping[str, Any]], *, where: str, task: str) -> list[Row]:
+    """Rows in the form of their kind, in the order of the records.
+
+    What is left out is filled: `id` with the record's number, `completion` with the answer and
+    `answer` with the completion, `task` with `task`, `metadata` with `{}`. Numbers become text; all
+    else is left as it is for `schemas.validate_rows` to judge.
+
+    Args:
+        records: Mappings from columns to values.
+        where: What to call the source in messages.
+        task: The task of rows that name none.
+
+    Raises:
+        DataError: When the columns are of no known format (lists those), or responses do not match
+            their scores (names the rows, counted from 0).
+    """
+    if not records:
+        return []
+    present = {str(key) for record in records for key, value in record.items() if value is not None}
+    found = next((one for one in _FORMATS if present.issuperset(one.required)), None)
+    if found is None:
+        raise _unknown(present or {str(key) for record in records for key in record}, where)
+    rows = []
+    for number, record in enumerate(records):
+        try:
+            row = found.row(record)
+        except ValueError as error:
+            raise DataError(f"{where}: row {number} {error}", fix="mend or remove it") from None
+        if row is not None:
+            shared = {
+                "task": _filled(record.get("task"), task),
+                "metadata": _filled(record.get("metadata"), "{}"),
+            }
+            rows.append({"id": _filled(record.get("id"), str(number)), **row, **shared})
+    ignored = present - {*found.required, *found.optional, "id", "task", "metadata"}
+    _say(where, found.says, num_ties=len(records) - len(rows), ignored=ignored)
+    return rows
+
+
+def _say(where: str, says: str, *, num_ties: int, ignored: set[str]) -> None:
+    said = f"{where}: {says}"
+    if num_ties:
+        said += f"; {num_ties} rows whose scores are all equal are dropped"
+    if ignored:
+        said += f"; columns that are ignored: {', '.join(sorted(ignored))}"
+    logger.warning("%s", said)
+
+
+def _unknown(present: set[str], where: str) -> DataError:
+    missing = [column for column in ("prompt", "answer") if column not in present]
+    return DataError(
+        f"{where} lacks the column {' and the column '.join(missing)}",
+        expected=f"the columns prompt and answer (or: {_KNOWN})",
+        got=", ".join(sorted(present))[:160] or "no columns",
+        fix="rename the columns",
+    )
+
+
+def _prompt(record: Mapping[str, Any]) -> Row:
+    answer, completion = _text(record.get("answer")), _text(record.get("completion"))
+    return {
+        "prompt": _text(record.get("prompt")),
+        "answer": _filled(answer, completion),
+        "completion": _filled(completion, answer),
+    }
+
+
+def _conversation(record: Mapping[str, Any]) -> Row:
+    return {"messages": stored(record.get("messages")), **_kept(record, "mask", "max_tokens")}
+
+
+def _plain(record: Mapping[str, Any]) -> Row:
+    return {"text": record.get("text"), **_kept(record, "max_tokens")}
+
+
+def _explicit(record: Mapping[str, Any]) -> Row:
+    chosen = turns_of(record.get("chosen"))
+    # Some sets name the prompt and repeat it in the pair; the pair then holds all of it.
+    if chosen and chosen[0].get("role") != "assistant":
+        return _implicit(record)
+    return {
+        **{name: stored(record.get(name)) for name in ("prompt", "chosen", "rejected")},
+        **_kept(record, "margin", "max_tokens"),
+    }
+
+
+def _implicit(record: Mapping[str, Any]) -> Row:
+    chosen, rejected = record.get("chosen"), record.get("rejected")
+    one, other = turns_of(chosen), turns_of(rejected)
+    if one and other:
+        # At least one turn is left for the answer, so that equal pairs are seen as equal.
+        shared = min(_num_shared(one, other), len(one) - 1, len(other) - 1)
+        prompt: Any = one[:shared]
+        chosen, rejected = one[shared:], other[shared:]
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        common = chosen[: _num_shared(chosen, rejected)]
+        # Not within a word, which both answers may begin alike.
+        shared = max((place + 1 for place, char in enumerate(common) if char.isspace()), default=0)
+        # White space is left to the answers: a prompt that ends in it is cut inside a token.
+        prompt = common[:shared].rstrip()
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    else:
+        prompt = None
+    values = {"prompt": stored(prompt), "chosen": stored(chosen), "rejected": stored(rejected)}
+    return {**values, **_kept(record, "margin", "max_tokens")}
+
+
+def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
+
+
+def _scored(record: Mapping[str, Any]) -> Row | None:
+    responses, scores = _listed(record.get("responses")), _listed(record.get("scores"))
+    if responses is None or scores is None or len(responses) != len(scores) or not scores:
+        raise ValueError("needs as many scores as responses, and at least one of each")
+    if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
+        raise ValueError(f"has a score that is not a finite number: {str(scores)[:80]}")
+    best, worst = max(scores), min(scores)
+    if best == worst:
+        return None
+    return {
+        "prompt": stored(record.get("prompt")),
+        "chosen": stored(responses[scores.index(best)]),
+        "rejected": stored(responses[scores.index(worst)]),
+    }
+
+
+def _listed(value: Any) -> list[Any] | None:
+    if isinstance(value, str):  # csv has no lists
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, list) else None
+
+
+def _kept(record: Mapping[str, Any], *names: str) -> Row:
+    """Columns that are stored only where they are given; csv gives numbers as text."""
+    return {name: _number(record[name]) for name in names if record.get(name) not in (None, "")}
+
+
+def _number(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _filled(value: Any, default: Any) -> Any:
+    return default if value is None or value == "" else _text(value)
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return value
+
+
+_PAIR = ("margin", "max_tokens")
+_FORMATS = (
+    _Format(("chosen", "rejected", "prompt"), _PAIR, "preference pairs", _explicit),
+    _Format(
+        ("chosen", "rejected"),
+        _PAIR,
+        "preference pairs without a prompt, which is taken to be their shared start",
+        _implicit,
+    ),
+    _Format(
+        ("prompt", "responses", "scores"),
+        (),
+        "scored responses, paired best against worst",
+        _scored,
+    ),
+    _Format(("messages",), ("mask", "max_tokens"), "conversations", _conversation),
+    _Format(("prompt", "answer"), ("completion", "max_tokens"), "prompts with answers", _prompt),
+    _Format(
+        ("prompt", "completion"),
+        ("max_tokens",),
+        "prompts with completions, which stand for the answers too",
+        _prompt,
+    ),
+    _Format(("text",), ("max_tokens",), "plain text, trained on whole", _plain),
+)

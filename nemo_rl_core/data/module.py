@@ -1,0 +1,124 @@
+"""Data in any shape, read and checked before anything is started."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.data.datasets import sources
+from nemo_rl_core.data.datasets.split import hold_out
+from nemo_rl_core.data.schemas import RowKind, check_disjoint, row_kind, validate_rows
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class DataModule:
+    """Checked rows to train on and to validate on, all of one kind.
+
+    Attributes:
+        kind: What the rows are: prompts, conversations, text or preferences.
+        train: The frame that `loader.save_frame` stores and trainers read.
+        validation: The same, of rows that are never trained on.
+
+    Example:
+        >>> rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
+        >>> data = DataModule.of(rows, validation_fraction=0.2)
+        >>> data.kind, len(data.train), len(data.validation)
+        ('prompts', 8, 2)
+    """
+
+    kind: RowKind
+    train: "pd.DataFrame"
+    validation: "pd.DataFrame"
+
+    @classmethod
+    def of(
+        cls,
+        source: Any,
+        *,
+        validation: Any | None = None,
+        validation_fraction: float = 0.05,
+        tokenizer: Any | None = None,
+        max_prompt_tokens: int | None = None,
+        policy: RowPolicy | None = None,
+        seed: int = 0,
+    ) -> "DataModule":
+        """Reads a source, finds out what its rows are, and checks them.
+
+        What was found, held out, dropped or cut is logged as a warning, so that it is seen.
+
+        Args:
+            source: A hub name (`organization/name`, `organization/name:subset`), a file or folder,
+                a list of dicts, a `datasets.Dataset` or `DatasetDict`, `reasoning_gym:TASK`,
+                `arithmetic`, a data config of a recipe, or a DataModule, which is given back with
+                its rows checked again by these rules.
+            validation: A source of rows to validate on (its training split); None takes the
+                validation split of `source`, or holds rows out where it has none.
+            validation_fraction: Of rows held out, in (0, 1).
+            tokenizer: The model's, to check lengths and masks with; None leaves those checks out.
+            max_prompt_tokens: The longest prompt to sample from; None takes that of a data config,
+                or allows any.
+            policy: Longest row, what becomes of longer and repeated ones, and which turns are
+                trained on; None takes a data config's own, or the defaults.
+            seed: Of generated rows and of the rows held out.
+
+        Raises:
+            DataError: When the source cannot be read or its rows fail a check (names the rows,
+                counted from 0), or the two sets differ in kind or share rows.
+        """
+        if isinstance(source, RowPolicy):
+            policy = policy or source
+            # Every data config has this field; the policy alone has not.
+            max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
+        parts = _parts(source, seed)
+        held = parts.validation if validation is None else _parts(validation, seed).train
+
+        def checked(rows: list[Row], name: str) -> "pd.DataFrame":
+            return validate_rows(
+                rows,
+                tokenizer=tokenizer,
+                max_prompt_tokens=max_prompt_tokens,
+                name=name,
+                policy=policy,
+            )
+
+        if held is None:
+            # Checked as one, so that the rows a message names are those of the source.
+            frames = _split(checked(parts.train, "given"), validation_fraction, seed)
+        else:
+            frames = (checked(parts.train, "train"), checked(held, "validation"))
+            _refuse_mixed_kinds(*frames)
+            check_disjoint(parts.train, held)
+        return cls(row_kind(frames[0].columns.tolist()), *frames)
+
+
+def _split(
+    frame: "pd.DataFrame", fraction: float, seed: int
+) -> tuple["pd.DataFrame", "pd.DataFrame"]:
+    places = hold_out(_rows(frame), fraction=fraction, seed=seed, where="the data set")
+    is_held = frame.index.isin(places)
+    return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
+
+
+def _parts(source: Any, seed: int) -> sources.Parts:
+    if isinstance(source, DataModule):
+        return sources.Parts(_rows(source.train), _rows(source.validation))
+    return sources.read(source, seed=seed)
+
+
+def _rows(frame: "pd.DataFrame") -> list[Row]:
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _refuse_mixed_kinds(train: "pd.DataFrame", validation: "pd.DataFrame") -> None:
+    kinds = [row_kind(frame.columns.tolist()) for frame in (train, validation)]
+    if kinds[0] != kinds[1]:
+        raise DataError(
+            "the rows to train on and to validate on are of different kinds",
+            expected=f"{kinds[0]} in both",
+            got=f"{kinds[1]} to validate on",
+            fix="bring both into one format",
+        )

@@ -1,0 +1,125 @@
+"""What is trained on, to look at: `python -m nemo_rl_core.data.preview DATA --model FOLDER`."""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.data.chat import SupervisedExample, examples_of
+from nemo_rl_core.data.datasets.sources import read
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.schemas import validate_rows
+from nemo_rl_core.errors import DataError, NemoRLError
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_LEGEND = "⟦trained on⟧, and ⏹ behind each end-of-sequence token"
+
+
+def preview(row: Mapping[str, Any], tokenizer: Any, *, colour: bool = False) -> str:
+    """One row as the model sees it, with what is trained on between ⟦ and ⟧.
+
+    Args:
+        row: Of any kind, as `schemas.validate_rows` leaves it.
+        tokenizer: The model's tokenizer.
+        colour: Whether what is trained on is green as well; for terminals only.
+
+    Returns:
+        A line of counts and the text; both for the chosen and the rejected answer of a pair.
+
+    Raises:
+        DataError: When the turns of the row cannot be told apart.
+
+    Example:
+        >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+        >>> print(preview({"prompt": "1+2=", "completion": "3"}, build_arithmetic_tokenizer()))
+        row: 7 tokens, 2 trained on, 1 end-of-sequence
+        <bos>1+2=⟦3<eos>⏹⟧
+    """
+    blocks = [
+        f"{name}: {_counts(example, tokenizer)}\n{_marked(example, tokenizer, colour=colour)}"
+        for name, example in examples_of(tokenizer, row).items()
+    ]
+    return "\n\n".join(blocks)
+
+
+def _counts(example: SupervisedExample, tokenizer: Any) -> str:
+    num_ends = example.token_ids.count(tokenizer.eos_token_id)
+    return (
+        f"{len(example.token_ids)} tokens, {example.num_trained_tokens} trained on, "
+        f"{num_ends} end-of-sequence"
+    )
+
+
+def _marked(example: SupervisedExample, tokenizer: Any, *, colour: bool) -> str:
+    before, after = (f"{_GREEN}⟦", f"⟧{_PLAIN}") if colour else ("⟦", "⟧")
+    # Runs of tokens, not tokens: one character may be several tokens.
+    runs = itertools.groupby(
+        zip(example.token_ids, example.loss_mask, strict=True), key=lambda token: token[1]
+    )
+    return "".join(
+        f"{before}{text}{after}" if trained else text
+        for trained, run in runs
+        if (text := _text([token for token, _ in run], tokenizer))
+    )
+
+
+def _text(ids: list[int], tokenizer: Any) -> str:
+    """The text of a run of tokens, each end-of-sequence token followed by its mark."""
+    eos = tokenizer.eos_token_id
+    pieces = []
+    for is_end, run in itertools.groupby(ids, key=lambda token: token == eos):
+        if is_end:
+            pieces += [f"{tokenizer.decode([token])}⏹" for token in run]
+        else:
+            pieces.append(tokenizer.decode(list(run)))
+    return "".join(pieces)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Shows one row of a data source.
+
+    Returns:
+        The exit code: 0, or 1 after an error that has been explained.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_rl_core.data.preview",
+        description=f"Show what is trained on in one row: {_LEGEND}.",
+    )
+    parser.add_argument("data", help="a file, folder, hub name, reasoning_gym:TASK or arithmetic")
+    parser.add_argument("--model", type=Path, required=True, help="a folder with the tokenizer")
+    parser.add_argument("--row", type=int, default=0, help="counted from 0")
+    parser.add_argument(
+        "--mask", choices=("all_assistant_turns", "final_turn"), default="all_assistant_turns"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        row = _row(given.data, given.row, RowPolicy(mask=given.mask))
+        shown = preview(row, load_tokenizer(given.model), colour=sys.stdout.isatty())
+    except NemoRLError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{shown}\n\n{_LEGEND}\n")
+    return 0
+
+
+def _row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
+    rows = read(source, seed=0).train
+    if not 0 <= number < len(rows):
+        raise DataError(
+            f"{source} has no row {number}",
+            expected=f"a row from 0 to {len(rows) - 1}",
+            got=str(number),
+            fix="correct --row",
+        )
+    # This row alone is checked, so that a row can be looked at while others are wrong.
+    frame = validate_rows(
+        [rows[number]], tokenizer=None, max_prompt_tokens=None, name=source, policy=policy
+    )
+    return {str(column): value for column, value in frame.iloc[0].items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

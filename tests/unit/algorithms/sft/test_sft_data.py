@@ -1,0 +1,68 @@
+"""Rows of every kind as what supervised training reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
+from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.data.loader import load_prompts, save_frame
+from nemo_rl_core.data.module import DataModule
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from nemo_rl_core.errors import DataError
+
+TOKENIZER = build_arithmetic_tokenizer()
+TURNS = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+]
+OTHER = {"role": "user", "content": "3+3="}
+
+
+def _saved(folder: Path, rows: list[dict[str, Any]], **policy: Any) -> Path:
+    held = [dict(rows[0])]
+    for name in ("prompt", "text"):
+        if name in held[0]:
+            held[0][name] = "9+9="
+    if "messages" in held[0]:
+        held[0]["messages"] = [OTHER, TURNS[1]]
+    data = DataModule.of(rows, validation=held, tokenizer=TOKENIZER, policy=RowPolicy(**policy))
+    save_frame(data.train, folder)
+    return folder
+
+
+def test_conversations_keep_their_masks_through_the_folder(tmp_path: Path) -> None:
+    rows = [{"messages": TURNS}]
+    (every,) = load_examples(_saved(tmp_path / "a", rows), TOKENIZER)
+    (last,) = load_examples(_saved(tmp_path / "b", rows, mask="final_turn"), TOKENIZER)
+    # <bos> 1 + 1 = [2 <eos>] 2 + 2 = [4 <eos>]
+    assert every.token_ids == last.token_ids == (1, 5, 14, 5, 17, 6, 2, 6, 14, 6, 17, 8, 2)
+    ends = (True, True)
+    assert every.loss_mask == (False,) * 5 + ends + (False,) * 4 + ends
+    assert last.loss_mask == (False,) * 11 + ends
+
+
+def test_rows_are_cut_where_the_folder_says(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, [{"messages": TURNS}], max_sequence_tokens=8, overlong="truncate")
+    (example,) = load_examples(folder, TOKENIZER)
+    assert example.token_ids == (1, 5, 14, 5, 17, 6, 2, 6)
+
+
+def test_text_and_completions_become_a_batch(tmp_path: Path) -> None:
+    (text,) = load_examples(_saved(tmp_path / "a", [{"text": "12"}]), TOKENIZER)
+    rows = [{"prompt": "1+1=", "completion": "2"}]
+    (pair,) = load_examples(_saved(tmp_path / "b", rows), TOKENIZER)
+    batch = sft_batch([text, pair])
+    assert batch["input_ids"].tolist() == [[5, 6, 2, 0, 0, 0, 0], [1, 5, 14, 5, 17, 6, 2]]
+    assert batch["token_mask"].int().tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+
+
+def test_kinds_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    pairs = _saved(tmp_path / "a", [{"prompt": "1=", "chosen": "1", "rejected": "2"}])
+    with pytest.raises(DataError, match="preference pairs"):
+        load_examples(pairs, TOKENIZER)
+    with pytest.raises(DataError, match="no prompts with answers"):
+        load_prompts(_saved(tmp_path / "b", [{"text": "12"}]), TOKENIZER)

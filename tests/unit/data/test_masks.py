@@ -1,0 +1,252 @@
+"""Which tokens of a conversation are trained on, template by template."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from nemo_rl_core.data.chat import (
+    SupervisedExample,
+    conversation_example,
+    examples_of,
+    preference_example,
+    prompt_token_ids,
+    supervised_example,
+    text_example,
+)
+from nemo_rl_core.errors import DataError
+
+Turns = list[dict[str, Any]]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+SUMS: Turns = [user("2+2"), assistant("4"), user("3+3"), assistant("6")]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "chatml",
+            [
+                (False, "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"),
+                (True, "4<|im_end|>"),
+                (False, "\n<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n"),
+                (True, "6<|im_end|>"),
+            ],
+        ),
+        (
+            "headers",
+            [
+                (
+                    False,
+                    "<|begin|><|header|>user<|/header|>\n\n2+2<|eot|>"
+                    "<|header|>assistant<|/header|>\n\n",
+                ),
+                (True, "4<|eot|>"),
+                (
+                    False,
+                    "<|header|>user<|/header|>\n\n3+3<|eot|><|header|>assistant<|/header|>\n\n",
+                ),
+                (True, "6<|eot|>"),
+            ],
+        ),
+        (
+            "default_system",
+            [
+                (
+                    False,
+                    "<|im_start|>system\nBe brief.<|im_end|>\n"
+                    "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n",
+                ),
+                (True, "4<|im_end|>"),
+                (False, "\n<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n"),
+                (True, "6<|im_end|>"),
+            ],
+        ),
+        (
+            # Texts end with another token than turns: it is added behind the last turn.
+            "two_ends",
+            [
+                (False, "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"),
+                (True, "4<|im_end|>"),
+                (False, "\n<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n"),
+                (True, "6<|im_end|>\n<|endoftext|>"),
+            ],
+        ),
+    ],
+)
+def test_every_answer_is_trained_on_through_its_end(
+    byte_tokenizer: Callable[[str], Any],
+    runs: Callable[..., Any],
+    template: str,
+    expected: list[tuple[bool, str]],
+) -> None:
+    tokenizer = byte_tokenizer(template)
+    assert runs(tokenizer, conversation_example(tokenizer, SUMS)) == expected
+    # The last turn alone: all that stands before is one masked run.
+    last = runs(tokenizer, conversation_example(tokenizer, SUMS, mask="final_turn"))
+    assert last == [(False, "".join(text for _, text in expected[:3])), expected[3]]
+
+
+def test_the_mask_by_token_numbers(byte_tokenizer: Callable[[str], Any]) -> None:
+    # <|begin|> header u s e r /header \n \n a eot = 11, header assistant(9) /header \n \n = 13,
+    # so tokens 0-23 are the prompt; "bc" and eot are 24, 25, 26.
+    example = conversation_example(byte_tokenizer("headers"), [user("a"), assistant("bc")])
+    assert example.loss_mask == (False,) * 24 + (True,) * 3
+    assert example.num_trained_tokens == 3
+    assert example.token_ids[-1] == byte_tokenizer("headers").eos_token_id
+
+
+def test_system_and_tool_turns_are_masked(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    calling = {"role": "assistant", "content": "add", "tool_calls": [{"name": "add"}]}
+    turns = [
+        {"role": "system", "content": "s"},
+        user("u"),
+        calling,
+        {"role": "tool", "content": "5"},
+        assistant("five"),
+    ]
+    assert [
+        text for trained, text in runs(tokenizer, conversation_example(tokenizer, turns)) if trained
+    ] == [
+        "add<|im_end|>",
+        "five<|im_end|>",
+    ]
+
+
+@settings(max_examples=40)
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=6).filter(
+        lambda texts: len(texts) % 2 == 0
+    )
+)
+def test_what_is_trained_is_what_the_assistant_says(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any], texts: list[str]
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    turns = [(assistant if place % 2 else user)(text) for place, text in enumerate(texts)]
+    example = conversation_example(tokenizer, turns)
+    trained = [text for is_trained, text in runs(tokenizer, example) if is_trained]
+    assert trained == [f"{text}<|im_end|>" for text in texts[1::2]]
+    # The whole is tokenised once: no border changes a token.
+    whole = tokenizer.apply_chat_template(turns, tokenize=False).removesuffix("\n")
+    assert list(example.token_ids) == tokenizer.encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", ["chatml", "headers", "default_system", "two_ends", "none"])
+def test_a_pair_is_a_conversation_of_two_turns(
+    byte_tokenizer: Callable[[str], Any], template: str
+) -> None:
+    tokenizer = byte_tokenizer(template)
+    example = conversation_example(tokenizer, [user("2+2="), assistant("4")])
+    assert example == supervised_example(tokenizer, "2+2=", "4")
+    start = prompt_token_ids(tokenizer, "2+2=")
+    assert list(example.token_ids[: len(start)]) == start
+    assert not any(example.loss_mask[: len(start)])
+    assert all(example.loss_mask[len(start) :])
+
+
+def test_a_template_that_forgets_is_refused_but_for_the_last_turn(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer("forgetful")
+    turns = [user("2+2"), assistant("<think>hm</think>4"), user("3+3"), assistant("6")]
+    with pytest.raises(DataError, match="begins with '2\\+2' cannot be split") as caught:
+        conversation_example(tokenizer, turns)
+    assert "final_turn" in str(caught.value)
+    assert "<think>" in str(caught.value.expected)
+    # The last turn alone is rendered as it is sampled: what was thought is gone there too.
+    last = conversation_example(tokenizer, turns, mask="final_turn")
+    assert runs(tokenizer, last) == [
+        (
+            False,
+            "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+            "<|im_start|>user\n3+3<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (True, "6<|im_end|>"),
+    ]
+
+
+def test_a_border_inside_a_token_is_refused(byte_tokenizer: Callable[[str], Any]) -> None:
+    core = byte_tokenizer("none").backend_tokenizer
+    # "]b" is one token, so an answer that begins with b begins inside a token.
+    core.add_tokens(["]b"])
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", chat_template=template
+    )
+    with pytest.raises(DataError, match="tokenized differently"):
+        conversation_example(tokenizer, [user("a"), assistant("bc")])
+    assert conversation_example(tokenizer, [user("a"), assistant("c")]).num_trained_tokens == 2
+
+
+def test_conversations_that_cannot_be_rendered_are_refused(
+    byte_tokenizer: Callable[[str], Any],
+) -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        conversation_example(byte_tokenizer("none"), SUMS)
+    with pytest.raises(DataError, match="does not end with an assistant turn"):
+        conversation_example(byte_tokenizer("chatml"), SUMS[:3])
+
+
+def test_plain_text_is_trained_on_whole(byte_tokenizer: Callable[[str], Any]) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    example = text_example(tokenizer, "abc")
+    # Nothing predicts the first token: b, c and the end are trained on.
+    assert tokenizer.decode(list(example.token_ids)) == "abc<|im_end|>"
+    assert example.loss_mask == (False, True, True, True)
+    assert text_example(tokenizer, "abc<|im_end|>") == example
+
+
+def test_a_pair_shares_its_prompt(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    plain = {"prompt": "2+2", "chosen": "4", "rejected": "five"}
+    chosen, rejected = preference_example(tokenizer, plain)
+    prompt = "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n"
+    assert runs(tokenizer, chosen) == [(False, prompt), (True, "4<|im_end|>")]
+    assert runs(tokenizer, rejected) == [(False, prompt), (True, "five<|im_end|>")]
+    as_turns = {
+        "prompt": '[{"role": "user", "content": "2+2"}]',
+        "chosen": [assistant("4")],
+        "rejected": '[{"role": "assistant", "content": "five"}]',
+    }
+    assert preference_example(tokenizer, as_turns) == (chosen, rejected)
+    assert examples_of(tokenizer, plain) == {"chosen": chosen, "rejected": rejected}
+
+
+def test_answers_in_the_prompt_of_a_pair_are_masked(
+    byte_tokenizer: Callable[[str], Any], runs: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    row = {"prompt": SUMS[:3], "chosen": [SUMS[3]], "rejected": [assistant("7")]}
+    for example, said in zip(preference_example(tokenizer, row), "67", strict=True):
+        assert [part[0] for part in runs(tokenizer, example)] == [False, True]
+        assert runs(tokenizer, example)[1] == (True, f"{said}<|im_end|>")
+
+
+def test_rows_are_cut_where_they_say() -> None:
+    example = SupervisedExample((5, 6, 7, 8), (False, False, True, True))
+    assert example.truncated(3) == SupervisedExample((5, 6, 7), (False, False, True))
+    assert example.truncated(None) == example
+    assert example.truncated(2).num_trained_tokens == 0
+    # A first token is never predicted, whatever its mask says.
+    assert SupervisedExample((5,), (True,)).num_trained_tokens == 0

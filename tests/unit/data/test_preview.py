@@ -1,0 +1,97 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.data import preview as program
+from nemo_rl_core.data.preview import preview
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+
+ARITHMETIC = build_arithmetic_tokenizer()
+TURNS = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def test_a_pair_of_prompt_and_completion_by_hand() -> None:
+    # <bos> and four characters, then 1, 0 and <eos>
+    assert preview({"prompt": "9+1=", "completion": "10"}, ARITHMETIC) == (
+        "row: 8 tokens, 3 trained on, 1 end-of-sequence\n<bos>9+1=⟦10<eos>⏹⟧"
+    )
+
+
+def test_every_turn_or_the_last_and_the_cut() -> None:
+    row = {"messages": json.dumps(TURNS), "mask": "all_assistant_turns"}
+    assert preview(row, ARITHMETIC).endswith("<bos>1+1=⟦2<eos>⏹⟧2+2=⟦4<eos>⏹⟧")
+    assert preview({**row, "mask": "final_turn"}, ARITHMETIC).endswith(
+        "13 tokens, 2 trained on, 2 end-of-sequence\n<bos>1+1=2<eos>⏹2+2=⟦4<eos>⏹⟧"
+    )
+    assert preview({**row, "max_tokens": 8}, ARITHMETIC).endswith("\n<bos>1+1=⟦2<eos>⏹⟧2")
+
+
+def test_text_pairs_and_colour() -> None:
+    # Nothing predicts the first token.
+    assert preview({"text": "12"}, ARITHMETIC).endswith("\n1⟦2<eos>⏹⟧")
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    assert preview(pair, ARITHMETIC) == (
+        "chosen: 7 tokens, 2 trained on, 1 end-of-sequence\n<bos>1+1=⟦2<eos>⏹⟧\n\n"
+        "rejected: 7 tokens, 2 trained on, 1 end-of-sequence\n<bos>1+1=⟦3<eos>⏹⟧"
+    )
+    assert preview({"text": "12"}, ARITHMETIC, colour=True).endswith("\n1\x1b[32m⟦2<eos>⏹⟧\x1b[0m")
+
+
+def test_a_character_of_several_tokens_is_shown_whole(
+    byte_tokenizer: Callable[[str], Any],
+) -> None:
+    row = {"prompt": "é", "completion": "𝄞ü"}
+    assert preview(row, byte_tokenizer("none")).endswith("\né⟦𝄞ü<|endoftext|>⏹⟧")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    ARITHMETIC.save_pretrained(tmp_path / "model")
+    rows = [{"messages": TURNS[:2]}, {"messages": TURNS}, {"messages": TURNS[:1]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_the_command_shows_a_row(folder: Path) -> None:
+    arguments = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--row", "1"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_core.data.preview", *arguments],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    shown = finished.stdout.splitlines()
+    assert shown[:2] == [
+        "row: 13 tokens, 4 trained on, 2 end-of-sequence",
+        "<bos>1+1=⟦2<eos>⏹⟧2+2=⟦4<eos>⏹⟧",
+    ]
+    # No colour into a pipe.
+    assert "\x1b" not in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--row", "2"], "does not end with an assistant turn"),
+        (["--row", "3"], "a row from 0 to 2"),
+        (["--row", "-1"], "has no row -1"),
+    ],
+)
+def test_the_command_explains_what_it_cannot_show(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    given = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), *arguments]
+    assert program.main(given) == 1
+    assert said in capsys.readouterr().err
