@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_core.functional.masked import EPSILON, masked_whiten, zero_masked
+from nemo_rl_core.functional.masked import masked_mean, zero_masked
 from nemo_rl_core.functional.rewards import returns_to_go
+
+EPSILON = 1e-6
+"""Added to a std before dividing by it, as in losses of the GRPO family."""
 
 
 def group_normalized(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -100,6 +103,26 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return ~_Groups.of(rewards, group_ids).is_constant
 
 
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """`(x - mean) / (std + 1e-6)` over all valid entries, with the unbiased std.
+
+    Equal entries become exactly 0, not rounding noise divided by a tiny spread.
+
+    Args:
+        values: Any shape.
+        mask: Bool, the shape of `values`.
+
+    Returns:
+        The shape of `values`; 0 at invalid entries.
+    """
+    count = mask.sum()
+    centered = zero_masked(values - masked_mean(values, mask), mask)
+    std = (centered.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    valid = values[mask]
+    is_constant = (valid == valid[:1]).all()
+    return torch.where(is_constant, torch.zeros_like(centered), centered / (std + EPSILON))
+
+
 def decoupled_group_normalized(
     rewards: Tensor, group_ids: Tensor, sample_mask: Tensor, *, weights: Sequence[float]
 ) -> Tensor:
@@ -121,7 +144,7 @@ def decoupled_group_normalized(
     total = torch.zeros_like(rewards[:, 0])
     for reward, weight in zip(rewards.unbind(dim=1), weights, strict=True):
         total = total + weight * group_normalized(reward, group_ids)
-    return masked_whiten(total, sample_mask)
+    return whitened(total, sample_mask)
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -137,7 +160,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
     Returns:
         `[B, T-1]` advantages, 0 at invalid tokens.
     """
-    return masked_whiten(returns_to_go(rewards, mask), mask)
+    return whitened(returns_to_go(rewards, mask), mask)
 
 
 def gae(

@@ -8,9 +8,6 @@ inputs, before the first function whose derivative could be infinite there.
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6
-"""Added to a std before dividing by it, as in losses of the GRPO family."""
-
 
 def valid_token_mask(token_mask: Tensor, sample_mask: Tensor) -> Tensor:
     """The tokens that count: `token_mask * sample_mask`.
@@ -74,23 +71,3 @@ def masked_sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
         `[B]`.
     """
     return zero_masked(values, mask).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
-
-
-def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """`(x - mean) / (std + 1e-6)` over all valid entries, with the unbiased std.
-
-    Equal entries become exactly 0, not rounding noise divided by a tiny spread.
-
-    Args:
-        values: Any shape.
-        mask: Bool, the shape of `values`.
-
-    Returns:
-        The shape of `values`; 0 at invalid entries.
-    """
-    count = mask.sum()
-    centered = zero_masked(values - masked_mean(values, mask), mask)
-    std = (centered.square().sum() / (count - 1).clamp(min=1)).sqrt()
-    valid = values[mask]
-    is_constant = (valid == valid[:1]).all()
-    return torch.where(is_constant, torch.zeros_like(centered), centered / (std + EPSILON))

@@ -16,6 +16,7 @@ from nemo_rl_core.functional.advantages import (
     informative_groups,
     leave_one_out,
     reinforce_plus_plus,
+    whitened,
     zero_variance_fraction,
 )
 from nemo_rl_core.functional.rewards import outcome_rewards
@@ -143,6 +144,22 @@ def test_informative_groups_by_hand():
     result = informative_groups(*rows([1, 0, 1, 0, 1, 3], [0, 1, 0, 2, 1, 9]))
     # groups [1, 1], [0, 1], [0] and [3]
     assert result.tolist() == [False, True, False, False, True, False]
+
+
+def test_whitening_by_hand():
+    values = torch.tensor([[1.0, 3.0, math.nan], [8.0, math.inf, math.nan]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    # mean 4, deviations -3, -1, 4, squares 26, unbiased variance 13
+    std = math.sqrt(13) + 1e-6
+    expected = [[-3 / std, -1 / std, 0], [4 / std, 0, 0]]
+    torch.testing.assert_close(whitened(values, mask), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_whitening_equal_entries_gives_exactly_zero(count):
+    # The float32 mean of seven times 0.1 is not 0.1.
+    mask = torch.arange(9) < count
+    assert whitened(torch.full((9,), 0.1), mask).tolist() == [0.0] * 9
 
 
 def test_gdpo_by_hand():

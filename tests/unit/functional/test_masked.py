@@ -11,7 +11,6 @@ from nemo_rl_core.functional.masked import (
     masked_mean,
     masked_sequence_mean,
     masked_sum,
-    masked_whiten,
     valid_token_mask,
     zero_masked,
 )
@@ -82,21 +81,3 @@ def test_sums_of_parts_are_the_sum(entries, cut):
     torch.testing.assert_close(sum(parts), whole)
     valid = [value for value, is_valid in entries if is_valid]
     assert whole.item() == pytest.approx(math.fsum(valid) / max(len(valid), 1), abs=1e-9)
-
-
-def test_whitening_by_hand():
-    values = torch.tensor([[1.0, 3.0, math.nan], [8.0, math.inf, math.nan]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
-    # mean 4, deviations -3, -1, 4, squares 26, unbiased variance 13
-    std = math.sqrt(13) + 1e-6
-    expected = [[-3 / std, -1 / std, 0], [4 / std, 0, 0]]
-    torch.testing.assert_close(
-        masked_whiten(values, mask), torch.tensor(expected, dtype=torch.float64)
-    )
-
-
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_whitening_equal_entries_gives_exactly_zero(count):
-    # The float32 mean of seven times 0.1 is not 0.1.
-    mask = torch.arange(9) < count
-    assert masked_whiten(torch.full((9,), 0.1), mask).tolist() == [0.0] * 9
