@@ -7,6 +7,18 @@ from typing import Any, Self
 import torch
 
 
+MULTIMODAL_COLUMNS = frozenset(
+    {
+        "pixel_values",
+        "image_grid_thw",
+        "image_sizes",
+        "pixel_attention_mask",
+        "mm_token_type_ids",
+    }
+)
+"""Columns that are arguments of vision-language models in transformers."""
+
+
 class BatchedDataDict(UserDict[str, Any]):
     """Columns of equal length: tensors whose first dimension is the batch, or plain lists.
 
@@ -47,6 +59,22 @@ class BatchedDataDict(UserDict[str, Any]):
             raise ValueError(f"columns of one batch must have equal lengths, got {lengths}")
         return next(iter(lengths.values()), 0)
 
+    def get_multimodal_dict(self) -> dict[str, Any]:
+        """What a model reads besides tokens, by the name of its argument; empty for text.
+
+        Images differ in size, so such a column is a list of one tensor a row, or None for a row
+        without images, and the tensors are joined over the rows; `mm_token_type_ids [B, T]`, which
+        marks image tokens, is a tensor already.
+        """
+        found: dict[str, Any] = {}
+        for key in MULTIMODAL_COLUMNS & self.data.keys():
+            value = self.data[key]
+            if isinstance(value, torch.Tensor):
+                found[key] = value
+            elif tensors := [item for item in value if item is not None]:
+                found[key] = torch.cat(tensors)
+        return found
+
     def select_indices(self, indices: Sequence[int]) -> Self:
         """The rows at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.long)
@@ -67,10 +95,16 @@ class BatchedDataDict(UserDict[str, Any]):
         """The same batch with its tensors on `device`."""
         return type(self)(
             {
-                key: value.to(device) if isinstance(value, torch.Tensor) else value
+                key: _moved(value, device)
                 for key, value in self.data.items()
             }
         )
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [item.to(device) if isinstance(item, torch.Tensor) else item for item in value]
 
 
 def _cat_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:

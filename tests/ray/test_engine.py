@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_core.algorithms.grpo.config import GroupCentered
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -40,7 +39,7 @@ def roll_out(engine: VllmGeneration, tokenizer, prompts: list[Prompt]):
 
 def as_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     scored = [rollout.scored(0.0) for rollout in rollouts]
-    return grpo_batch(scored, num_generations_per_prompt=G, advantage=GroupCentered())
+    return grpo_batch(scored, num_generations_per_prompt=G)
 
 
 def compared(rollouts: Sequence[Rollout], policy: Policy) -> BatchedDataDict:

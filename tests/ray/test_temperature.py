@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_rl_core.algorithms.grpo.config import GroupCentered
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -32,7 +31,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(
             rollout.scored(0.0)
             for rollout in rollouts.run(prompts, num_generations_per_prompt=4, step=step)
         ]
-        return grpo_batch(scored, num_generations_per_prompt=4, advantage=GroupCentered())
+        return grpo_batch(scored, num_generations_per_prompt=4)
 
     def difference(batch: BatchedDataDict, logprobs: BatchedDataDict) -> float:
         gap = (batch["generation_logprobs"] - logprobs["logprobs"]).abs()

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.ppo.config import KLInReward, PPOConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.advantages import gae
+from nemo_rl_core.functional.advantages import gae, whitened
 from nemo_rl_core.functional.kl import kl_estimate
-from nemo_rl_core.functional.masked import masked_whiten, valid_token_mask, zero_masked
+from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards
 
 
@@ -33,8 +33,8 @@ def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict
     advantages, returns = gae(
         rewards, batch["old_values"], mask, gamma=config.gamma, lam=config.lam
     )
-    whitened = masked_whiten(advantages, mask)
-    return BatchedDataDict({**batch, "advantages": whitened, "returns": returns})
+    columns = {"advantages": whitened(advantages, mask), "returns": returns}
+    return BatchedDataDict({**batch, **columns})
 
 
 def _token_kl(batch: BatchedDataDict, penalty: KLInReward) -> Tensor:

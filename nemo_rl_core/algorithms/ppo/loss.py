@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_masked
+from nemo_rl_core.functional.policy_gradient import clipped_surrogate, token_ratio
 from nemo_rl_core.functional.value import clipped_value_loss, return_moments, value_loss
 
 
@@ -63,9 +64,9 @@ class PPOLossFn:
         current = zero_masked(next_token_logprobs, mask)
         previous = zero_masked(batch["prev_logprobs"], mask)
         advantages = zero_masked(batch["advantages"], mask)
-        ratio = torch.exp(current - previous)
-        lowest, highest = 1 - self.config.clip_low, 1 + self.config.clip_high
-        values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(lowest, highest))
+        low, high = self.config.clip_low, self.config.clip_high
+        ratio = token_ratio(current, previous)
+        values = clipped_surrogate(ratio, advantages, clip_low=low, clip_high=high)
         loss = masked_sum(values, mask, denominator=global_valid_tokens)
         # A clip counts where it binds, that is where the token's gradient is gone.
         per_token = {
@@ -73,8 +74,8 @@ class PPOLossFn:
             "policy_kl": kl_estimate(previous, current, kind="k3"),
             "ratio_mean": ratio,
             "approx_entropy": -current,
-            "clip_fraction_low": ((ratio < lowest) & (advantages < 0)).to(ratio.dtype),
-            "clip_fraction_high": ((ratio > highest) & (advantages > 0)).to(ratio.dtype),
+            "clip_fraction_low": ((ratio < 1 - low) & (advantages < 0)).to(ratio.dtype),
+            "clip_fraction_high": ((ratio > 1 + high) & (advantages > 0)).to(ratio.dtype),
         }
         return loss, _token_means(per_token, mask, global_valid_tokens)
 

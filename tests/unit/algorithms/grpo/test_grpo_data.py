@@ -3,11 +3,13 @@
 import math
 
 import pytest
+import pandas as pd
 import torch
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig
-from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch, rollout_rows
+from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.rollouts.batch import mean_advantages, save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 S = math.sqrt(0.5)
@@ -163,11 +165,12 @@ def test_gdpo_without_its_rewards_says_how_many_it_needs(components):
         advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
 
 
-def test_rows_hold_the_mean_advantage():
+def test_rows_hold_the_mean_advantage(tmp_path):
     rollouts = [rollout(1.0), rollout(0.0, length=2)]
     batch = batch_of(*rollouts)
     batch["advantages"] = torch.tensor([[9.0, 2.0, 9.0], [9.0, 1.0, 4.0]])
-    rows = rollout_rows(rollouts, batch)
+    save_rollouts(rollouts, tmp_path / "rows.parquet", advantages=mean_advantages(batch))
+    rows = pd.read_parquet(tmp_path / "rows.parquet").to_dict("records")
     assert [row["advantage"] for row in rows] == [2, 2.5]
-    assert rows[1]["completion_ids"] == [5, 5]
+    assert list(rows[1]["completion_ids"]) == [5, 5]
     assert rows[1]["reward"] == 0
