@@ -93,13 +93,12 @@ def _folder(path: Path) -> Parts:
         return Parts(_recognised(files.read_records(path), str(path), "file"), None)
     found = files.data_files(path)
     by_split: dict[str, list[dict[str, Any]]] = {}
-    for file in found:
-        by_split.setdefault(_split_of(file), []).extend(files.read_records(file))
     # Without a file for training, the names say nothing of splits: all rows are one set.
-    if "train" in by_split:
-        return _splits(by_split, str(path))
-    records = [record for file in found for record in files.read_records(file)]
-    return Parts(_recognised(records, str(path), "file"), None)
+    named = any(_split_of(file) == "train" for file in found)
+    for file in found:
+        split = _split_of(file) if named else "train"
+        by_split.setdefault(split, []).extend(files.read_records(file))
+    return _splits(by_split, str(path))
 
 
 def _split_of(file: Path) -> str:
