@@ -29,7 +29,7 @@ def load(config: FileData) -> tuple[list[Row], list[Row]]:
     train, validation = (
         recognise(
             renamed(read_records(Path(name).expanduser()), config.rename),
-            where=f"the data file {name}",
+            where=name,
             task="file",
         )
         for name in (config.train, config.validation)

@@ -27,8 +27,8 @@ from nemo_rl_core.types import Row
 logger = logging.getLogger(__name__)
 
 _KNOWN = (
-    "prompt and completion; messages; chosen and rejected, with or without prompt; prompt, "
-    "responses and scores; text"
+    "the columns prompt and answer, or prompt and completion, messages, text, chosen and rejected, "
+    "responses and scores"
 )
 
 
@@ -94,7 +94,7 @@ def _unknown(present: set[str], where: str) -> DataError:
     missing = [column for column in ("prompt", "answer") if column not in present]
     return DataError(
         f"{where} lacks the column {' and the column '.join(missing)}",
-        expected=f"the columns prompt and answer (or: {_KNOWN})",
+        expected=_KNOWN,
         got=", ".join(sorted(present))[:160] or "no columns",
         fix="rename the columns",
     )

@@ -77,7 +77,7 @@ def _named(name: str, *, seed: int) -> Parts:
     if path.is_dir():
         return _folder(path)
     if path.exists() or _looks_like_a_path(name):
-        return Parts(_recognised(files.read_records(path), f"the data file {path}", "file"), None)
+        return Parts(_recognised(files.read_records(path), str(path), "file"), None)
     return _splits(hub.fetch(kind, subset=rest or None, revision=None), kind)
 
 
@@ -90,16 +90,15 @@ def _folder(path: Path) -> Parts:
         splits = sorted(part for part in path.iterdir() if part.is_dir())
         return _splits({part.name: files.read_records(part) for part in splits}, str(path))
     if (path / "state.json").is_file():
-        return Parts(_recognised(files.read_records(path), f"the folder {path}", "file"), None)
+        return Parts(_recognised(files.read_records(path), str(path), "file"), None)
     found = files.data_files(path)
     by_split: dict[str, list[dict[str, Any]]] = {}
-    for file in found:
-        by_split.setdefault(_split_of(file), []).extend(files.read_records(file))
     # Without a file for training, the names say nothing of splits: all rows are one set.
-    if "train" in by_split:
-        return _splits(by_split, f"the folder {path}")
-    records = [record for file in found for record in files.read_records(file)]
-    return Parts(_recognised(records, f"the folder {path}", "file"), None)
+    named = any(_split_of(file) == "train" for file in found)
+    for file in found:
+        split = _split_of(file) if named else "train"
+        by_split.setdefault(split, []).extend(files.read_records(file))
+    return _splits(by_split, str(path))
 
 
 def _split_of(file: Path) -> str:
