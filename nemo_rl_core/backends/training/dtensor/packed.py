@@ -84,6 +84,13 @@ class PackedModel(ABC):
         self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """`[B, T, D]` of the whole model, one sequence a row: it puts images and positions in."""
+        if self.shares_rows:  # a text decoder would take them as options it does not know
+            raise ModelError(
+                f"the batch has images, but {type(self.model).__name__} reads text alone",
+                expected="a vision-language model",
+                got=f"inputs {', '.join(images)}",
+                fix="choose a vision-language model, or leave the images out",
+            )
         with self._autocast():
             hidden: torch.Tensor = self.model.base_model(
                 input_ids=batch["input_ids"],
