@@ -14,6 +14,7 @@ from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ModelError
 
 EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
 IMAGE, VISION_START = 20, 21
@@ -145,6 +146,12 @@ def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tok
     expected = dict(model.named_parameters())
     for name, weight in backend.named_weights():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_of_text_alone_is_given_no_images(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="has images, but Qwen2ForCausalLM reads text") as caught:
+        make_backend(tiny_model).get_logprobs(make_batch())
+    assert "pixel_values" in str(caught.value.got)
 
 
 def test_text_alone_has_the_logprobs_of_each_text_alone(vision_model: Path) -> None:

@@ -38,7 +38,9 @@ def make_batch() -> BatchedDataDict:
     return batch
 
 
-def make_backend(folder: Path, *, max_tokens: int = 24, head: str = "scalar") -> DTensorBackend:
+def make_backend(
+    folder: Path, *, max_tokens: int = 24, head: str = "scalar", dtype: str = "float32"
+) -> DTensorBackend:
     backend = DTensorBackend()
     backend.setup(
         TrainingSetup(
@@ -46,6 +48,7 @@ def make_backend(folder: Path, *, max_tokens: int = 24, head: str = "scalar") ->
             optimizer=OPTIMIZER,
             max_tokens_per_microbatch=max_tokens,
             head=head,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
         )
     )
     return backend
@@ -118,6 +121,17 @@ def test_a_value_is_the_score_of_the_prefix_that_ends_there(reward_model: Path) 
     for end in range(1, LENGTHS[2] + 1):
         score = model(input_ids=batch["input_ids"][2:3, :end]).logits[0, 0]
         assert values[2, end - 1].item() == pytest.approx(score.item(), abs=1e-5)
+
+
+def test_in_bfloat16_the_head_stays_in_float32(reward_model: Path) -> None:
+    batch = make_batch()
+    exact = make_backend(reward_model).get_values(batch)
+    backend = make_backend(reward_model, dtype="bfloat16")
+    values = backend.get_values(batch)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+    torch.testing.assert_close(values, exact, rtol=0.05, atol=0.1)
+    assert backend.train_step(batch, bradley_terry)["grad_norm"] > 0
 
 
 def test_a_changed_sequence_leaves_its_neighbours_values_alone_to_the_bit(

@@ -160,6 +160,22 @@ def test_three_steps_of_distillation_follow_the_plain_loop(
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_microbatch_without_trained_tokens_adds_nothing(tiny_model: Path, teacher: Path) -> None:
+    batch = make_batch()
+    batch["token_mask"][0] = False  # 11 tokens, a micro-batch of its own
+    backend = make_backend(tiny_model, teacher, max_tokens_per_microbatch=11)
+    ids, logprobs = backend.get_reference_topk_logprobs(batch, K)
+    assert (ids[0] == 0).all()
+    assert (logprobs[0] == 0).all()
+    batch["topk_ids"], batch["topk_logprobs"] = ids, logprobs
+    alone = make_backend(tiny_model).train_step(
+        batch.select_indices(range(1, len(LENGTHS))), forward_kl
+    )
+    together = backend.train_step(batch, forward_kl)
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
 def test_the_loss_sees_both_columns_of_the_same_weights(tiny_model: Path) -> None:
     batch = make_batch()
     # The first of the K tokens is the next one, so that its column must repeat the logprobs.

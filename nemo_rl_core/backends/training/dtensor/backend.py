@@ -13,7 +13,8 @@ from nemo_rl_core.backends.training.dtensor.loading import (
     load_scalar_model,
     shared_vocabulary_size,
 )
-from nemo_rl_core.backends.training.dtensor.model import LogprobModel, PackedModel, ScoreModel
+from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
+from nemo_rl_core.backends.training.dtensor.packed import PackedModel
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict

@@ -1,17 +1,15 @@
-"""Transformers decoders over packed rows: one answers with logprobs, one with values."""
+"""What is read off packed sequences: logprobs of next tokens, or a value for every prefix."""
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.data.packing import Microbatch, pack
+from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.errors import ModelError
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
     token_logprobs_from_hidden,
@@ -19,112 +17,6 @@ from nemo_rl_core.functional.logprobs import (
 )
 
 _LOGPROB_CHUNK_TOKENS = 1024
-
-
-class PackedModel(ABC):
-    """What a head reads: hidden states of sequences that share rows.
-
-    In all methods, `batch` is a micro-batch with `input_ids [B, T]` padded on the right and
-    `input_lengths [B]`, its sequences in `microbatch.indices` order.
-
-    Args:
-        model: A transformers model around a decoder.
-        dtype: Type of the matrix products.
-    """
-
-    def __init__(self, model: Any, *, dtype: DType) -> None:
-        self.model = model
-        self._dtype = dtype
-        self._decoder = model.get_decoder()
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether several sequences may lie in one row.
-
-        Not in models that read images as well: their positions have several dimensions, off which
-        transformers does not read where a sequence begins.
-        """
-        return self._decoder is self.model.base_model
-
-    @abstractmethod
-    def loss_inputs(
-        self, batch: BatchedDataDict, microbatch: Microbatch
-    ) -> tuple[torch.Tensor, BatchedDataDict]:
-        """The first argument of the loss, with gradients, and the batch with what it reads."""
-
-    @abstractmethod
-    def refuse_unless_faithful(self) -> None:
-        """Compares what packed rows give with the model's own forward pass.
-
-        Raises:
-            ModelError: If they differ.
-        """
-
-    def save(self, folder: Path, tokenizer: Any) -> None:
-        """Writes the transformers folder that the model can be loaded from again."""
-        self.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._dtype == "float32":
-            return nullcontext()
-        return torch.autocast(device_type=self.model.device.type, dtype=torch.bfloat16)
-
-    def _hidden_states(
-        self, batch: BatchedDataDict, microbatch: Microbatch, wanted: torch.Tensor
-    ) -> torch.Tensor:
-        """`[N, D]` final hidden states at the N tokens that `wanted [B, T' <= T]` is set for."""
-        width = wanted.shape[1]
-        images = _image_inputs(batch)
-        if images:
-            return self._hidden_with_images(batch, images)[:, :width][wanted]
-        rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
-        with self._autocast():
-            # Without a cache, transformers reads the borders of packed sequences off position ids
-            # that restart; with one it would let them see each other.
-            hidden = self._decoder(
-                input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False
-            ).last_hidden_state
-        picked: torch.Tensor = hidden[rows.row[:, :width][wanted], rows.column[:, :width][wanted]]
-        return picked
-
-    def _hidden_with_images(
-        self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """`[B, T, D]` of the whole model, one sequence a row: it puts images and positions in."""
-        with self._autocast():
-            hidden: torch.Tensor = self.model.base_model(
-                input_ids=batch["input_ids"],
-                attention_mask=_valid(batch).long(),
-                use_cache=False,
-                **{name: value.to(self.model.device) for name, value in images.items()},
-            ).last_hidden_state
-        return hidden
-
-    def _probe(
-        self, vocab_size: int, without: int | None = None
-    ) -> tuple[BatchedDataDict, Microbatch]:
-        """Three sequences, every token wanted; the id `without` does not occur."""
-        generator = torch.Generator().manual_seed(0)
-        num_ids = vocab_size if without is None else vocab_size - 1
-        ids = torch.randint(0, num_ids, (3, 9), generator=generator)
-        if without is not None:
-            ids += (ids >= without).long()
-        lengths, mask = torch.tensor([9, 5, 4]), torch.ones(3, 8, dtype=torch.bool)
-        batch = BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "token_mask": mask})
-        rows = ((0,), (1, 2)) if self.shares_rows else ((0,), (1,), (2,))
-        return batch.to(self.model.device), Microbatch(rows=rows, row_length=9)
-
-    def _refuse_above(self, difference: float, what: str) -> None:
-        bound = 1e-3 if self._dtype == "float32" else 0.3
-        if not difference < bound:
-            raise ModelError(
-                f"{type(self.model).__name__} computes other {what} packed than alone",
-                expected=f"a difference below {bound}",
-                got=f"{difference:.3g}",
-                fix="this model changes its outputs after the head, or does not keep packed "
-                "sequences apart; choose another model",
-            )
 
 
 class LogprobModel(PackedModel):
@@ -255,7 +147,7 @@ class ScoreModel(PackedModel):
         Returns:
             `[B, T]` float32; 0 past a sequence's end.
         """
-        valid = _valid(batch)
+        valid = valid_tokens(batch)
         hidden = self._hidden_states(batch, microbatch, valid)
         return _spread(self._head(hidden.float())[:, 0], valid)
 
@@ -290,19 +182,6 @@ class ScoreModel(PackedModel):
                 self._refuse_above(difference, "scores")
         finally:
             self._head.weight.copy_(own)
-
-
-def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
-    """What the model is given besides tokens, such as `pixel_values`; empty for text."""
-    inputs: dict[str, torch.Tensor] = getattr(batch, "get_multimodal_dict", dict)()
-    return inputs
-
-
-def _valid(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T]` bool: every token up to its sequence's end."""
-    ids, lengths = batch["input_ids"], batch["input_lengths"]
-    valid: torch.Tensor = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    return valid
 
 
 def _next_tokens(batch: BatchedDataDict) -> torch.Tensor:
