@@ -6,7 +6,6 @@ from typing import Any, Self
 
 import torch
 
-
 MULTIMODAL_COLUMNS = frozenset(
     {
         "pixel_values",
@@ -93,12 +92,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on `device`."""
-        return type(self)(
-            {
-                key: _moved(value, device)
-                for key, value in self.data.items()
-            }
-        )
+        return type(self)({key: _moved(value, device) for key, value in self.data.items()})
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

@@ -7,7 +7,6 @@ knows of it.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from nemo_rl_core.algorithms.ppo.config import ClippedSurrogate

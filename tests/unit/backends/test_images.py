@@ -1,7 +1,6 @@
 """Vision-language models: what the batch offers besides tokens reaches the model, row by row."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,27 +21,18 @@ LENGTHS = [11, 8, 9, 7]
 PATCHES_PER_IMAGE, PATCH_VALUES = 16, 3 * 2 * 4 * 4  # 4 x 4 patches, merged into 4 tokens
 
 
-class ImageBatch(BatchedDataDict):
-    """One image a row, its patches in a list beside the tokens."""
-
-    def get_multimodal_dict(self) -> dict[str, Any]:
-        return {
-            "pixel_values": torch.cat(self["pixel_values"]),
-            "image_grid_thw": torch.tensor([[1, 4, 4]] * len(self["pixel_values"])),
-            "mm_token_type_ids": (self["input_ids"] == IMAGE).int(),
-        }
-
-
-def make_batch(seed: int = 1) -> ImageBatch:
+def make_batch(seed: int = 1) -> BatchedDataDict:
     generator = torch.Generator().manual_seed(seed)
     sequences = [
         [1, VISION_START, *[IMAGE] * 4, *torch.randint(4, 19, (n - 6,), generator=generator)]
         for n in LENGTHS
     ]
-    batch = ImageBatch(collate(sequences, [[place >= 6 for place in range(n)] for n in LENGTHS]))
+    batch = collate(sequences, [[place >= 6 for place in range(n)] for n in LENGTHS])
     batch["pixel_values"] = list(
         torch.randn(len(LENGTHS), PATCHES_PER_IMAGE, PATCH_VALUES, generator=generator)
     )
+    batch["image_grid_thw"] = [torch.tensor([[1, 4, 4]])] * len(LENGTHS)
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
     return batch
 
 
@@ -97,7 +87,7 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def plain_logprobs(model: torch.nn.Module, batch: ImageBatch) -> torch.Tensor:
+def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
     """Each sequence with its image alone, through the model's own logits."""
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):

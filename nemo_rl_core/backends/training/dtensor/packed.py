@@ -135,5 +135,4 @@ def valid_tokens(batch: BatchedDataDict) -> torch.Tensor:
 
 def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
     """What the model is given besides tokens, such as `pixel_values`; empty for text."""
-    inputs: dict[str, torch.Tensor] = getattr(batch, "get_multimodal_dict", dict)()
-    return inputs
+    return batch.get_multimodal_dict()

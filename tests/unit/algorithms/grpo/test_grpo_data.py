@@ -2,8 +2,8 @@
 
 import math
 
-import pytest
 import pandas as pd
+import pytest
 import torch
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig
