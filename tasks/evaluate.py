@@ -8,7 +8,7 @@ from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
-from tasks.experiment import EvaluationStage
+from tasks.experiments.common import EvaluationStage
 from tasks.resources import ray_stage
 from tasks.stage import cached_task, make
 

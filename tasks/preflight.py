@@ -11,7 +11,7 @@ from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.infra.resources import check_shape
-from tasks.experiment import GRPOExperiment
+from tasks.experiments.common import Experiment
 
 
 def preflight(inputs: Mapping[str, Any]) -> None:
@@ -21,11 +21,11 @@ def preflight(inputs: Mapping[str, Any]) -> None:
         NemoRLError: For the first thing that is missing.
     """
     for value in inputs.values():
-        if isinstance(value, GRPOExperiment):
+        if isinstance(value, Experiment):
             _check(value)
 
 
-def _check(experiment: GRPOExperiment) -> None:
+def _check(experiment: Experiment) -> None:
     check_shape(1, num_gpus=experiment.cluster.num_gpus)
     if isinstance(experiment.model, PretrainedModel):
         check_pretrained(experiment.model.name)
@@ -38,7 +38,7 @@ def _check(experiment: GRPOExperiment) -> None:
         load_function(experiment.environment.target)
 
 
-def _check_context(experiment: GRPOExperiment) -> None:
+def _check_context(experiment: Experiment) -> None:
     model = experiment.model
     limit = None
     if isinstance(model, ModelFromConfig):
@@ -57,10 +57,10 @@ def _check_context(experiment: GRPOExperiment) -> None:
 
 def _check_files(data: FileData) -> None:
     for name in (data.train, data.validation):
-        if not Path(name).expanduser().is_file():
+        if not Path(name).expanduser().exists():
             raise DataError(
                 "a data file does not exist",
-                expected="a .jsonl, .csv or .parquet file with columns prompt and answer",
+                expected="a .jsonl, .csv, .parquet or .arrow file, or a folder of such",
                 got=name,
                 fix="correct data.train or data.validation in the recipe",
             )

@@ -9,7 +9,7 @@ from nemo_rl_core.infra.produce import Made
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.decks import records
-from tasks.experiment import DataStage
+from tasks.experiments.common import DataStage
 from tasks.resources import LIGHT
 from tasks.stage import cached_task, make
 
@@ -34,7 +34,13 @@ def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
         limit = config.data.max_prompt_tokens
-        frame = validate_rows(rows, tokenizer=loaded_tokenizer, max_prompt_tokens=limit, name=name)
+        frame = validate_rows(
+            rows,
+            tokenizer=loaded_tokenizer,
+            max_prompt_tokens=limit,
+            name=name,
+            policy=config.data,
+        )
 
         def write(folder: Path) -> Made:
             save_frame(frame, folder)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
-from tasks.experiment import ModelStage
+from tasks.experiments.common import ModelStage
 from tasks.resources import LIGHT
 from tasks.stage import cached_task, make
 

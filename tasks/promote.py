@@ -9,7 +9,7 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.decks import records
-from tasks.experiment import PromotionStage
+from tasks.experiments.common import PromotionStage
 from tasks.resources import LIGHT
 from tasks.stage import cached_task, make
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves
-from tasks.experiment import SFTStage
+from tasks.experiments.common import SFTStage
 from tasks.resources import ray_stage
 from tasks.stage import cached_task, make
 

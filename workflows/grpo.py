@@ -9,7 +9,8 @@ from flytekit import dynamic, workflow
 
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion
 from tasks.evaluate import evaluate
-from tasks.experiment import GRPOExperiment, GRPOStage, SFTStage, plan
+from tasks.experiments.common import SFTStage
+from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
 from tasks.export import export
 from tasks.grpo_iteration import grpo_iteration
 from tasks.lineage_report import lineage_report
@@ -56,7 +57,7 @@ def iterate(
 @workflow
 def grpo(config: GRPOExperiment = DEFAULT) -> GRPOOutcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
-    stages = plan(config=config)
+    stages = plan_grpo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
     start = warm_start(config=stages.sft, base=model.base, train=data.train)

@@ -92,7 +92,8 @@ def plain_logprobs(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tens
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         alone = batch.select_indices([row])
-        alone["input_ids"] = alone["input_ids"][:, :length]
+        for column in ("input_ids", "mm_token_type_ids"):
+            alone[column] = alone[column][:, :length]
         logits = model(input_ids=alone["input_ids"], **alone.get_multimodal_dict()).logits[0, :-1]
         logprobs = torch.log_softmax(logits, dim=-1)
         result[row, : length - 1] = logprobs.gather(-1, alone["input_ids"][0, 1:, None])[:, 0]

@@ -18,7 +18,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, RowPolicy
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.errors import ConfigError
-from tasks.experiment import GRPOExperiment
+from tasks.experiments.grpo import GRPOExperiment
 from tasks.recipe import RecipeError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

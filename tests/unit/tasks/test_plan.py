@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.infra.lineage import config_hash
-from tasks.experiment import GRPOExperiment, plan
+from tasks.experiments.grpo import GRPOExperiment, plan_grpo
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
 STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")
@@ -14,7 +14,8 @@ ALL_ROLLOUTS = {"grpo", "evaluation"}
 
 def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[str]:
     before, after = (
-        plan(config=GRPOExperiment.model_validate(values)) for values in (base, {**base, **changes})
+        plan_grpo(config=GRPOExperiment.model_validate(values))
+        for values in (base, {**base, **changes})
     )
     return {
         stage
@@ -61,19 +62,19 @@ def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"cluster", "evaluation", "promotion", "training"}
     assert set(GRPOExperiment.model_fields) == tried
-    stages = plan(config=GRPOExperiment())
+    stages = plan_grpo(config=GRPOExperiment())
     assert stages.sft.training == stages.grpo.training == GRPOExperiment().training
 
 
 def test_the_seed_does_not_touch_weights_that_are_not_drawn() -> None:
     base = {"model": {"name": "some/model"}}
     assert "model" not in changed_stages({"seed": 7}, base)
-    assert plan(config=GRPOExperiment.model_validate(base)).model.seed is None
+    assert plan_grpo(config=GRPOExperiment.model_validate(base)).model.seed is None
 
 
 def test_a_stage_gets_the_values_of_the_recipe() -> None:
     config = GRPOExperiment.model_validate({**BASE, "seed": 3})
-    stages = plan(config=config)
+    stages = plan_grpo(config=config)
     assert stages.grpo.grpo == config.grpo.iteration
     assert stages.num_iterations == config.grpo.num_iterations
     assert stages.sft.sft == config.sft

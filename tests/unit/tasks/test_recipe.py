@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.experiment import GRPOExperiment
+from tasks.experiments.grpo import GRPOExperiment
 from tasks.recipe import RecipeError, with_base
 
 

@@ -1,15 +1,9 @@
-"""The recipe of a GRPO run, and which stage reads what of it.
+"""What the recipes of all workflows share, and the records of the stages that they share."""
 
-Each stage takes a record with exactly the fields it reads, so that Flyte's cache key is exactly
-its true input: another learning rate for GRPO leaves data and supervised checkpoint as they are.
-"""
+from typing import Any
 
-from typing import Any, NamedTuple
-
-from flytekit import task
 from pydantic import Field, NonNegativeInt
 
-from nemo_rl_core.algorithms.grpo.config import GRPOSchedule, GRPOSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -22,18 +16,16 @@ from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import TrainingConfig
 from tasks.contents import data_content, model_content, reward_content
 from tasks.recipe import Recipe
-from tasks.resources import LIGHT
 
 
-class GRPOExperiment(Recipe):
-    """All of a GRPO run; a recipe file holds only what differs from these defaults."""
+class Experiment(Recipe):
+    """What every recipe may say; a recipe file holds only what differs from these defaults."""
 
     seed: NonNegativeInt = 0
     model: ModelConfig = ModelFromConfig()
     data: DataConfig = ArithmeticData()
     environment: EnvironmentConfig = ExactMatch()
     sft: SFTConfig | None = None
-    grpo: GRPOSchedule = GRPOSchedule()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -48,6 +40,12 @@ class ModelStage(FrozenConfig):
     content: str
     seed: int | None
 
+    @classmethod
+    def of(cls, config: Experiment) -> "ModelStage":
+        """The recipe's share."""
+        seed = config.seed if config.model.kind == "from_config" else None
+        return cls(model=config.model, content=model_content(config.model), seed=seed)
+
 
 class DataStage(FrozenConfig):
     """What `prepare_data` reads."""
@@ -56,17 +54,21 @@ class DataStage(FrozenConfig):
     content: str
     seed: int
 
+    @classmethod
+    def of(cls, config: Experiment) -> "DataStage":
+        """The recipe's share."""
+        return cls(data=config.data, content=data_content(config.data), seed=config.seed)
+
 
 class SFTStage(TrainerSettings):
     """What `train_sft` reads; without `sft` there is no warm start."""
 
     sft: SFTConfig | None
 
-
-class GRPOStage(GRPOSettings):
-    """What `grpo_iteration` reads."""
-
-    reward_content: str
+    @classmethod
+    def of(cls, config: Experiment) -> "SFTStage":
+        """The recipe's share."""
+        return cls(sft=config.sft, **trainer_fields(config))
 
 
 class EvaluationStage(RolloutSettings):
@@ -74,6 +76,13 @@ class EvaluationStage(RolloutSettings):
 
     reward_content: str
     evaluation: EvaluationConfig
+
+    @classmethod
+    def of(cls, config: Experiment) -> "EvaluationStage":
+        """The recipe's share."""
+        fields = rollout_fields(config)
+        del fields["training"]  # evaluation trains nothing, whatever the backend
+        return cls(evaluation=config.evaluation, **fields)
 
 
 class PromotionStage(FrozenConfig):
@@ -83,44 +92,29 @@ class PromotionStage(FrozenConfig):
     confidence: float = Field(gt=0.5, lt=1)
     seed: int
 
-
-class GRPOPlan(NamedTuple):
-    """The settings of each stage."""
-
-    model: ModelStage
-    data: DataStage
-    sft: SFTStage
-    grpo: GRPOStage
-    num_iterations: int
-    evaluation: EvaluationStage
-    promotion: PromotionStage
+    @classmethod
+    def of(cls, config: Experiment) -> "PromotionStage":
+        """The recipe's share."""
+        confidence = config.evaluation.confidence
+        return cls(promotion=config.promotion, confidence=confidence, seed=config.seed)
 
 
-@task(requests=LIGHT)
-def plan(config: GRPOExperiment) -> GRPOPlan:
-    """Deals the recipe out to the stages."""
-    shared: dict[str, Any] = {
+def trainer_fields(config: Experiment) -> dict[str, Any]:
+    """The fields of `TrainerSettings` in a recipe."""
+    return {
+        "training": config.training,
         "cluster": config.cluster,
         "dtype": config.model.dtype,
         "seed": config.seed,
     }
-    rollouts: dict[str, Any] = {
+
+
+def rollout_fields(config: Experiment) -> dict[str, Any]:
+    """The fields of `RolloutSettings` in a recipe, and the content of what scores."""
+    return {
+        **trainer_fields(config),
         "environment": config.environment,
         "reward_content": reward_content(config.environment),
         "generation": config.generation,
         "max_prompt_tokens": config.data.max_prompt_tokens,
     }
-    seed = config.seed if config.model.kind == "from_config" else None
-    return GRPOPlan(
-        model=ModelStage(model=config.model, content=model_content(config.model), seed=seed),
-        data=DataStage(data=config.data, content=data_content(config.data), seed=config.seed),
-        sft=SFTStage(sft=config.sft, training=config.training, **shared),
-        grpo=GRPOStage(grpo=config.grpo.iteration, training=config.training, **rollouts, **shared),
-        num_iterations=config.grpo.num_iterations,
-        evaluation=EvaluationStage(evaluation=config.evaluation, **rollouts, **shared),
-        promotion=PromotionStage(
-            promotion=config.promotion,
-            confidence=config.evaluation.confidence,
-            seed=config.seed,
-        ),
-    )
