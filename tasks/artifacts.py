@@ -57,6 +57,10 @@ class DatasetArtifact(Artifact):
     """Checked rows as `rows.parquet`."""
 
 
+class LogprobArtifact(Artifact):
+    """Logprobs of a data set's trained tokens under one model, as `rows.parquet`."""
+
+
 class CheckpointArtifact(Artifact):
     """`model/` in the transformers layout; `trainer/` where training can go on from it."""
 
@@ -104,6 +108,7 @@ def content_hash(artifact: Artifact) -> str:
 _by_content = HashMethod(content_hash)
 Tokenizer = Annotated[TokenizerArtifact, _by_content]
 Dataset = Annotated[DatasetArtifact, _by_content]
+Logprobs = Annotated[LogprobArtifact, _by_content]
 Checkpoint = Annotated[CheckpointArtifact, _by_content]
 Evaluation = Annotated[EvalReport, _by_content]
 Promotion = Annotated[PromotionDecision, _by_content]

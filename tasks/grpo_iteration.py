@@ -29,6 +29,7 @@ def grpo_iteration(
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
         from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(
             train=train.folder,
@@ -40,15 +41,8 @@ def grpo_iteration(
         )
         result = GRPOTrainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
-        return Made(
-            "checkpoint",
-            "hf",
-            summary,
-            num_tokens=result.num_tokens,
-            peak_memory_gib=result.peak_memory_gib,
-            step=result.step,
-            deck=deck + last_rollouts(folder),
-        )
+        deck += last_rollouts(folder)
+        return checkpoint_made(result, summary=summary, deck=deck)
 
     fields = make(
         "grpo_iteration",

@@ -1,0 +1,87 @@
+"""A reward model measured on pairs that it was not trained on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.trainer import TrainerSettings
+from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.data.pairs import load_pairs, pair_batch
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.evals.statistics import wilson_interval
+from nemo_rl_core.models.policy import Policy
+
+_MICROBATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class RewardModelEvaluation:
+    """What was measured.
+
+    Attributes:
+        metrics: `accuracy` (share of pairs whose chosen sequence scores higher; a tie is wrong)
+            with `accuracy_low` and `accuracy_high` (Wilson), `margin` (mean difference of scores),
+            `num_pairs`.
+        rows: One a pair: `id`, both texts, both scores.
+    """
+
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+def evaluate_reward_model(
+    model_folder: Path,
+    pairs: Path,
+    session: ClusterSession,
+    *,
+    settings: TrainerSettings,
+    confidence: float,
+) -> RewardModelEvaluation:
+    """Scores both sequences of every pair.
+
+    Args:
+        model_folder: A sequence classifier with one label.
+        pairs: A folder of pairs.
+        session: Where the worker runs.
+        settings: Backend and type of the matrix products.
+        confidence: Of the interval.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    found = load_pairs(pairs, tokenizer)
+    batch = pair_batch(found)
+    longest = 2 * int(batch["input_lengths"].max())
+    setup = TrainingSetup(
+        model_folder=model_folder,
+        optimizer=OptimizerConfig(),
+        max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, longest),
+        dtype=settings.dtype,
+        head="scalar",
+    )
+    values = Policy(session, settings.training, setup).get_values(batch)["values"]
+    scores = values.gather(1, batch["input_lengths"][:, None] - 1).view(-1, 2)
+    texts = tokenizer.batch_decode(
+        [example.token_ids for pair in found for example in (pair.chosen, pair.rejected)],
+        skip_special_tokens=True,
+    )
+    rows = [
+        {
+            "id": pair.id,
+            "chosen": texts[2 * place],
+            "rejected": texts[2 * place + 1],
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        for place, (pair, (chosen, rejected)) in enumerate(zip(found, scores.tolist(), strict=True))
+    ]
+    num_correct = int((scores[:, 0] > scores[:, 1]).sum())
+    low, high = wilson_interval(num_correct, len(found), confidence)
+    metrics = {
+        "num_pairs": float(len(found)),
+        "accuracy": num_correct / len(found),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "margin": float((scores[:, 0] - scores[:, 1]).mean()),
+    }
+    return RewardModelEvaluation(metrics, rows)

@@ -1,0 +1,35 @@
+"""Stage: what the reference policy thinks of every pair, computed once.
+
+It depends on the reference's weights and on the pairs' tokens, and on nothing of the training that
+follows: another learning rate, beta or batch size finds it in the cache.
+"""
+
+from pathlib import Path
+
+from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, Dataset, LogprobArtifact, Logprobs
+from tasks.experiments.pairs import ReferenceStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+
+@cached_task(task_config=ray_stage())
+def cache_reference_logprobs(
+    config: ReferenceStage, reference: Checkpoint, pairs: Dataset
+) -> Logprobs:
+    """One forward pass over all pairs."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.algorithms.dpo.reference import reference_logprobs
+        from nemo_rl_core.data.pairs import save_logprobs
+
+        scored = reference_logprobs(
+            reference.model_folder, pairs.folder, connect(config.cluster), settings=config
+        )
+        save_logprobs(scored, folder)
+        return Made("logprobs", "parquet", f"{len(scored)} pairs")
+
+    parents = {"reference": reference, "pairs": pairs}
+    fields = make("cache_reference_logprobs", config=config, parents=parents, work=work)
+    return LogprobArtifact(**fields)

@@ -1,0 +1,39 @@
+"""Stage: a student learns from a teacher, on completions of its own."""
+
+from pathlib import Path
+
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
+from tasks.decks import curves, last_rollouts
+from tasks.experiments.distillation import DistillationStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+_CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "grad_norm")
+
+
+@cached_task(task_config=ray_stage())
+def distill(
+    config: DistillationStage, student: Checkpoint, teacher: Checkpoint, train: Dataset
+) -> Checkpoint:
+    """Samples from the student, and trains it towards the teacher's distribution."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
+        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.fitting import checkpoint_made
+
+        job = Job(
+            train=train.folder,
+            start=student.model_folder,
+            work=folder,
+            reference=teacher.model_folder,
+        )
+        result = DistillationTrainer(config).run(job)
+        summary, deck = curves(folder, _CURVES)
+        deck += last_rollouts(folder)
+        return checkpoint_made(result, summary=summary, deck=deck)
+
+    parents = {"student": student, "teacher": teacher, "train": train}
+    fields = make("distill", config=config, parents=parents, work=work)
+    return CheckpointArtifact(**fields)

@@ -1,0 +1,45 @@
+"""Stage: some steps of DPO on pairs, from one checkpoint to the next."""
+
+from pathlib import Path
+
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, Logprobs
+from tasks.decks import curves
+from tasks.experiments.dpo import DPOStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+
+@cached_task(task_config=ray_stage())
+def dpo_iteration(
+    config: DPOStage,
+    start: Checkpoint,
+    reference: Checkpoint,
+    pairs: Dataset,
+    iteration: int,
+    logprobs: Logprobs | None = None,
+) -> Checkpoint:
+    """Trains on the pairs of one iteration, 1-based."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
+        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.fitting import checkpoint_made
+
+        job = Job(
+            train=pairs.folder,
+            start=start.model_folder,
+            work=folder,
+            reference=reference.model_folder,
+            reference_logprobs=logprobs.folder if logprobs else None,
+            resume=start.folder if iteration > 1 else None,
+            iteration=iteration,
+        )
+        result = DPOTrainer(config).run(job)
+        summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
+        return checkpoint_made(result, summary=summary, deck=deck)
+
+    parents = {"start": start, "reference": reference, "pairs": pairs}
+    parents |= {"logprobs": logprobs} if logprobs else {}
+    fields = make("dpo_iteration", config=config, parents=parents, work=work, part=str(iteration))
+    return CheckpointArtifact(**fields)

@@ -1,0 +1,47 @@
+"""Stage: a reward model measured on pairs that it was not trained on."""
+
+import json
+from pathlib import Path
+
+from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
+from tasks.experiments.reward_model import RewardModelEvaluationStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+
+@cached_task(task_config=ray_stage())
+def evaluate_reward_model(
+    config: RewardModelEvaluationStage, checkpoint: Checkpoint, pairs: Dataset
+) -> Evaluation:
+    """The share of pairs that it gets right, with its interval."""
+
+    def work(folder: Path) -> Made:
+        import pandas as pd
+
+        from nemo_rl_core.evals.reward_model import evaluate_reward_model as evaluate
+
+        result = evaluate(
+            checkpoint.model_folder,
+            pairs.folder,
+            connect(config.cluster),
+            settings=config,
+            confidence=config.confidence,
+        )
+        pd.DataFrame(result.rows).to_parquet(folder / "rows.parquet", index=False)
+        write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
+        metrics = result.metrics
+        summary = (
+            f"accuracy {metrics['accuracy']:.3f} "
+            f"[{metrics['accuracy_low']:.3f}, {metrics['accuracy_high']:.3f}]"
+        )
+        deck = completions_html([metrics]) + completions_html(result.rows[:40])
+        return Made("evaluation", "parquet", summary, step=checkpoint.step, deck=deck)
+
+    parents = {"checkpoint": checkpoint, "pairs": pairs}
+    fields = make("evaluate_reward_model", config=config, parents=parents, work=work)
+    metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
+    return EvalReport(**fields, metrics=metrics)

@@ -1,0 +1,70 @@
+"""The recipe of a distillation."""
+
+from typing import Any, NamedTuple
+
+from flytekit import task
+
+from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
+from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
+from tasks.experiments.common import (
+    DataStage,
+    EvaluationStage,
+    Experiment,
+    ModelStage,
+    PromotionStage,
+    SFTStage,
+    rollout_fields,
+)
+from tasks.resources import LIGHT
+
+
+class Teacher(FrozenConfig):
+    """The model that is learnt from, and how it is trained first, if it has to be."""
+
+    model: ModelConfig = ModelFromConfig()
+    sft: SFTConfig | None = None
+
+
+class DistillationExperiment(Experiment):
+    """All of a distillation; `model` and `sft` are the student's."""
+
+    teacher: Teacher = Teacher()
+    distillation: DistillationConfig = DistillationConfig()
+
+
+class DistillationStage(DistillationSettings):
+    """What `distill` reads."""
+
+    reward_content: str
+
+
+class DistillationPlan(NamedTuple):
+    """The settings of each stage."""
+
+    teacher: ModelStage
+    teacher_sft: SFTStage
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    distillation: DistillationStage
+    evaluation: EvaluationStage
+    promotion: PromotionStage
+
+
+@task(requests=LIGHT)
+def plan_distillation(config: DistillationExperiment) -> DistillationPlan:
+    """Deals the recipe out to the stages."""
+    fields: dict[str, Any] = rollout_fields(config)
+    of_teacher = config.replace(model=config.teacher.model, sft=config.teacher.sft)
+    return DistillationPlan(
+        teacher=ModelStage.of(of_teacher),
+        teacher_sft=SFTStage.of(of_teacher),
+        model=ModelStage.of(config),
+        data=DataStage.of(config),
+        sft=SFTStage.of(config),
+        distillation=DistillationStage(distillation=config.distillation, **fields),
+        evaluation=EvaluationStage.of(config),
+        promotion=PromotionStage.of(config),
+    )

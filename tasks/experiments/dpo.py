@@ -1,0 +1,71 @@
+"""The recipe of a DPO run."""
+
+from typing import NamedTuple
+
+from flytekit import task
+
+from nemo_rl_core.algorithms.dpo.config import DPOSchedule, DPOSettings
+from nemo_rl_core.config.base import FrozenConfig
+from tasks.experiments.common import (
+    DataStage,
+    EvaluationStage,
+    ModelStage,
+    PromotionStage,
+    SFTStage,
+    trainer_fields,
+)
+from tasks.experiments.pairs import PairExperiment, PairPlan, ReferenceStage
+from tasks.resources import LIGHT
+
+
+class DPOExperiment(PairExperiment):
+    """All of a DPO run."""
+
+    dpo: DPOSchedule = DPOSchedule()
+
+
+class DPOStage(DPOSettings):
+    """What `dpo_iteration` reads."""
+
+
+class DPOIterations(FrozenConfig):
+    """What the loop over iterations deals on to its stages."""
+
+    pairs: PairPlan
+    reference: ReferenceStage
+    dpo: DPOStage
+    num_iterations: int
+
+    @classmethod
+    def of(cls, config: DPOExperiment) -> "DPOIterations":
+        """The recipe's share."""
+        return cls(
+            pairs=PairPlan.of(config),
+            reference=ReferenceStage.of(config),
+            dpo=DPOStage(dpo=config.dpo.iteration, **trainer_fields(config)),
+            num_iterations=config.dpo.num_iterations,
+        )
+
+
+class DPOPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    iterations: DPOIterations
+    evaluation: EvaluationStage
+    promotion: PromotionStage
+
+
+@task(requests=LIGHT)
+def plan_dpo(config: DPOExperiment) -> DPOPlan:
+    """Deals the recipe out to the stages."""
+    return DPOPlan(
+        model=ModelStage.of(config),
+        data=DataStage.of(config),
+        sft=SFTStage.of(config),
+        iterations=DPOIterations.of(config),
+        evaluation=EvaluationStage.of(config),
+        promotion=PromotionStage.of(config),
+    )

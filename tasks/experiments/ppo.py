@@ -1,0 +1,55 @@
+"""The recipe of a PPO run."""
+
+from typing import NamedTuple
+
+from flytekit import task
+
+from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
+from tasks.experiments.common import (
+    DataStage,
+    EvaluationStage,
+    Experiment,
+    ModelStage,
+    PromotionStage,
+    SFTStage,
+    rollout_fields,
+)
+from tasks.resources import LIGHT
+
+
+class PPOExperiment(Experiment):
+    """All of a PPO run."""
+
+    ppo: PPOSchedule = PPOSchedule()
+
+
+class PPOStage(PPOSettings):
+    """What `ppo_iteration` reads."""
+
+    reward_content: str
+
+
+class PPOPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    ppo: PPOStage
+    num_iterations: int
+    evaluation: EvaluationStage
+    promotion: PromotionStage
+
+
+@task(requests=LIGHT)
+def plan_ppo(config: PPOExperiment) -> PPOPlan:
+    """Deals the recipe out to the stages."""
+    return PPOPlan(
+        model=ModelStage.of(config),
+        data=DataStage.of(config),
+        sft=SFTStage.of(config),
+        ppo=PPOStage(ppo=config.ppo.iteration, **rollout_fields(config)),
+        num_iterations=config.ppo.num_iterations,
+        evaluation=EvaluationStage.of(config),
+        promotion=PromotionStage.of(config),
+    )

@@ -1,0 +1,58 @@
+"""The recipe of a reward model."""
+
+from typing import NamedTuple
+
+from flytekit import task
+
+from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
+from nemo_rl_core.config.trainer import TrainerSettings
+from tasks.experiments.common import DataStage, ModelStage, SFTStage, trainer_fields
+from tasks.experiments.pairs import PairExperiment, PairPlan
+from tasks.resources import LIGHT
+
+
+class RewardModelExperiment(PairExperiment):
+    """All of a reward model's run."""
+
+    reward_model: RewardModelConfig = RewardModelConfig()
+
+
+class RewardModelStage(RewardModelSettings):
+    """What `train_reward_model` reads."""
+
+
+class RewardModelEvaluationStage(TrainerSettings):
+    """What `evaluate_reward_model` reads."""
+
+    confidence: float
+
+    @classmethod
+    def of(cls, config: PairExperiment) -> "RewardModelEvaluationStage":
+        """The recipe's share."""
+        fields = trainer_fields(config)
+        del fields["seed"]  # nothing is drawn
+        return cls(confidence=config.evaluation.confidence, **fields)
+
+
+class RewardModelPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    pairs: PairPlan
+    reward_model: RewardModelStage
+    evaluation: RewardModelEvaluationStage
+
+
+@task(requests=LIGHT)
+def plan_reward_model(config: RewardModelExperiment) -> RewardModelPlan:
+    """Deals the recipe out to the stages."""
+    return RewardModelPlan(
+        model=ModelStage.of(config),
+        data=DataStage.of(config),
+        sft=SFTStage.of(config),
+        pairs=PairPlan.of(config),
+        reward_model=RewardModelStage(reward_model=config.reward_model, **trainer_fields(config)),
+        evaluation=RewardModelEvaluationStage.of(config),
+    )

@@ -1,0 +1,44 @@
+"""The recipe of a supervised fine-tuning."""
+
+from typing import NamedTuple
+
+from flytekit import task
+
+from nemo_rl_core.algorithms.sft.config import SFTConfig
+from tasks.experiments.common import (
+    DataStage,
+    EvaluationStage,
+    Experiment,
+    ModelStage,
+    PromotionStage,
+    SFTStage,
+)
+from tasks.resources import LIGHT
+
+
+class SFTExperiment(Experiment):
+    """All of a supervised fine-tuning."""
+
+    sft: SFTConfig = SFTConfig()
+
+
+class SFTPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    evaluation: EvaluationStage
+    promotion: PromotionStage
+
+
+@task(requests=LIGHT)
+def plan_sft(config: SFTExperiment) -> SFTPlan:
+    """Deals the recipe out to the stages."""
+    return SFTPlan(
+        model=ModelStage.of(config),
+        data=DataStage.of(config),
+        sft=SFTStage.of(config),
+        evaluation=EvaluationStage.of(config),
+        promotion=PromotionStage.of(config),
+    )

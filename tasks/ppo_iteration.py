@@ -1,0 +1,50 @@
+"""Stage: some steps of PPO, from one checkpoint of policy and critic to the next."""
+
+from pathlib import Path
+
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
+from tasks.decks import curves, last_rollouts
+from tasks.experiments.ppo import PPOStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+_CURVES = (
+    "reward",
+    "loss",
+    "value_loss",
+    "explained_variance",
+    "policy_kl",
+    "token_mult_prob_error",
+    "completion_length",
+    "grad_norm",
+)
+
+
+@cached_task(task_config=ray_stage())
+def ppo_iteration(
+    config: PPOStage, start: Checkpoint, reference: Checkpoint, train: Dataset, iteration: int
+) -> Checkpoint:
+    """Rolls out, scores, and trains policy and critic for the steps of one iteration, 1-based."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
+        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.fitting import checkpoint_made
+
+        job = Job(
+            train=train.folder,
+            start=start.model_folder,
+            work=folder,
+            reference=reference.model_folder,
+            resume=start.folder if iteration > 1 else None,
+            iteration=iteration,
+        )
+        result = PPOTrainer(config).run(job)
+        summary, deck = curves(folder, _CURVES)
+        deck += last_rollouts(folder)
+        return checkpoint_made(result, summary=summary, deck=deck)
+
+    parents = {"start": start, "reference": reference, "train": train}
+    fields = make("ppo_iteration", config=config, parents=parents, work=work, part=str(iteration))
+    return CheckpointArtifact(**fields)

@@ -1,0 +1,44 @@
+"""Stage: preference pairs out of the policy's own scored completions."""
+
+from pathlib import Path
+
+from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, Dataset, DatasetArtifact
+from tasks.experiments.pairs import PairStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+
+@cached_task(task_config=ray_stage())
+def sample_pairs(
+    config: PairStage, checkpoint: Checkpoint, prompts: Dataset, iteration: int
+) -> Dataset:
+    """Samples, scores, and keeps the best against the worst of each prompt."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.data.pairs import save_pairs
+        from nemo_rl_core.rollouts.pairs import sample_pairs as sample
+
+        found = sample(
+            checkpoint.model_folder,
+            prompts.folder,
+            connect(config.cluster),
+            settings=config,
+            num_generations_per_prompt=config.pairs.num_generations_per_prompt,
+            margin=config.pairs.margin,
+            iteration=iteration,
+        )
+        save_pairs(found.pairs, folder)
+        summary = f"{len(found.pairs)} pairs of {found.num_prompts} prompts"
+        return Made(
+            "pairs",
+            "parquet",
+            summary,
+            num_tokens=found.num_tokens,
+            peak_memory_gib=found.peak_memory_gib,
+        )
+
+    parents = {"checkpoint": checkpoint, "prompts": prompts}
+    fields = make("sample_pairs", config=config, parents=parents, work=work, part=str(iteration))
+    return DatasetArtifact(**fields)

@@ -1,0 +1,30 @@
+"""Stage: the preference rows of a data set as token sequences."""
+
+from pathlib import Path
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
+from tasks.resources import LIGHT
+from tasks.stage import cached_task, make
+
+
+class TokenizeStage(FrozenConfig):
+    """What `tokenize_pairs` reads: nothing but its rows and the tokenizer."""
+
+
+@cached_task(requests=LIGHT)
+def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
+    """Renders every pair with the model's chat template, and masks what is not answered."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.data.pairs import save_pairs, tokenized_pairs
+        from nemo_rl_core.data.pretrained import load_tokenizer
+
+        pairs = tokenized_pairs(rows.folder, load_tokenizer(tokenizer.folder))
+        save_pairs(pairs, folder)
+        return Made("pairs", "parquet", f"{len(pairs)} pairs")
+
+    parents = {"tokenizer": tokenizer, "rows": rows}
+    fields = make("tokenize_pairs", config=TokenizeStage(), parents=parents, work=work)
+    return DatasetArtifact(**fields)

@@ -1,0 +1,29 @@
+"""Stage: a reward model from preference pairs."""
+
+from pathlib import Path
+
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
+from tasks.decks import curves
+from tasks.experiments.reward_model import RewardModelStage
+from tasks.resources import ray_stage
+from tasks.stage import cached_task, make
+
+
+@cached_task(task_config=ray_stage())
+def train_reward_model(config: RewardModelStage, base: Checkpoint, pairs: Dataset) -> Checkpoint:
+    """Trains a scalar head, and the model under it, on the pairs."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.algorithms.reward_model.trainer import RewardModelTrainer
+        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.fitting import checkpoint_made
+
+        job = Job(train=pairs.folder, start=base.model_folder, work=folder)
+        result = RewardModelTrainer(config).run(job)
+        summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
+        return checkpoint_made(result, summary=summary, deck=deck)
+
+    parents = {"base": base, "pairs": pairs}
+    fields = make("train_reward_model", config=config, parents=parents, work=work)
+    return CheckpointArtifact(**fields)

@@ -1,0 +1,66 @@
+"""How pipelines begin and end."""
+
+from typing import NamedTuple
+
+from flytekit import dynamic, workflow
+
+from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
+from tasks.evaluate import evaluate
+from tasks.experiments.common import EvaluationStage, PromotionStage, SFTStage
+from tasks.experiments.pairs import PairPlan
+from tasks.export import export
+from tasks.lineage_report import lineage_report
+from tasks.promote import promote
+from tasks.resources import LIGHT
+from tasks.sample_pairs import sample_pairs
+from tasks.tokenize_pairs import tokenize_pairs
+from tasks.train_sft import train_sft
+
+
+class Outcome(NamedTuple):
+    """What a pipeline hands on."""
+
+    model: Checkpoint
+    decision: Promotion
+    before: Evaluation
+    after: Evaluation
+    lineage: Lineage
+
+
+@dynamic(requests=LIGHT)
+def warm_start(config: SFTStage, base: Checkpoint, train: Dataset) -> Checkpoint:
+    """Supervised fine-tuning, where the recipe has it."""
+    if config.sft is None:
+        return base
+    return train_sft(config=config, base=base, train=train)
+
+
+@dynamic(requests=LIGHT)
+def make_pairs(
+    config: PairPlan, checkpoint: Checkpoint, tokenizer: Tokenizer, rows: Dataset, iteration: int
+) -> Dataset:
+    """Preference pairs: those of the data, or out of the checkpoint's own completions."""
+    if config.rollouts is None:
+        return tokenize_pairs(tokenizer=tokenizer, rows=rows)
+    return sample_pairs(
+        config=config.rollouts, checkpoint=checkpoint, prompts=rows, iteration=iteration
+    )
+
+
+@workflow
+def conclude(
+    evaluation: EvaluationStage,
+    promotion: PromotionStage,
+    incumbent: Checkpoint,
+    before: Evaluation,
+    candidate: Checkpoint,
+    validation: Dataset,
+) -> Outcome:
+    """evaluate → promote → export → lineage."""
+    after = evaluate(config=evaluation, checkpoint=candidate, validation=validation)
+    promoted = promote(
+        config=promotion, incumbent=incumbent, candidate=candidate, before=before, after=after
+    )
+    exported = export(checkpoint=promoted.checkpoint, decision=promoted.decision)
+    lineage = lineage_report(model=exported)
+    return Outcome(exported, promoted.decision, before, after, lineage)

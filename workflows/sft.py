@@ -1,0 +1,33 @@
+"""Supervised fine-tuning, measured on prompts with answers, promoted and exported.
+
+`pyflyte run workflows/sft.py sft [--config workflows/recipes/NAME.yaml]`
+"""
+
+from flytekit import workflow
+
+from tasks.evaluate import evaluate
+from tasks.experiments.sft import SFTExperiment, plan_sft
+from tasks.prepare_data import prepare_data
+from tasks.prepare_model import prepare_model
+from tasks.train_sft import train_sft
+from workflows.common import Outcome, conclude
+
+DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
+
+
+@workflow
+def sft(config: SFTExperiment = DEFAULT) -> Outcome:
+    """prepare → SFT → evaluate → promote → export → lineage."""
+    stages = plan_sft(config=config)
+    model = prepare_model(config=stages.model)
+    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    before = evaluate(config=stages.evaluation, checkpoint=model.base, validation=data.validation)
+    candidate = train_sft(config=stages.sft, base=model.base, train=data.train)
+    return conclude(
+        evaluation=stages.evaluation,
+        promotion=stages.promotion,
+        incumbent=model.base,
+        before=before,
+        candidate=candidate,
+        validation=data.validation,
+    )
