@@ -20,8 +20,12 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     """
     lines = []
     for artifact in artifacts:
-        if isinstance(artifact, EvalReport):
+        if isinstance(artifact, EvalReport) and artifact.stage == "evaluate_reward_model":
+            lines.append(f"reward model's accuracy: {_pair_accuracy(artifact)}")
+        elif isinstance(artifact, EvalReport):
             lines.append(f"accuracy at step {artifact.step}: {_accuracy(artifact)}")
+        elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
+            lines.append(f"reward model: {artifact.model_folder}")
         elif isinstance(artifact, PromotionDecision):
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
@@ -39,4 +43,12 @@ def _accuracy(report: EvalReport) -> str:
         f"{metrics['greedy_accuracy']:.3f} "
         f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}] "
         f"on {metrics['num_prompts']:.0f} held-out prompts, greedy"
+    )
+
+
+def _pair_accuracy(report: EvalReport) -> str:
+    metrics = report.metrics
+    return (
+        f"{metrics['accuracy']:.3f} [{metrics['accuracy_low']:.3f}, "
+        f"{metrics['accuracy_high']:.3f}] on {metrics['num_pairs']:.0f} held-out pairs"
     )

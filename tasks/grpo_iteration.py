@@ -22,9 +22,17 @@ _CURVES = (
 
 @cached_task(task_config=ray_stage())
 def grpo_iteration(
-    config: GRPOStage, start: Checkpoint, reference: Checkpoint, train: Dataset, iteration: int
+    config: GRPOStage,
+    start: Checkpoint,
+    reference: Checkpoint,
+    train: Dataset,
+    iteration: int,
+    reward_model: Checkpoint | None = None,
 ) -> Checkpoint:
-    """Rolls out, scores, trains and syncs for the steps of one iteration, 1-based."""
+    """Rolls out, scores, trains and syncs for the steps of one iteration, 1-based.
+
+    `reward_model` is what scores where the environment is a reward model without a name.
+    """
 
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
@@ -38,17 +46,14 @@ def grpo_iteration(
             reference=reference.model_folder,
             resume=start.folder if iteration > 1 else None,
             iteration=iteration,
+            reward_model=reward_model.model_folder if reward_model else None,
         )
         result = GRPOTrainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
         return checkpoint_made(result, summary=summary, deck=deck)
 
-    fields = make(
-        "grpo_iteration",
-        config=config,
-        parents={"start": start, "reference": reference, "train": train},
-        work=work,
-        part=str(iteration),
-    )
+    parents = {"start": start, "reference": reference, "train": train}
+    parents |= {"reward_model": reward_model} if reward_model else {}
+    fields = make("grpo_iteration", config=config, parents=parents, work=work, part=str(iteration))
     return CheckpointArtifact(**fields)

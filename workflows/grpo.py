@@ -19,13 +19,22 @@ DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
 
 @dynamic(requests=LIGHT)
 def iterate(
-    config: GRPOStage, start: Checkpoint, train: Dataset, num_iterations: int
+    config: GRPOStage,
+    start: Checkpoint,
+    train: Dataset,
+    num_iterations: int,
+    reward_model: Checkpoint | None = None,
 ) -> Checkpoint:
     """Iteration after iteration, each cached, each from the checkpoint of the one before."""
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
         checkpoint = grpo_iteration(
-            config=config, start=checkpoint, reference=start, train=train, iteration=iteration
+            config=config,
+            start=checkpoint,
+            reference=start,
+            train=train,
+            iteration=iteration,
+            reward_model=reward_model,
         )
     return checkpoint
 

@@ -76,11 +76,19 @@ class Run:
         return step_metrics(self.artifact(stage))
 
 
-def start(recipe: dict[str, Any], store: Path) -> "subprocess.Popen[str]":
-    """The command of a user, in a process group of its own."""
+GRPO = ("grpo", "grpo")
+"""The module under `workflows/`, and the workflow in it."""
+
+
+def start(
+    recipe: dict[str, Any] | None, store: Path, workflow: tuple[str, str] = GRPO
+) -> "subprocess.Popen[str]":
+    """The command of a user, in a process group of its own; no recipe is the default one."""
     pyflyte = Path(sys.executable).with_name("pyflyte")
+    module, name = workflow
+    config = [] if recipe is None else ["--config", json.dumps(recipe)]
     return subprocess.Popen(
-        [pyflyte, "run", "workflows/grpo.py", "grpo", "--config", json.dumps(recipe)],
+        [pyflyte, "run", f"workflows/{module}.py", name, *config],
         cwd=REPOSITORY,
         env={**os.environ, "NEMO_RL_HOME": str(store)},
         stdout=subprocess.PIPE,
@@ -90,11 +98,16 @@ def start(recipe: dict[str, Any], store: Path) -> "subprocess.Popen[str]":
     )
 
 
-def run(recipe: dict[str, Any], store: Path) -> Run:
+def run(
+    recipe: dict[str, Any] | None,
+    store: Path,
+    workflow: tuple[str, str] = GRPO,
+    timeout_seconds: float = 500,
+) -> Run:
     began = time.monotonic()
-    process = start(recipe, store)
+    process = start(recipe, store, workflow)
     try:
-        output, _ = process.communicate(timeout=500)
+        output, _ = process.communicate(timeout=timeout_seconds)
     finally:
         end_group(process)
     return Run(store, process.returncode, output, time.monotonic() - began)
@@ -119,7 +132,7 @@ def recipe() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def run_recipe() -> Callable[[dict[str, Any], Path], Run]:
+def run_recipe() -> Callable[..., Run]:
     return run
 
 

@@ -52,6 +52,20 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
     assert len(lines) == 6
 
 
+def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:
+    figures = {"accuracy": 0.75, "accuracy_low": 0.5, "accuracy_high": 0.875, "num_pairs": 16.0}
+    lines = closing_lines(
+        [
+            make(CheckpointArtifact, tmp_path, "train_reward_model"),
+            make(EvalReport, tmp_path, "evaluate_reward_model", metrics=figures),
+        ]
+    )
+    assert lines == [
+        f"reward model: {tmp_path / 'model'}",
+        "reward model's accuracy: 0.750 [0.500, 0.875] on 16 held-out pairs",
+    ]
+
+
 def test_a_run_that_made_nothing_has_nothing_to_say() -> None:
     assert closing_lines([]) == []
 

@@ -1,0 +1,77 @@
+"""The recipe of a whole post-training: SFT, reward model, DPO, GRPO."""
+
+from typing import NamedTuple
+
+from flytekit import task
+
+from nemo_rl_core.algorithms.dpo.config import DPOSchedule
+from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
+from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
+from nemo_rl_core.config.environment import EnvironmentConfig, RewardModelScore
+from tasks.experiments.common import (
+    DataStage,
+    EvaluationStage,
+    ModelStage,
+    PromotionStage,
+    SFTStage,
+    rollout_fields,
+    trainer_fields,
+)
+from tasks.experiments.dpo import DPOIterations, DPOStage
+from tasks.experiments.grpo import GRPOStage
+from tasks.experiments.pairs import PairExperiment, PairPlan, ReferenceStage
+from tasks.experiments.reward_model import RewardModelEvaluationStage, RewardModelStage
+from tasks.resources import LIGHT
+
+
+class PostTrainExperiment(PairExperiment):
+    """All of a post-training.
+
+    `environment` scores the completions that pairs are made of, and the evaluation; `grpo_reward`
+    is what GRPO maximizes: by default the reward model that the pipeline has just trained.
+    """
+
+    reward_model: RewardModelConfig = RewardModelConfig()
+    dpo: DPOSchedule = DPOSchedule()
+    grpo: GRPOSchedule = GRPOSchedule()
+    grpo_reward: EnvironmentConfig = RewardModelScore()
+
+
+class PostTrainPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelStage
+    data: DataStage
+    sft: SFTStage
+    pairs: PairPlan
+    reward_model: RewardModelStage
+    reward_model_evaluation: RewardModelEvaluationStage
+    dpo: DPOIterations
+    grpo: GRPOStage
+    num_grpo_iterations: int
+    evaluation: EvaluationStage
+    promotion: PromotionStage
+
+
+@task(requests=LIGHT)
+def plan_post_train(config: PostTrainExperiment) -> PostTrainPlan:
+    """Deals the recipe out to the stages."""
+    rewarded = config.replace(environment=config.grpo_reward)
+    return PostTrainPlan(
+        model=ModelStage.of(config),
+        data=DataStage.of(config),
+        sft=SFTStage.of(config),
+        pairs=PairPlan.of(config),
+        reward_model=RewardModelStage(reward_model=config.reward_model, **trainer_fields(config)),
+        reward_model_evaluation=RewardModelEvaluationStage.of(config),
+        dpo=DPOIterations(
+            pairs=PairPlan.of(config),
+            reference=ReferenceStage.of(config),
+            dpo=DPOStage(dpo=config.dpo.iteration, **trainer_fields(config)),
+            num_iterations=config.dpo.num_iterations,
+        ),
+        grpo=GRPOStage(grpo=config.grpo.iteration, **rollout_fields(rewarded)),
+        num_grpo_iterations=config.grpo.num_iterations,
+        evaluation=EvaluationStage.of(config),
+        promotion=PromotionStage.of(config),
+    )

@@ -1,0 +1,92 @@
+"""Every algorithm's default recipe, to its end: it learns on rows that it has not seen.
+
+Minutes each, so not part of `make test`; `make test-slow` runs them, one after the other in one
+store, where later recipes find the stages that earlier ones share with them.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recipes") / "store"
+
+
+@pytest.fixture
+def learn(store: Path, run_recipe: Callable[..., Run]) -> Callable[[str, str], Run]:
+    def run(module: str, workflow: str) -> Run:
+        finished = run_recipe(None, store, (module, workflow), timeout_seconds=2000)
+        assert finished.exit_code == 0, finished.output[-3000:]
+        return finished
+
+    return run
+
+
+def decision(run: Run) -> dict[str, float]:
+    """What `promote` found: the paired difference of greedy accuracies with its interval."""
+    (model,) = [Path(run.value("model:")).parent]
+    parents = json.loads((model / "manifest.json").read_text())["parents"]
+    (folder,) = [Path(parent["path"]) for parent in parents if parent["kind"] == "promotion"]
+    figures: dict[str, float] = json.loads((folder / "decision.json").read_text())
+    return figures
+
+
+def test_sft(learn: Callable[[str, str], Run]) -> None:
+    run = learn("sft", "sft")
+    losses = [line["loss"] for line in run.metrics("train_sft")]
+    assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
+    assert decision(run)["low"] > 0.3
+
+
+def test_grpo(learn: Callable[[str, str], Run]) -> None:
+    assert decision(learn("grpo", "grpo"))["low"] > 0.2
+
+
+def test_dpo(learn: Callable[[str, str], Run]) -> None:
+    run = learn("dpo", "dpo")
+    first, *_, last = run.metrics("dpo_iteration 1")
+    # The policy still is the reference, whose logprobs come from the cache.
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["accuracy"] > 0.6
+    assert last["margin"] > 0
+    assert decision(run)["low"] > 0
+
+
+def test_reward_model(learn: Callable[[str, str], Run]) -> None:
+    run = learn("reward_model", "reward_model")
+    first, *_ = run.metrics("train_reward_model")
+    # A head of zeros scores every sequence 0.
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    metrics = json.loads((run.artifact("evaluate_reward_model") / "metrics.json").read_text())
+    assert metrics["accuracy_low"] > 0.6
+
+
+def test_ppo(learn: Callable[[str, str], Run]) -> None:
+    run = learn("ppo", "ppo")
+    assert decision(run)["low"] > 0.05
+    values = [line["explained_variance"] for line in run.metrics("ppo_iteration 4")]
+    assert sum(values) / len(values) > 0
+
+
+def test_distillation(learn: Callable[[str, str], Run]) -> None:
+    run = learn("distill", "distill_student")
+    losses = [line["loss"] for line in run.metrics("distill")]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert decision(run)["low"] > 0.05
+
+
+def test_post_training(learn: Callable[[str, str], Run]) -> None:
+    run = learn("post_train", "post_train")
+    stages = {*run.stages("ran"), *run.stages("CACHED")}
+    assert {"train_sft", "train_reward_model", "dpo_iteration 1", "grpo_iteration 2"} <= stages
+    assert decision(run)["low"] > 0

@@ -1,0 +1,86 @@
+"""A whole post-training in one command: SFT, reward model, DPO, GRPO, evaluation, export.
+
+`pyflyte run workflows/post_train.py post_train [--config workflows/recipes/NAME.yaml]`
+"""
+
+from typing import NamedTuple
+
+from flytekit import workflow
+
+from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
+from tasks.evaluate import evaluate
+from tasks.evaluate_reward_model import evaluate_reward_model
+from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
+from tasks.prepare_data import prepare_data
+from tasks.prepare_model import prepare_model
+from tasks.train_reward_model import train_reward_model
+from workflows import dpo, grpo
+from workflows.common import conclude, make_pairs, warm_start
+
+DEFAULT = PostTrainExperiment.model_validate({"recipe": "post_train_arithmetic"})
+
+
+class PostTrainOutcome(NamedTuple):
+    """What the pipeline hands on; `before` is measured after SFT, `between` after DPO."""
+
+    model: Checkpoint
+    reward_model: Checkpoint
+    reward_model_report: Evaluation
+    decision: Promotion
+    before: Evaluation
+    between: Evaluation
+    after: Evaluation
+    lineage: Lineage
+
+
+@workflow
+def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
+    """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
+    stages = plan_post_train(config=config)
+    model = prepare_model(config=stages.model)
+    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    tuned = warm_start(config=stages.sft, base=model.base, train=data.train)
+    before = evaluate(config=stages.evaluation, checkpoint=tuned, validation=data.validation)
+
+    pairs = make_pairs(
+        config=stages.pairs,
+        checkpoint=tuned,
+        tokenizer=model.tokenizer,
+        rows=data.train,
+        iteration=1,
+    )
+    held_out = make_pairs(
+        config=stages.pairs,
+        checkpoint=tuned,
+        tokenizer=model.tokenizer,
+        rows=data.validation,
+        iteration=1,
+    )
+    judge = train_reward_model(config=stages.reward_model, base=tuned, pairs=pairs)
+    judged = evaluate_reward_model(
+        config=stages.reward_model_evaluation, checkpoint=judge, pairs=held_out
+    )
+
+    preferred = dpo.iterate(
+        config=stages.dpo, start=tuned, tokenizer=model.tokenizer, train=data.train
+    )
+    between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=data.validation)
+    candidate = grpo.iterate(
+        config=stages.grpo,
+        start=preferred,
+        train=data.train,
+        num_iterations=stages.num_grpo_iterations,
+        reward_model=judge,
+    )
+    ended = conclude(
+        evaluation=stages.evaluation,
+        promotion=stages.promotion,
+        incumbent=tuned,
+        before=before,
+        candidate=candidate,
+        validation=data.validation,
+    )
+    return PostTrainOutcome(
+        ended.model, judge, judged, ended.decision, ended.before, between, ended.after,
+        ended.lineage,
+    )
