@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
 
@@ -33,6 +33,44 @@ class RewardFunction(FrozenConfig):
     target: str = Field(pattern=r"^[\w.]+:\w+$")
 
 
+class RewardModelScore(FrozenConfig):
+    """The score that a reward model gives to the last token of prompt and completion.
+
+    `model` is a hub name or a folder; it is left out where a pipeline hands over the reward model
+    that it has trained. `max_tokens_per_batch` bounds the memory of one forward pass; it changes
+    scores only by rounding.
+    """
+
+    kind: Literal["reward_model"] = "reward_model"
+    model: str | None = Field(default=None, min_length=1)
+    max_tokens_per_batch: PositiveInt = 8192
+
+
+SingleEnvironmentConfig = Annotated[
+    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore,
+    Field(discriminator="kind"),
+]
+
+
+class WeightedPart(FrozenConfig):
+    """One of several rewards."""
+
+    weight: FiniteFloat = 1.0
+    environment: SingleEnvironmentConfig
+
+
+class WeightedSum(FrozenConfig):
+    """Several rewards, weighted and summed; the advantage `gdpo` reads them apart.
+
+    Its parts are no sums themselves: a sum of sums is one longer sum, and Flyte, which describes a
+    config's fields by following them, has no end of a type that contains itself.
+    """
+
+    kind: Literal["weighted_sum"] = "weighted_sum"
+    parts: list[WeightedPart] = Field(min_length=1)
+
+
 EnvironmentConfig = Annotated[
-    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction, Field(discriminator="kind")
+    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore | WeightedSum,
+    Field(discriminator="kind"),
 ]

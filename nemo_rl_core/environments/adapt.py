@@ -11,7 +11,6 @@ from nemo_rl_core.environments.interfaces import (
     attempt,
     checked,
     failure,
-    raise_first,
 )
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Rollout
@@ -27,9 +26,8 @@ def as_scorer(reward: Any) -> Scorer:
     Raises:
         ConfigError: If it is none of these.
     """
-    if hasattr(reward, "outcomes") and hasattr(reward, "score"):
-        scorer: Scorer = reward
-        return scorer
+    if isinstance(reward, Scorer):
+        return reward
     if hasattr(reward, "step"):
         return EnvironmentScorer(reward)
     if callable(reward):
@@ -42,7 +40,7 @@ def as_scorer(reward: Any) -> Scorer:
     )
 
 
-class EnvironmentScorer:
+class EnvironmentScorer(Scorer):
     """A single-turn view of an environment: one exchange in, one reward out.
 
     Args:
@@ -96,14 +94,6 @@ class EnvironmentScorer:
             self._outcome(rollout, reward, done)
             for rollout, reward, done in zip(rollouts, rewards, ended, strict=True)
         ]
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One score a rollout.
-
-        Raises:
-            RewardError: As `outcomes`, at the first failure.
-        """
-        return raise_first(self.outcomes(rollouts))
 
     def close(self) -> None:
         """Ends the environment, if it can be ended."""

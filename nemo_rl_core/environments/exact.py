@@ -2,20 +2,14 @@
 
 from collections.abc import Sequence
 
+from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
 
-class ExactScorer:
+class ExactScorer(Scorer):
     """1.0 when completion and answer are equal, white space around them aside; else 0.0."""
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One score a rollout; comparing text cannot fail."""
-        return list(self.score(rollouts))
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One score a rollout."""
         return [float(each.text.strip() == each.prompt.answer.strip()) for each in rollouts]
-
-    def close(self) -> None:
-        """Nothing to end."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
+    Scorer,
     attempt,
     checked,
     failure,
@@ -27,7 +28,7 @@ RewardCallable = Callable[[Any, Any], Any]
 Style = Literal["single", "batch"]
 
 
-class FunctionalRewardWrapper:
+class FunctionalRewardWrapper(Scorer):
     """A function of prompt and response as an environment.
 
     Whether the function takes two texts or two lists is read off the annotation of its first
@@ -64,20 +65,13 @@ class FunctionalRewardWrapper:
         prompts = [rollout.prompt.text for rollout in rollouts]
         return self._outcomes(prompts, [rollout.text for rollout in rollouts])
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One score a rollout.
+    def rewards(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """One score a pair.
 
         Raises:
             RewardError: When the function raises, or returns what is not a finite number.
         """
-        return raise_first(self.outcomes(rollouts))
-
-    def rewards(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """One score a pair; raises as `score` does."""
         return raise_first(self._outcomes(prompts, responses))
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
@@ -87,7 +81,7 @@ class FunctionalRewardWrapper:
         The response is the last assistant turn, the prompt the last user turn before it.
 
         Raises:
-            RewardError: As `score`; and when a conversation has no answer in it.
+            RewardError: As `rewards`; and when a conversation has no answer in it.
         """
         import torch
 

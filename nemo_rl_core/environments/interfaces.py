@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -12,12 +12,15 @@ from nemo_rl_core.types import Rollout
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 Message = Mapping[str, str]
 """One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
 
 
+@runtime_checkable
 class Scorer(Protocol):
-    """Gives completions a score each."""
+    """Gives completions a score each; a class that inherits from it only has to say `outcomes`."""
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout, in order: a finite score, or why there is none.
@@ -32,11 +35,20 @@ class Scorer(Protocol):
         Raises:
             RewardError: If a completion cannot be scored; an error is not a score of 0.
         """
-        ...
+        return raise_first(self.outcomes(rollouts))
+
+    def scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with their rewards, and what these are made of, if of several.
+
+        Raises:
+            RewardError: As `score`.
+        """
+        scores = self.score(rollouts)
+        return [each.scored(value) for each, value in zip(rollouts, scores, strict=True)]
 
     def close(self) -> None:
-        """Ends what the scorer has started."""
-        ...
+        """Ends what the scorer has started; most have started nothing."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +88,18 @@ class EnvironmentInterface(Protocol):
         ...
 
 
-def raise_first(outcomes: Iterable[float | RewardError]) -> list[float]:
-    """Scores, when every outcome is one.
+def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
+    """What was given, when no outcome is a failure.
 
     Raises:
         RewardError: The first failure.
     """
-    scores = []
+    good = []
     for outcome in outcomes:
         if isinstance(outcome, RewardError):
             raise outcome
-        scores.append(outcome)
-    return scores
+        good.append(outcome)
+    return good
 
 
 def attempt(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import IO, Any
 
-from nemo_rl_core.environments.interfaces import attempt, raise_first
+from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -20,7 +20,7 @@ _GRACE_SECONDS = 1.0
 """What the child gets past its own deadline to say that it passed, before it is killed."""
 
 
-class MathScorer:
+class MathScorer(Scorer):
     """1.0 when math-verify finds the completion's final answer equal to the reference, else 0.0.
 
     A completion in which no mathematics is found scores 0. A comparison that runs out of time or
@@ -49,14 +49,6 @@ class MathScorer:
                 )
             found.append(known[key])
         return found
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One score a rollout.
-
-        Raises:
-            RewardError: On a comparison that ran out of time or raised.
-        """
-        return raise_first(self.outcomes(rollouts))
 
     def close(self) -> None:
         """Ends the child process; the next call of `score` starts another."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from nemo_rl_core.environments.interfaces import attempt, raise_first
+from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -40,7 +40,7 @@ def candidate_answers(completion: str, reference: str) -> list[str]:
     return candidates
 
 
-class ReasoningGymScorer:
+class ReasoningGymScorer(Scorer):
     """The task's own `score_answer`, between 0 and 1: the best over `candidate_answers`.
 
     Some tasks raise on an answer they cannot read (prime_factorization on one that is not a list of
@@ -49,7 +49,7 @@ class ReasoningGymScorer:
     """
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
+        """One outcome a rollout; a prompt without a reasoning-gym entry is an error."""
         return [
             attempt(
                 partial(_score, rollout),
@@ -59,17 +59,6 @@ class ReasoningGymScorer:
             )
             for rollout in rollouts
         ]
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One score a rollout.
-
-        Raises:
-            RewardError: When a prompt does not carry a reasoning-gym entry, or its task raises.
-        """
-        return raise_first(self.outcomes(rollouts))
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def _score(rollout: Rollout) -> float:

@@ -23,6 +23,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         settings: How completions are made and scored.
         model_folder: Weights, config and tokenizer.
         scorer: Takes the place of the environment that the settings name.
+        reward_model: For an environment `reward_model` that names no model.
 
     Attributes:
         tokenizer: The model's.
@@ -37,6 +38,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         model_folder: Path,
         *,
         scorer: Scorer | None = None,
+        reward_model: Path | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
         self.generation = VllmGeneration(
@@ -50,7 +52,9 @@ class Sampler(AbstractContextManager["Sampler"]):
             ),
         )
         self.engine = RolloutEngine(self.generation, self.tokenizer, seed=settings.seed)
-        self._scorer = scorer or make_scorer(settings.environment)
+        self._scorer = scorer or make_scorer(
+            settings.environment, reward_model, policy=model_folder
+        )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts with their rewards.
@@ -58,8 +62,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         Raises:
             RewardError: If one cannot be scored.
         """
-        scores = self._scorer.score(rollouts)
-        return [r.scored(value) for r, value in zip(rollouts, scores, strict=True)]
+        return self._scorer.scored(rollouts)
 
     def __exit__(self, *_: object) -> None:
         self._scorer.close()

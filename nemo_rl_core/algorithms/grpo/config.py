@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
 
@@ -250,6 +251,10 @@ class GRPOConfig(LoopConfig):
 
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes
     optimizer steps of `train_global_batch_size` sequences (all of them, where it is left out).
+
+    Input may name one of `presets.py`, such as `{preset: dapo, learning_rate: 1e-6}`; what stands
+    beside it is laid over it. The config holds the outcome and no `preset`, so that a cache does
+    not depend on how it was written.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -263,6 +268,11 @@ class GRPOConfig(LoopConfig):
     dynamic_sampling: DynamicSampling | None = None
     gate: GateConfig = GateConfig()
     save_every_num_steps: PositiveInt = 10
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lay_over_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, dict) else values
 
     @property
     def num_sequences_per_step(self) -> int:

@@ -2,12 +2,13 @@
 
 Left out are the sizes of steps and learning rates, which belong to a model and a machine and not to
 an algorithm, except where an algorithm is about them. Every value is written out, also where it is
-the default, so that an entry can be held next to its paper.
+the default, so that an entry can be held next to its paper. A recipe says `grpo: {preset: dapo}`.
 """
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -121,26 +122,38 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, **overrides: Any) -> GRPOConfig:
-    """The settings of a published algorithm, with some of them changed.
+def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the preset that `values["preset"]` names, changed by the other values.
+
+    A map changes the fields that it names and keeps the others, unless its `kind` is another one.
+    A preset of None is none, so that a recipe can take back that of the recipe it begins with.
 
     Args:
-        name: A key of `PRESETS`.
-        overrides: Fields of `GRPOConfig`. A map changes the fields that it names and keeps the
-            others, unless its `kind` is another one.
+        values: Fields of `GRPOConfig`, and a key `preset` or not.
+
+    Returns:
+        Fields of `GRPOConfig` alone: a config does not tell how it was written.
 
     Raises:
-        ConfigError: If there is no such preset, or no such field.
+        ConfigError: If there is no such preset.
 
     Example:
-        >>> preset("dapo", loss={"clip_high": 0.3}).loss.reduction
-        'token_mean'
+        >>> with_preset({"preset": "dr_grpo", "loss": {"clip_high": 0.3}})["loss"]["clip_low"]
+        0.2
     """
-    if name not in PRESETS:
+    changes = {key: value for key, value in values.items() if key != "preset"}
+    name = values.get("preset")
+    if name is None:
+        return changes
+    if name not in list(PRESETS):  # a list, since what is looked for may not be hashable
+        nearest = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.5)
         raise ConfigError(
-            f"there is no preset {name!r}", expected=f"one of {', '.join(PRESETS)}", got=name
+            f"there is no preset {name!r}",
+            expected=f"one of {', '.join(PRESETS)}",
+            got=str(name),
+            fix=f"did you mean {nearest[0]!r}?" if nearest else "choose one, or leave preset out",
         )
-    return GRPOConfig.model_validate(_changed(PRESETS[name], overrides))
+    return _changed(PRESETS[name], changes)
 
 
 def _changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

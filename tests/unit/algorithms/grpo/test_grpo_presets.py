@@ -2,11 +2,22 @@
 
 import pytest
 
-from nemo_rl_core.algorithms.grpo.config import ConstantDenominator, KLPenalty
-from nemo_rl_core.algorithms.grpo.presets import PRESETS, preset
+from nemo_rl_core.algorithms.grpo.config import (
+    ClippedLoss,
+    ConstantDenominator,
+    GRPOConfig,
+    GRPOSchedule,
+    GRPOSettings,
+    KLPenalty,
+)
+from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.errors import ConfigError
 
 NAMES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "sapo", "gdpo"]
+
+
+def preset(name, **changes):
+    return GRPOConfig.model_validate({"preset": name, **changes})
 
 
 def test_all_presets_are_there():
@@ -50,9 +61,46 @@ def test_another_kind_replaces_what_there_was():
 
 
 def test_an_unknown_name_lists_the_choices():
-    with pytest.raises(ConfigError) as caught:
-        preset("ppo")
+    with pytest.raises(ConfigError, match="did you mean 'dr_grpo'") as caught:
+        preset("dr-grpo")
     assert all(name in str(caught.value) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", [["dapo"], {"kind": "dapo"}, "", 7])
+def test_what_is_no_name_is_refused_in_the_same_way(name):
+    with pytest.raises(ConfigError, match="there is no preset"):
+        preset(name)
+
+
+def test_a_config_does_not_tell_how_it_was_written():
+    written_out = GRPOConfig.model_validate({**PRESETS["dapo"], "learning_rate": 1e-6})
+    assert preset("dapo", learning_rate=1e-6).model_dump_json() == written_out.model_dump_json()
+    assert "preset" not in written_out.model_dump()
+
+
+def test_no_preset_is_the_default():
+    assert preset(None) == GRPOConfig()
+
+
+def test_schedules_and_settings_take_presets_too():
+    schedule = GRPOSchedule.model_validate({"preset": "gspo", "num_iterations": 2})
+    assert (schedule.num_iterations, schedule.iteration) == (2, preset("gspo"))
+    assert GRPOSettings.model_validate({"grpo": {"preset": "gspo"}}).grpo == preset("gspo")
+
+
+def test_a_config_survives_json_and_changes():
+    config = preset("rloo")
+    assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
+    assert config.replace(learning_rate=1.0).loss == config.loss
+
+
+def test_a_finished_part_takes_the_place_of_the_presets():
+    assert preset("gspo", loss=ClippedLoss(kl=None)).loss == ClippedLoss(kl=None)
+
+
+def test_contradictions_with_a_preset_are_refused():
+    with pytest.raises(ValueError, match="must be above"):
+        preset("dapo", loss={"dual_clip": 1.2})
 
 
 def test_an_unknown_field_is_refused():

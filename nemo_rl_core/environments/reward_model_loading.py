@@ -1,0 +1,99 @@
+"""A reward model by its hub name or folder: what it must be, and its weights.
+
+It asks transformers itself: environments lie beside `data` and below the training backends.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.errors import ModelError
+
+SCALAR_HEAD = "score"
+"""What transformers calls the head of a decoder that classifies sequences."""
+
+
+def load_reward_model(name: str) -> Any:
+    """The model in evaluation mode, in the type of its checkpoint, with a float32 head.
+
+    Raises:
+        ModelError: If it cannot be read, or has no scalar head with weights of its own.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise _unreadable(name, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing or not hasattr(model, SCALAR_HEAD):
+        raise ModelError(
+            f"the reward model {name!r} has no scores to give",
+            expected=f"a decoder with all its weights and a head called {SCALAR_HEAD!r}",
+            got=f"{type(model).__name__}, lacking {', '.join(missing[:3]) or SCALAR_HEAD}",
+            fix="name a checkpoint that RewardModelTrainer has saved",
+        )
+    getattr(model, SCALAR_HEAD).float()
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def checked_context_length(name: str) -> float:
+    """How many tokens a reward model was made for; infinite where its config does not say.
+
+    Raises:
+        ModelError: If it cannot be read, or is no classifier of one label.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _unreadable(name, error) from error
+    architecture = (config.architectures or ["no architecture"])[0]
+    if not architecture.endswith("ForSequenceClassification") or config.num_labels != 1:
+        raise ModelError(
+            f"{name!r} is no reward model",
+            expected="a transformers sequence classifier with one label",
+            got=f"{architecture} with {config.num_labels} labels",
+            fix="name a checkpoint that RewardModelTrainer has saved",
+        )
+    return float(getattr(config.get_text_config(), "max_position_embeddings", math.inf))
+
+
+def refuse_other_vocabulary(name: str, policy: Path) -> None:
+    """Compares the ids of all tokens; heads may have more rows than there are tokens.
+
+    Raises:
+        ModelError: If any token has another id, or is missing in one of them.
+    """
+    ours, theirs = _vocabulary(str(policy)), _vocabulary(name)
+    if ours != theirs:
+        differing = sorted({token for token, _ in ours.items() ^ theirs.items()})
+        raise ModelError(
+            f"the reward model {name!r} has another vocabulary than the policy {policy.name!r}",
+            expected=f"the same ids for the same {len(ours)} tokens",
+            got=f"{len(theirs)} tokens; {len(differing)} differ, such as {differing[:3]}",
+            fix="train the reward model from a model with the policy's tokenizer",
+        )
+
+
+def _vocabulary(name: str) -> dict[str, int]:
+    from transformers import AutoTokenizer
+
+    try:
+        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(name).get_vocab()
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(name, error) from error
+    return vocabulary
+
+
+def _unreadable(name: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"transformers cannot load the reward model {name!r}",
+        expected="a hub name, or a folder with config.json, *.safetensors and tokenizer.json",
+        got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+        fix="correct environment.model; without a network, name a folder on this machine",
+    )

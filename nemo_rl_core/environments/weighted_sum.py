@@ -1,0 +1,63 @@
+"""Several rewards as one."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from nemo_rl_core.environments.interfaces import Scorer, raise_first
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Rollout
+
+
+class WeightedSumScorer(Scorer):
+    """`sum_k weight_k * reward_k`; where a part fails, the rollout has no score.
+
+    Args:
+        scorers: K parts; they are closed with the sum.
+        weights: K weights.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer], weights: Sequence[float]) -> None:
+        self._scorers = list(scorers)
+        self._weights = list(weights)
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout: the sum, or the failure of the first part that fails."""
+        return [
+            parts if isinstance(parts, RewardError) else self._sum(parts)
+            for parts in self._components(rollouts)
+        ]
+
+    def scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with the sum as reward and the K parts, unweighted, as components.
+
+        Raises:
+            RewardError: If a part of a reward fails.
+        """
+        components = raise_first(self._components(rollouts))
+        return [
+            replace(rollout, reward=self._sum(parts), components=parts)
+            for rollout, parts in zip(rollouts, components, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Closes every part, also when one of them fails to."""
+        with ExitStack() as stack:
+            for scorer in self._scorers:
+                stack.callback(scorer.close)
+
+    def _components(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...] | RewardError]:
+        columns = [scorer.outcomes(rollouts) for scorer in self._scorers]
+        return [_all_or_first_failure(row) for row in zip(*columns, strict=True)]
+
+    def _sum(self, parts: tuple[float, ...]) -> float:
+        return sum(w * part for w, part in zip(self._weights, parts, strict=True))
+
+
+def _all_or_first_failure(
+    outcomes: tuple[float | RewardError, ...],
+) -> tuple[float, ...] | RewardError:
+    try:
+        return tuple(raise_first(outcomes))
+    except RewardError as error:
+        return error

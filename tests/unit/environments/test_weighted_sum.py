@@ -1,0 +1,124 @@
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch, WeightedSum
+from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
+from nemo_rl_core.errors import RewardError
+
+PARTS = [
+    {"weight": 2, "environment": {"kind": "exact"}},
+    {"weight": -0.5, "environment": {"kind": "function", "target": "part_lengths:num_signs"}},
+]
+
+
+def num_signs(prompt: str, response: str) -> float:
+    if response == "boom":
+        raise ValueError("boom")
+    return float(len(response))
+
+
+def fails(prompt: str, response: str) -> float:
+    raise ValueError("always")
+
+
+@pytest.fixture
+def from_config(tmp_path, monkeypatch):
+    (tmp_path / "part_lengths.py").write_text(
+        "def num_signs(prompt: str, response: str) -> float:\n    return float(len(response))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return make_scorer(WeightedSum.model_validate({"parts": PARTS}))
+
+
+def test_the_reward_is_the_weighted_sum_and_components_are_the_parts(from_config, rollout):
+    right, wrong = from_config.scored([rollout("46"), rollout("four")])
+    assert (right.reward, right.components) == (2 * 1 - 0.5 * 2, (1.0, 2.0))
+    assert (wrong.reward, wrong.components) == (2 * 0 - 0.5 * 4, (0.0, 4.0))
+    assert (right.text, right.prompt.answer) == ("46", "46")
+
+
+def test_scores_and_outcomes_are_the_sum(from_config, rollout):
+    rollouts = [rollout("46"), rollout("four")]
+    assert from_config.score(rollouts) == from_config.outcomes(rollouts) == [1.0, -2.0]
+    assert from_config.scored([]) == []
+
+
+def test_a_part_that_fails_is_the_outcome_of_its_rollout_alone(rollout):
+    scorer = WeightedSumScorer(
+        [make_scorer(ExactMatch()), FunctionalRewardWrapper(num_signs)], [1.0, 10.0]
+    )
+    rollouts = [rollout("46"), rollout("boom"), rollout("7")]
+    first, failed, last = scorer.outcomes(rollouts)
+    assert (first, last) == (1.0 + 10 * 2, 0.0 + 10 * 1)
+    assert isinstance(failed, RewardError)
+    assert "'num_signs' raised" in str(failed)
+    with pytest.raises(RewardError, match="num_signs"):
+        scorer.scored(rollouts)
+
+
+def test_of_several_failures_the_first_part_has_its_say(rollout):
+    parts = [FunctionalRewardWrapper(fails, name=name) for name in ("one", "two")]
+    (outcome,) = WeightedSumScorer(parts, [1.0, 1.0]).outcomes([rollout("46")])
+    assert "'one'" in str(outcome)
+
+
+def test_closing_reaches_every_part_even_when_one_of_them_fails():
+    closed = []
+
+    class Part(Scorer):
+        def __init__(self, name):
+            self._name = name
+
+        def outcomes(self, rollouts):
+            return [0.0] * len(rollouts)
+
+        def close(self):
+            closed.append(self._name)
+            if self._name == "b":
+                raise OSError("stuck")
+
+    with pytest.raises(OSError, match="stuck"):
+        WeightedSumScorer([Part("a"), Part("b"), Part("c")], [1, 1, 1]).close()
+    assert sorted(closed) == ["a", "b", "c"]
+
+
+def test_a_scorer_of_one_reward_has_no_components(rollout):
+    (scored,) = make_scorer(ExactMatch()).scored([rollout("46")])
+    assert (scored.reward, scored.components) == (1.0, ())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [{"weight": float("nan"), "environment": {"kind": "exact"}}],
+        [{"environment": {"kind": "weighted_sum", "parts": PARTS}}],
+    ],
+)
+def test_sums_of_nothing_of_nan_and_of_sums_are_refused(parts):
+    with pytest.raises(ValidationError):
+        WeightedSum.model_validate({"parts": parts})
+
+
+def test_flyte_describes_every_field_and_carries_the_config():
+    from flytekit import FlyteContext
+    from flytekit.core.type_engine import TypeEngine
+
+    literal_type = TypeEngine.to_literal_type(WeightedSum)
+    # Flytekit leaves out a field that it cannot describe.
+    assert set(literal_type.structure.dataclass_type) == {"kind", "parts"}
+    config = WeightedSum.model_validate({"parts": PARTS})
+    context = FlyteContext.current_context()
+    literal = TypeEngine.to_literal(context, config, WeightedSum, literal_type)
+    assert TypeEngine.to_python_value(context, literal, WeightedSum) == config
+
+
+def test_a_recipe_reaches_it_by_its_kind():
+    adapter = TypeAdapter(EnvironmentConfig)
+    config = adapter.validate_python({"kind": "weighted_sum", "parts": PARTS})
+    assert [part.weight for part in config.parts] == [2.0, -0.5]
+    assert adapter.validate_json(adapter.dump_json(config)) == config
