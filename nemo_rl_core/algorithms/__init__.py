@@ -6,20 +6,27 @@ algorithm must not reach the others, or a change in one would run all of them ag
 
 from typing import Any
 
-_TRAINERS = {
+_PUBLIC = {
+    "DPOLossFn": ".dpo.loss",
     "DPOTrainer": ".dpo.trainer",
+    "DistillationLossFn": ".distillation.loss",
     "DistillationTrainer": ".distillation.trainer",
+    "GRPOLossFn": ".grpo.loss",
     "GRPOTrainer": ".grpo.trainer",
+    "NLLLoss": ".sft.loss",
+    "PPOLossFn": ".ppo.loss",
     "PPOTrainer": ".ppo.trainer",
+    "PreferenceLossFn": ".reward_model.loss",
     "RewardModelTrainer": ".reward_model.trainer",
+    "SFTLossFn": ".sft.loss",
     "SFTTrainer": ".sft.trainer",
 }
-__all__ = list(_TRAINERS)
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _TRAINERS:
+    if name in _PUBLIC:
         import importlib
 
-        return getattr(importlib.import_module(_TRAINERS[name], __name__), name)
+        return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

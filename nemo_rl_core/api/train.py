@@ -6,8 +6,6 @@ from typing import Any
 
 from nemo_rl_core.api.functional import get_algorithm
 from nemo_rl_core.config.model import ModelConfig
-from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 
@@ -50,13 +48,7 @@ def train(
         ...     reward_fn=lambda prompt, response: float("correct" in response),
         ... )
     """
-    trainer_class = get_algorithm(algorithm)
-    if reward_fn is not None and not issubclass(trainer_class.settings_class, RolloutSettings):
-        raise ConfigError(
-            f"the algorithm {algorithm!r} scores no completions, so it takes no reward_fn",
-            fix="leave reward_fn out, or choose an algorithm that samples, such as 'grpo'",
-        )
-    trainer = trainer_class.from_pretrained(model, **overrides)
+    trainer = get_algorithm(algorithm).from_pretrained(model, **overrides)
     return trainer.fit(
         dataset,
         reward_fn=reward_fn,

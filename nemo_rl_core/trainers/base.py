@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
+from pydantic import ValidationError
+
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
-from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConfigError
@@ -24,7 +27,8 @@ from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
-from nemo_rl_core.trainers.overrides import settings_from_overrides
+from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
+from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
 from nemo_rl_core.trainers.validation import ValidationRunner
 
 S = TypeVar("S", bound=TrainerSettings)
@@ -62,9 +66,10 @@ class Job:
 class BaseTrainer(ABC, Generic[S, C]):
     """One algorithm's loop.
 
-    A subclass names the class of its settings, says how a data set becomes batches (`_load`) and
-    what a step does with one (`_train_step`). Its settings hold one section named after the
-    algorithm, a `LoopConfig`.
+    A subclass says what a step does with a batch (`_train_step`), and usually how a data set
+    becomes batches (`_load`; else they are lists of rows). It names the class of its settings,
+    which hold one section named after the algorithm, a `LoopConfig`. One that names none has its
+    loop in the section `loop`, and a section of its own that is an open mapping.
 
     Args:
         settings: An instance of `settings_class`, or what makes one: a mapping with the section of
@@ -73,7 +78,8 @@ class BaseTrainer(ABC, Generic[S, C]):
         session: Where the workers run; by default that of the settings' cluster.
 
     Attributes:
-        algorithm: The name of the section, and of the algorithm.
+        algorithm: The name of the section, and of the algorithm; by default that of the class,
+            small and without `Trainer`.
         settings_class: What `settings` is checked against.
         settings: As checked.
         model: What `fit` trains, where `from_pretrained` was told.
@@ -82,7 +88,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         timer: Measures the phases of that step.
 
     Raises:
-        ConfigError: For a setting that does not exist; names the nearest one.
+        ConfigError: For a setting that does not exist (names the nearest one) or does not fit.
     """
 
     algorithm: ClassVar[str]
@@ -92,18 +98,32 @@ class BaseTrainer(ABC, Generic[S, C]):
     policy: Policy
     step: int
     timer: Timer
+    model: str | Path | ModelConfig | None = None
     _batches: PromptLoader[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_train_step" not in vars(cls):
+            return  # a base of trainers, or a variant of one
+        if not hasattr(cls, "algorithm"):
+            cls.algorithm = cls.__name__.removesuffix("Trainer").lower()
+        if not hasattr(cls, "settings_class"):
+            cls.settings_class = plain_settings(cls.algorithm)
 
     def __init__(
         self, settings: TrainerSettings | Mapping[str, Any], session: ClusterSession | None = None
     ) -> None:
-        checked = (
-            settings
-            if isinstance(settings, TrainerSettings)
-            else self.settings_class.model_validate(dict(settings))
-        )
-        self.settings = cast("S", checked)
+        self.settings = cast("S", self._checked(settings))
         self._session = session
+
+    @classmethod
+    def _checked(cls, settings: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
+        if isinstance(settings, TrainerSettings):
+            return settings
+        try:
+            return cls.settings_class.model_validate(dict(settings))
+        except ValidationError as error:
+            raise describe(error) from error
 
     @classmethod
     def from_pretrained(cls, model: str | Path | ModelConfig, **overrides: Any) -> Self:
@@ -117,16 +137,29 @@ class BaseTrainer(ABC, Generic[S, C]):
         Raises:
             ConfigError: For a name that is no setting, or one of several sections.
         """
-        trainer = cls(settings_from_overrides(cls.settings_class, cls.algorithm, overrides))
+        config = cls._build_config_from_pretrained(model, **overrides)
+        refuse_unclaimed(cls.settings_class, config, overrides)
+        trainer = cls(config)
         trainer.model = model
         return trainer
 
-    model: str | Path | ModelConfig | None = None
+    @classmethod
+    def _build_config_from_pretrained(
+        cls, model: str | Path | ModelConfig, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The overrides as nested mappings; a subclass adds what only it knows.
+
+        Args:
+            model: What is trained; not read here.
+            **kwargs: The overrides. One that stands nowhere in what is returned is refused.
+        """
+        return nested_overrides(cls.settings_class, cls.algorithm, kwargs)
 
     @property
     def config(self) -> C:
-        """The algorithm's own section of the settings."""
-        section: C = getattr(self.settings, self.algorithm)
+        """The section of the settings that says how the loop runs: the algorithm's own."""
+        is_plain = isinstance(self.settings, PlainSettings)
+        section: C = getattr(self.settings, "loop" if is_plain else self.algorithm)
         return section
 
     @property
@@ -232,9 +265,11 @@ class BaseTrainer(ABC, Generic[S, C]):
         if step == steps.last or epoch != self._batches.epoch(step):
             called.call("on_epoch_end", epoch, metrics)
 
-    @abstractmethod
     def _load(self, job: Job) -> PromptLoader[Any]:
-        """The rows of `job.train`, ready to be dealt out in batches."""
+        """The rows of `job.train`, ready to be dealt out in batches of `global_batch_size`."""
+        config: Any = self.config
+        rows, size = load_records(job.train), config.global_batch_size
+        return PromptLoader(rows, batch_size=size, seed=self.settings.seed)
 
     @abstractmethod
     def _train_step(self, batch: list[Any]) -> dict[str, float]:

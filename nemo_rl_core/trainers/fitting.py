@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.files import hash_file, hash_folder
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.metrics import MetricsFile
@@ -72,7 +75,8 @@ class FitRequest:
         reference: Hub name or folder of the reference, teacher or reward model; None takes `model`.
         callbacks: Hooks of the caller.
         name: Of the run. An interrupted run of the same name and inputs is continued, a finished
-            one is given back; without a name, every call trains anew.
+            one is given back; without a name, every call trains anew. A function cannot be compared
+            with another, so `reward_fn` is none of these inputs: a new reward needs a new name.
     """
 
     model: str | Path | ModelConfig
@@ -90,7 +94,7 @@ def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
     Raises:
         NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
     """
-    scorer = as_scorer(request.reward_fn) if request.reward_fn is not None else None
+    scorer = _scorer(trainer, request.reward_fn)
     seed = trainer.settings.seed
     parents = {"base": _model_artifact(request.model, seed)}
     if request.reference is not None:
@@ -114,6 +118,17 @@ def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
     run = request.name or uuid.uuid4().hex
     artifact = produce(Inputs(trainer.algorithm, settings | {"run": run}, parents), work)
     return _result(artifact)
+
+
+def _scorer(trainer: "BaseTrainer[Any, Any]", reward_fn: Any) -> Scorer | None:
+    if reward_fn is None:
+        return None
+    if not isinstance(trainer.settings, RolloutSettings):
+        raise ConfigError(
+            f"the algorithm {trainer.algorithm!r} scores no completions, so it takes no reward_fn",
+            fix="leave reward_fn out, or choose an algorithm that samples, such as 'grpo'",
+        )
+    return as_scorer(reward_fn)
 
 
 def checkpoint_made(result: RunResult, *, summary: str = "", deck: str = "") -> Made:

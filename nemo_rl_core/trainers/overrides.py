@@ -1,71 +1,100 @@
 """Settings given by name alone, sorted into the sections they belong to."""
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
 
-S = TypeVar("S", bound=FrozenConfig)
 
-
-def settings_from_overrides(
-    settings_class: type[S], section: str, overrides: Mapping[str, Any]
-) -> S:
-    """Settings with everything at its default but what is named.
+def nested_overrides(
+    settings_class: type[FrozenConfig], section: str, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is named, in the sections that it belongs to.
 
     A name is looked for among the settings themselves, then in the algorithm's section, then in the
-    other sections.
+    other sections. A name that is nowhere is left out: `refuse_unclaimed` judges that, once a
+    trainer has taken what it knows itself.
 
     Args:
-        settings_class: What to make.
+        settings_class: Whose sections.
         section: Name of the algorithm's section, which wins over the others.
-        overrides: Values by name; a section's value is a mapping that is laid over its defaults.
+        overrides: Values by name; a whole section is a mapping or a config, over which settings of
+            it that are named by themselves are laid.
 
     Raises:
-        ConfigError: For a name that does not exist or that several other sections have, and for
-            values that do not fit.
+        ConfigError: For a name that several other sections have.
     """
-    fields = settings_class.model_fields
-    sections = {
-        name: field.annotation
-        for name, field in fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    }
+    sections = _sections(settings_class)
     values: dict[str, Any] = {section: {}} if section in sections else {}
     for name, value in overrides.items():
-        if name in fields:
-            laid_over = name in values and isinstance(value, Mapping)
-            values[name] = {**values[name], **value} if laid_over else value
+        if name in settings_class.model_fields:
+            values[name] = _as_mapping(value)
+    for name, value in overrides.items():
+        owner = None if name in values else _owner(name, sections, section)
+        if owner is not None:
+            values[owner] = {**values.get(owner, {}), name: value}
+    return values
+
+
+def refuse_unclaimed(
+    settings_class: type[FrozenConfig], config: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Refuses names that have come to stand nowhere in a config.
+
+    Args:
+        settings_class: What the config is checked against later; its settings are the choices.
+        config: Sections and settings, as nested mappings.
+        names: Of overrides.
+
+    Raises:
+        ConfigError: For the first such name; says the nearest one that there is.
+    """
+    claimed = {
+        *config,
+        *(key for part in config.values() if isinstance(part, dict) for key in part),
+    }
+    sections = _sections(settings_class).values()
+    choices = {*claimed, *settings_class.model_fields}
+    choices |= {key for kind in sections for key in kind.model_fields}
+    for name in names:
+        if name in claimed:
             continue
-        owner = _owner(name, sections, section)
-        values.setdefault(owner, {})[name] = value
-    try:
-        return settings_class.model_validate(values)
-    except ValidationError as error:
-        raise describe(error) from error
+        nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
+        raise ConfigError(
+            f"there is no setting {name!r}",
+            expected=f"one of {', '.join(sorted(choices))}",
+            got=name,
+            fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
+        )
 
 
-def _owner(name: str, sections: Mapping[str, Any], first: str) -> str:
+def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[BaseModel]]:
+    return {
+        name: field.annotation
+        for name, field in settings_class.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+
+
+def _as_mapping(value: Any) -> Any:
+    """A config or mapping as a mapping of its own, so that nothing of the caller's is changed."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _owner(name: str, sections: Mapping[str, type[BaseModel]], first: str) -> str | None:
     owners = [key for key, kind in sections.items() if name in kind.model_fields]
     if first in owners:
         return first
-    if len(owners) == 1:
-        return owners[0]
-    if owners:
+    if len(owners) > 1:
         raise ConfigError(
             f"the setting {name!r} stands in several sections",
             expected=f"one of {', '.join(f'{owner}={{{name!r}: ...}}' for owner in owners)}",
             got=name,
         )
-    choices = sorted({*sections, *(key for kind in sections.values() for key in kind.model_fields)})
-    nearest = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    raise ConfigError(
-        f"there is no setting {name!r}",
-        expected=f"one of {', '.join(choices)}",
-        got=name,
-        fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
-    )
+    return owners[0] if owners else None

@@ -1,1 +1,22 @@
 """Direct preference optimisation and its relatives."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # relative on purpose: a stage's source digest follows absolute imports
+    from ...trainers.fitting import TrainResult
+    from .trainer import DPOTrainer
+
+__all__ = ["dpo_train", "setup"]
+
+
+def setup(model: str | Path, **overrides: Any) -> "DPOTrainer":
+    """A trainer of a model; see `BaseTrainer.from_pretrained`."""
+    from .trainer import DPOTrainer
+
+    return DPOTrainer.from_pretrained(model, **overrides)
+
+
+def dpo_train(trainer: "DPOTrainer", dataset: Any, **kwargs: Any) -> "TrainResult":
+    """Trains on preference pairs; see `BaseTrainer.fit`."""
+    return trainer.fit(dataset, **kwargs)
