@@ -81,6 +81,12 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
         validation=data.validation,
     )
     return PostTrainOutcome(
-        ended.model, judge, judged, ended.decision, ended.before, between, ended.after,
+        ended.model,
+        judge,
+        judged,
+        ended.decision,
+        ended.before,
+        between,
+        ended.after,
         ended.lineage,
     )

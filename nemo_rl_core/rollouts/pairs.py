@@ -37,7 +37,6 @@ def sample_pairs(
     num_generations_per_prompt: int,
     margin: float,
     iteration: int,
-    reward_model: Path | None = None,
 ) -> SampledPairs:
     """Completes and scores every prompt, and sets the best completion against the worst.
 
@@ -49,7 +48,6 @@ def sample_pairs(
         num_generations_per_prompt: Completions to choose from.
         margin: By more than how much their rewards must differ.
         iteration: Part of every request's seed, so that the next one draws others.
-        reward_model: What scores, where the environment is a reward model without a name.
 
     Raises:
         DataError: If no prompt gives a pair.

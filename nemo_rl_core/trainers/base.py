@@ -44,12 +44,14 @@ class Job:
         start: The transformers folder whose weights training begins with.
         work: Where checkpoints and metrics go; an interrupted run in it is continued.
         validation: A data set folder that is never trained on, or None.
-        reference: The transformers folder of the reference policy, of a teacher or of a reward
-            model, where the algorithm has such.
+        reference: The transformers folder of the reference policy or of a teacher, where the
+            algorithm has such.
         reference_logprobs: A folder of the reference's logprobs of `train`, where they are cached.
         resume: An artifact whose `trainer/` the optimizer goes on from, or None for a new one.
         iteration: 1-based; which steps, prompts and seeds are next in a run of several iterations.
         scorer: Scores completions in place of the environment that the settings name.
+        reward_model: A sequence classifier's folder, for an environment `reward_model` that names
+            no model.
     """
 
     train: Path
@@ -61,6 +63,7 @@ class Job:
     resume: Path | None = None
     iteration: int = 1
     scorer: Scorer | None = None
+    reward_model: Path | None = None
 
 
 class BaseTrainer(ABC, Generic[S, C]):

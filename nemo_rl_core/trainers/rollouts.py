@@ -30,7 +30,13 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         super()._set_up(job, resources)
         self.sampler = resources.enter_context(
-            Sampler(self.session, self.settings, job.start, scorer=job.scorer)
+            Sampler(
+                self.session,
+                self.settings,
+                job.start,
+                scorer=job.scorer,
+                reward_model=job.reward_model,
+            )
         )
         held_out = job.validation
         self._held_out = load_prompts(held_out, self.sampler.tokenizer) if held_out else []

@@ -32,9 +32,7 @@ from nemo_rl_core.trainers.fitting import TrainResult
 LN_2 = math.log(2)
 SUMS = [(a, b) for a in range(3, 9) for b in range(5)]
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
-PAIRS = [
-    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in SUMS
-]
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in SUMS]
 
 ONE_THREAD = {"num_threads": 1}
 # The same everywhere, and as in conftest.py, so that all tests share one engine.
@@ -230,7 +228,9 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
     policy = Policy(session, trainer.settings.training, trainer._training_setup(pairs_job))
     batch = pair_batch(pairs)
     rows = policy.get_logprobs(batch)["logprobs"]
-    trained = [tuple(row[mask].tolist()) for row, mask in zip(rows, batch["token_mask"], strict=True)]
+    trained = [
+        tuple(row[mask].tolist()) for row, mask in zip(rows, batch["token_mask"], strict=True)
+    ]
     cached = [
         replace(pair, reference_logprobs=(trained[2 * place], trained[2 * place + 1]))
         for place, pair in enumerate(pairs)
