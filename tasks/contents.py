@@ -8,7 +8,13 @@ import importlib.util
 from pathlib import Path
 
 from nemo_rl_core.config.data import DataConfig, FileData
-from nemo_rl_core.config.environment import EnvironmentConfig, RewardFunction
+from nemo_rl_core.config.environment import (
+    EnvironmentConfig,
+    RewardFunction,
+    RewardModelScore,
+    SingleEnvironmentConfig,
+    single_environments,
+)
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from nemo_rl_core.infra.files import hash_file, hash_folder
 
@@ -33,7 +39,17 @@ def model_content(model: ModelConfig) -> str:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """A digest of the module that holds the user's reward function; not of what it imports."""
+    """A digest of what scores: modules of the user's reward functions, folders of reward models.
+
+    What such a module imports does not count.
+    """
+    return " ".join(filter(None, map(_scored_by, single_environments(environment))))
+
+
+def _scored_by(environment: SingleEnvironmentConfig) -> str:
+    if isinstance(environment, RewardModelScore) and environment.model is not None:
+        folder = Path(environment.model).expanduser()
+        return hash_folder(folder) if folder.is_dir() else ""
     if not isinstance(environment, RewardFunction):
         return ""
     try:

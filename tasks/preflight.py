@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.data import FileData
-from nemo_rl_core.config.environment import RewardFunction
+from nemo_rl_core.config.environment import (
+    RewardFunction,
+    RewardModelScore,
+    SingleEnvironmentConfig,
+    single_environments,
+)
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.pretrained import context_length
@@ -32,10 +37,22 @@ def _check(experiment: Experiment) -> None:
     if isinstance(experiment.data, FileData):
         _check_files(experiment.data)
     _check_context(experiment)
-    if isinstance(experiment.environment, RewardFunction):
+    for environment in single_environments(experiment.environment):
+        _check_environment(environment)
+
+
+def _check_environment(environment: SingleEnvironmentConfig) -> None:
+    if isinstance(environment, RewardFunction):
         from nemo_rl_core.environments.functional_reward import load_function
 
-        load_function(experiment.environment.target)
+        load_function(environment.target)
+    if isinstance(environment, RewardModelScore) and environment.model is None:
+        raise ConfigError(
+            "the environment 'reward_model' does not say which reward model scores",
+            expected="environment.model: a folder of the workflow reward_model, or a hub name",
+            got="no model",
+            fix="name one; only grpo_reward of post_train is trained on the way",
+        )
 
 
 def _check_context(experiment: Experiment) -> None:

@@ -74,3 +74,10 @@ EnvironmentConfig = Annotated[
     ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore | WeightedSum,
     Field(discriminator="kind"),
 ]
+
+
+def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:
+    """The environments that score on their own: those of a sum, or the one that there is."""
+    if isinstance(config, WeightedSum):
+        return [part.environment for part in config.parts]
+    return [config]

@@ -76,6 +76,10 @@ def runs(store: Path) -> list[Path]:
             ["data file does not exist", "expected:", "got: no.jsonl", "fix:"],
         ),
         (
+            {"environment": {"kind": "reward_model"}},
+            ["does not say which reward model scores", "expected:", "got: no model", "fix:"],
+        ),
+        (
             {"environment": {"kind": "function", "target": "no_such_module:reward"}},
             ["no_such_module", "cannot be imported", "expected:", "got:", "fix:"],
         ),
