@@ -18,11 +18,33 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, RowPolicy
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.errors import ConfigError
+from tasks.experiments.common import Experiment
+from tasks.experiments.distillation import DistillationExperiment
+from tasks.experiments.dpo import DPOExperiment
 from tasks.experiments.grpo import GRPOExperiment
+from tasks.experiments.post_train import PostTrainExperiment
+from tasks.experiments.ppo import PPOExperiment
+from tasks.experiments.reward_model import RewardModelExperiment
+from tasks.experiments.sft import SFTExperiment
 from tasks.recipe import RecipeError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPES = sorted((REPOSITORY / "workflows" / "recipes").glob("*.yaml"))
+EXPERIMENTS = {
+    "distill": DistillationExperiment,
+    "dpo": DPOExperiment,
+    "grpo": GRPOExperiment,
+    "post_train": PostTrainExperiment,
+    "ppo": PPOExperiment,
+    "reward_model": RewardModelExperiment,
+    "sft": SFTExperiment,
+}
+
+
+def experiment_of(path: Path) -> type[Experiment]:
+    """A recipe is called after the workflow that it is for."""
+    (kind,) = [kind for name, kind in EXPERIMENTS.items() if path.stem.startswith(f"{name}_")]
+    return kind
 
 
 @pytest.mark.parametrize(
@@ -147,7 +169,7 @@ def test_many_problems_are_told_three_at_a_time() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_checked_in_recipe_loads(path: Path) -> None:
-    GRPOExperiment.model_validate(yaml.safe_load(path.read_text()))
+    experiment_of(path).model_validate(yaml.safe_load(path.read_text()))
 
 
 def test_what_stands_beside_a_base_recipe_is_laid_over_it() -> None:
@@ -184,11 +206,12 @@ def test_an_unknown_base_lists_the_choices() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_checked_in_recipe_holds_only_what_differs(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
-    loaded = GRPOExperiment.model_validate(recipe)
+    experiment = experiment_of(path)
+    loaded = experiment.model_validate(recipe)
     repeated = [
         ".".join(keys)
         for keys in _leaves(recipe)
-        if GRPOExperiment.model_validate(_without(recipe, keys)) == loaded
+        if experiment.model_validate(_without(recipe, keys)) == loaded
     ]
     assert repeated == []
 
