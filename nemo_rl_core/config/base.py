@@ -1,6 +1,7 @@
 """The base of every config: frozen, closed to unknown keys, clear about mistakes."""
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -48,8 +49,7 @@ def describe(error: ValidationError) -> ConfigError:
     """Turns pydantic's report into this project's form, first three problems only."""
     problems = error.errors(include_url=False)
     lines = [
-        f"{'.'.join(str(part) for part in item['loc']) or 'config'}: "
-        f"{item['msg'].removeprefix('Value error, ')}"
+        f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {_said(item)}"
         for item in problems[:3]
     ]
     more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
@@ -59,3 +59,9 @@ def describe(error: ValidationError) -> ConfigError:
         got=repr(first.get("input"))[:120],
         fix="change the named value in the recipe or in --config",
     )
+
+
+def _said(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "union_tag_not_found":
+        return "must say of which kind it is, as in {kind: ...}"
+    return str(problem["msg"]).removeprefix("Value error, ")

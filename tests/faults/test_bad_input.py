@@ -61,6 +61,7 @@ def runs(store: Path) -> list[Path]:
             {"data": {"kind": "arithmetic", "num_train": 10_000}},
             ["only 10000 different sums exist", "fix:"],
         ),
+        ({"data": {"num_train": 9}}, ["data: must say of which kind it is", "fix:"]),
         ({"cluster": {"shape": "lapto"}}, ["cluster.shape", "'laptop' or 'one_gpu'", "got:"]),
         ({"recipe": "grpo_arithmetik"}, ["no recipe 'grpo_arithmetik'", "grpo_arithmetic"]),
         (

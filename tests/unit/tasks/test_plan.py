@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.infra.lineage import config_hash
+from tasks.experiments.dpo import DPOExperiment, plan_dpo
 from tasks.experiments.grpo import GRPOExperiment, plan_grpo
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
@@ -81,3 +82,44 @@ def test_a_stage_gets_the_values_of_the_recipe() -> None:
     assert stages.evaluation.max_prompt_tokens == config.data.max_prompt_tokens
     assert stages.promotion.confidence == config.evaluation.confidence
     assert {stages.data.seed, stages.sft.seed, stages.grpo.seed, stages.model.seed} == {3}
+
+
+def changed_dpo(changes: dict[str, Any]) -> set[str]:
+    """What of DPO's iterations a change reaches: pairs, reference, the training itself."""
+    base = {"recipe": "dpo_arithmetic"}
+    before, after = (
+        plan_dpo(config=DPOExperiment.model_validate(values)).iterations
+        for values in (base, {**base, **changes})
+    )
+    return {
+        name
+        for name in ("pairs", "reference", "dpo", "num_iterations")
+        if getattr(before, name) != getattr(after, name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reached"),
+    [
+        ({"dpo": {"learning_rate": 1.25e-4}}, {"dpo"}),
+        ({"dpo": {"loss": {"kind": "ipo"}}}, {"dpo"}),
+        ({"dpo": {"num_pairs_per_step": 7}}, {"dpo"}),
+        ({"dpo": {"max_tokens_per_microbatch": 999}}, {"dpo"}),
+        ({"dpo": {"num_iterations": 9}}, {"num_iterations"}),
+        # The pairs' tokens change, which the reference's logprobs are keyed by.
+        ({"pairs": {"kind": "rollouts", "margin": 0.5}}, {"pairs"}),
+        ({"generation": {"max_new_tokens": 4}}, {"pairs"}),
+        ({"environment": {"kind": "math"}}, {"pairs"}),
+        ({"seed": 7}, {"pairs", "dpo"}),
+        ({"cluster": {"num_threads": 1}}, {"pairs", "reference", "dpo"}),
+    ],
+)
+def test_reference_logprobs_depend_on_weights_and_tokens_alone(
+    changes: dict[str, Any], reached: set[str]
+) -> None:
+    assert changed_dpo(changes) == reached
+
+
+def test_a_reference_free_loss_asks_for_no_reference() -> None:
+    stages = plan_dpo(config=DPOExperiment.model_validate({"dpo": {"loss": {"kind": "simpo"}}}))
+    assert not stages.iterations.dpo.dpo.needs_reference

@@ -1,0 +1,99 @@
+"""SFT, reward model, DPO and GRPO in one run of a few steps; then again with other settings."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+POST_TRAIN = ("post_train", "post_train")
+STAGES = [
+    "prepare_model",
+    "prepare_data",
+    "train_sft",
+    "evaluate",
+    "sample_pairs 1",
+    "sample_pairs 1",
+    "train_reward_model",
+    "evaluate_reward_model",
+    "cache_reference_logprobs",
+    "dpo_iteration 1",
+    "evaluate",
+    "grpo_iteration 1",
+    "evaluate",
+    "promote",
+    "export",
+    "lineage_report",
+]
+
+
+@pytest.fixture(scope="module")
+def short(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **recipe,
+        "environment": {"kind": "function", "target": "tests.workflows.rewards:digits"},
+        "pairs": {"kind": "rollouts", "num_generations_per_prompt": 4},
+        "reward_model": {"num_steps": 3, "num_pairs_per_step": 4},
+        "dpo": {"num_steps_per_iteration": 3, "num_pairs_per_step": 4},
+        "grpo": {**recipe["grpo"], "num_iterations": 1, "num_steps_per_iteration": 2},
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(
+    short: dict[str, Any],
+    run_recipe: Callable[..., Run],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    finished = run_recipe(short, tmp_path_factory.mktemp("post_train") / "store", POST_TRAIN)
+    assert finished.exit_code == 0, finished.output[-3000:]
+    return finished
+
+
+def test_every_stage_runs_once(whole: Run) -> None:
+    # DPO's pairs are those of the reward model, so the second asking for them is a hit.
+    assert whole.stages("ran") == STAGES
+    assert whole.stages("CACHED") == ["sample_pairs 1"]
+
+
+def test_dpo_begins_at_ln_2_with_cached_reference_logprobs(whole: Run) -> None:
+    first = whole.metrics("dpo_iteration 1")[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert whole.metrics("train_reward_model")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_grpo_maximizes_the_reward_model_that_was_trained_on_the_way(whole: Run) -> None:
+    manifest = json.loads((whole.artifact("grpo_iteration 1") / "manifest.json").read_text())
+    parents = {parent["stage"] for parent in manifest["parents"]}
+    assert {"train_reward_model", "dpo_iteration 1"} <= parents
+    assert manifest["config"]["environment"]["kind"] == "reward_model"
+    # Its scores, unlike shares of digits, know no bounds of 0 and 1.
+    rewards = [line["reward"] for line in whole.metrics("grpo_iteration 1")]
+    assert any(reward < 0 or reward > 1 or reward != round(reward, 6) for reward in rewards)
+
+
+def test_the_model_knows_all_its_ancestors(whole: Run) -> None:
+    lineage = Path(whole.value("lineage:")).with_name("lineage.json")
+    stages = {row["stage"] for row in json.loads(lineage.read_text())}
+    expected = {"prepare_model", "prepare_data train", "train_sft", "evaluate", "promote"}
+    assert expected <= stages
+
+
+def test_other_settings_of_dpo_find_pairs_and_logprobs_in_the_cache(
+    whole: Run, short: dict[str, Any], run_recipe: Callable[..., Run]
+) -> None:
+    dpo = {
+        "num_steps_per_iteration": 2,
+        "num_pairs_per_step": 2,
+        "learning_rate": 2e-4,
+        "loss": {"kind": "sigmoid", "beta": 0.3},
+    }
+    again = run_recipe({**short, "dpo": dpo}, whole.store, POST_TRAIN)
+    assert again.exit_code == 0, again.output[-3000:]
+    cached = again.stages("CACHED")
+    assert cached[: len(STAGES[:9]) + 1] == [*STAGES[:8], "sample_pairs 1", STAGES[8]]
+    assert again.stages("ran")[0] == "dpo_iteration 1"
