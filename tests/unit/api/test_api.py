@@ -80,6 +80,7 @@ def test_setup_makes_a_trainer_of_dpo() -> None:
 
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
+SMALL = {"max_prompt_tokens": 16, "max_new_tokens": 8}
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(9)]
 
 
@@ -97,6 +98,7 @@ PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in r
         ({"num_prompts_per_step": 9}, DataError, "more rows than the data set has"),
         ({"validation": ROWS[:2]}, DataError, "validation"),  # those rows are trained on
         ({"max_prompt_tokens": 2}, DataError, "max_prompt_tokens"),
+        ({"max_prompt_tokens": 250}, ConfigError, "longer than the model's context"),  # 256, and 8
         ({"model": "/no/such/model"}, NemoRLError, "/no/such/model"),
         ({"num_prompt_per_step": 8}, ConfigError, "no setting 'num_prompt_per_step'"),
         ({"num_prompts_per_step": 0}, ConfigError, "num_prompts_per_step"),
@@ -106,8 +108,9 @@ def test_mistakes_are_found_before_any_worker_starts(
     asked: dict[str, Any], error: type[Exception], match: str, tiny_model: Path
 ) -> None:
     running = dict(sessions._sessions)
+    settings = {} if "algorithm" in asked else SMALL
     with pytest.raises(error, match=match):
-        nemo_rl_core.train(**{"model": tiny_model, "dataset": ROWS, **asked})
+        nemo_rl_core.train(**{**settings, "model": tiny_model, "dataset": ROWS, **asked})
     assert sessions._sessions == running
     made = Store.default().artifacts
     assert not [*made.glob("grpo-*"), *made.glob("sft-*"), *made.glob("dpo-*")]
