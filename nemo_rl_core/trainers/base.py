@@ -296,10 +296,10 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         """Makes ready whatever steps need; `resources` ends with the run."""
+        self._batches = self._load(job)  # first: rows of a wrong kind must start no worker
         self.policy = Policy(self.session, self.settings.training, self._training_setup(job))
         if job.resume is not None:
             self.policy.load_checkpoint(job.resume)
-        self._batches = self._load(job)
 
     def _training_setup(self, job: Job) -> TrainingSetup:
         return TrainingSetup(

@@ -1,11 +1,13 @@
 """What algorithms share that learn from completions of their own policy."""
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import context_length, load_tokenizer
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import BaseTrainer, Job
@@ -28,6 +30,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _held_out: list[Prompt]
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
+        self._check_context(job.start)
         super()._set_up(job, resources)
         self.sampler = resources.enter_context(
             Sampler(
@@ -40,6 +43,18 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         )
         held_out = job.validation
         self._held_out = load_prompts(held_out, self.sampler.tokenizer) if held_out else []
+
+    def _check_context(self, model_folder: Path) -> None:
+        """Before any worker starts: vLLM says the same a minute later, and less plainly."""
+        prompt, new = self.settings.max_prompt_tokens, self.settings.generation.max_new_tokens
+        limit = context_length(model_folder)
+        if limit is not None and prompt + new > limit:
+            raise ConfigError(
+                "prompts and completions may be longer than the model's context",
+                expected=f"max_prompt_tokens + max_new_tokens of at most {limit}",
+                got=f"{prompt} + {new}",
+                fix="lower one of the two, or take a model with a longer context",
+            )
 
     def _load(self, job: Job) -> PromptLoader[Prompt]:
         config: Any = self.config

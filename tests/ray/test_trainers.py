@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -192,7 +194,7 @@ def test_a_rerun_is_equal_and_a_finished_name_is_not_run_again(
 @pytest.fixture
 def pairs_job(tiny_model: Path, tmp_path: Path) -> Job:
     train = tmp_path / "train"
-    data = DataModule.of(PAIRS, validation=PAIRS[:0] or None, tokenizer=load_tokenizer(tiny_model))
+    data = DataModule.of(PAIRS, tokenizer=load_tokenizer(tiny_model))
     save_frame(data.train, train)
     return Job(train=train, start=tiny_model, work=tmp_path / "work", reference=tiny_model)
 
@@ -221,16 +223,13 @@ def test_the_first_loss_of_dpo_is_ln_2(session: ClusterSession, pairs_job: Job) 
 def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
     session: ClusterSession, pairs_job: Job, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     trainer = dpo()
     pairs = load_pairs(pairs_job.train, load_tokenizer(pairs_job.start))
     policy = Policy(session, trainer.settings.training, trainer._training_setup(pairs_job))
     batch = pair_batch(pairs)
     rows = policy.get_logprobs(batch)["logprobs"]
-    trained = [
-        tuple(row[mask].tolist()) for row, mask in zip(rows, batch["token_mask"], strict=True)
-    ]
+    masks = batch["token_mask"]
+    trained = [tuple(row[mask].tolist()) for row, mask in zip(rows, masks, strict=True)]
     cached = [
         replace(pair, reference_logprobs=(trained[2 * place], trained[2 * place + 1]))
         for place, pair in enumerate(pairs)
@@ -241,16 +240,11 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
 
     # It is the cache that is read: with every chosen logprob lower by 1 a token, the log-ratio of a
     # chosen sequence of n trained tokens is n, and the loss -log sigmoid(0.1 n) is below ln 2.
-    lowered = [
-        replace(
-            pair,
-            reference_logprobs=(
-                tuple(value - 1 for value in pair.reference_logprobs[0]),
-                pair.reference_logprobs[1],
-            ),
-        )
-        for pair in cached
-    ]
+    lowered = []
+    for pair in cached:
+        chosen, rejected = pair.reference_logprobs
+        both = (tuple(value - 1 for value in chosen), rejected)
+        lowered.append(replace(pair, reference_logprobs=both))
     save_logprobs(lowered, tmp_path / "lowered")
     job = replace(job, reference_logprobs=tmp_path / "lowered", work=tmp_path / "other")
     counts = {pair.chosen.num_trained_tokens for pair in pairs}
@@ -326,8 +320,6 @@ def test_dynamic_sampling_draws_again_and_gives_up_at_its_bound(
 def test_dynamic_sampling_fills_up_with_other_prompts(
     session: ClusterSession, tiny_model: Path
 ) -> None:
-    import pandas as pd
-
     asked: list[str] = []
 
     def only_small_sums(prompt: str, response: str) -> float:

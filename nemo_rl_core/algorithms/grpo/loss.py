@@ -1,7 +1,7 @@
 """The policy-gradient losses of the GRPO family: one callable over the kinds of its config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class GRPOLossFn:
         tensor(-2.2000)
     """
 
-    config: LossConfig
+    config: LossConfig = field(default_factory=ClippedLoss)
 
     def __call__(
         self,

@@ -1,0 +1,116 @@
+"""The five-line entry: names, and mistakes that are found before any worker starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemo_rl_core
+from nemo_rl_core import algorithms
+from nemo_rl_core.algorithms.dpo import setup
+from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
+from nemo_rl_core.api.functional import get_algorithm, register_algorithm
+from nemo_rl_core.distributed import session as sessions
+from nemo_rl_core.errors import ConfigError, DataError, NemoRLError
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.trainers.base import BaseTrainer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+NAMES = ["sft", "dpo", "reward_model", "grpo", "ppo", "distillation"]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_algorithms_are_found_by_name(name: str) -> None:
+    found = get_algorithm(name)
+    assert issubclass(found, BaseTrainer)
+    assert found.algorithm == name
+    assert name in found.settings_class.model_fields
+
+
+def test_an_unknown_algorithm_lists_the_choices(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="no algorithm 'gropo'") as caught:
+        nemo_rl_core.train(tiny_model, [], algorithm="gropo")
+    assert set(NAMES) <= set(str(caught.value.expected).split(", "))
+
+
+def test_an_algorithm_of_ones_own_is_found() -> None:
+    @register_algorithm("own_of_test_api")
+    class Own(BaseTrainer[Any, Any]):
+        def _train_step(self, batch: list[Any]) -> dict[str, float]:
+            return {}
+
+    assert get_algorithm("own_of_test_api") is Own
+
+
+@pytest.mark.parametrize("package", [nemo_rl_core, algorithms])
+def test_every_public_name_is_there(package: Any) -> None:
+    for name in package.__all__:
+        assert callable(getattr(package, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'GROPTrainer'"):
+        package.GROPTrainer  # noqa: B018
+
+
+def test_public_names_are_shown() -> None:
+    assert {"train", "GRPOTrainer", "DataModule"} <= set(dir(nemo_rl_core))
+
+
+@pytest.mark.parametrize(
+    "module", ["nemo_rl_core", "nemo_rl_core.algorithms", "nemo_rl_core.algorithms.dpo"]
+)
+def test_importing_loads_neither_torch_nor_ray(module: str) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"torch", "ray", "vllm", "transformers", "pandas", "pydantic"}
+
+
+def test_setup_makes_a_trainer_of_dpo() -> None:
+    trainer = setup("a/model", num_pairs_per_step=4)
+    assert isinstance(trainer, DPOTrainer)
+    assert (trainer.model, trainer.config.num_pairs_per_step) == ("a/model", 4)
+
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
+SMALL = {"max_prompt_tokens": 16, "max_new_tokens": 8}
+PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "match"),
+    [
+        ({"algorithm": "sft", "reward_fn": len}, ConfigError, "'sft' scores no completions"),
+        ({"reward_fn": 0.5}, ConfigError, "no reward"),
+        ({"reward_fn": lambda prompt: 1.0}, ConfigError, "a prompt and a response"),
+        ({"dataset": []}, DataError, "data set is empty"),
+        ({"dataset": [{"question": "1+1="}]}, DataError, "lacks the column prompt"),
+        ({"dataset": "no/such/rows.jsonl"}, DataError, "no/such/rows.jsonl"),
+        ({"dataset": PAIRS}, DataError, "no prompts with answers"),
+        ({"dataset": ROWS, "algorithm": "dpo"}, DataError, "no preference pairs"),
+        ({"num_prompts_per_step": 9}, DataError, "more rows than the data set has"),
+        ({"validation": ROWS[:2]}, DataError, "validation"),  # those rows are trained on
+        ({"max_prompt_tokens": 2}, DataError, "max_prompt_tokens"),
+        ({"max_prompt_tokens": 250}, ConfigError, "longer than the model's context"),  # 256, and 8
+        ({"model": "/no/such/model"}, NemoRLError, "/no/such/model"),
+        ({"num_prompt_per_step": 8}, ConfigError, "no setting 'num_prompt_per_step'"),
+        ({"num_prompts_per_step": 0}, ConfigError, "num_prompts_per_step"),
+    ],
+)
+def test_mistakes_are_found_before_any_worker_starts(
+    asked: dict[str, Any], error: type[Exception], match: str, tiny_model: Path
+) -> None:
+    running = dict(sessions._sessions)
+    settings = {} if "algorithm" in asked else SMALL
+    with pytest.raises(error, match=match):
+        nemo_rl_core.train(**{**settings, "model": tiny_model, "dataset": ROWS, **asked})
+    assert sessions._sessions == running
+    made = Store.default().artifacts
+    assert not [*made.glob("grpo-*"), *made.glob("sft-*"), *made.glob("dpo-*")]

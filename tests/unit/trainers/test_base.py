@@ -1,0 +1,228 @@
+"""The loop of every trainer: hooks, epochs, validation, resuming, and ranges of steps."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.callbacks import Callback
+from nemo_rl_core.trainers.loop import StepRange
+
+
+class StopError(Exception):
+    pass
+
+
+def stopping(hook: str, step: int) -> Callback:
+    """Raises in that hook, at that step (for hooks of a step)."""
+
+    class Stopping(Callback):
+        pass
+
+    def stop(self: Callback, trainer: Any, *arguments: Any) -> None:
+        if not arguments or arguments[0] == step:
+            raise StopError(hook)
+
+    setattr(Stopping, hook, stop)
+    return Stopping()
+
+
+def metrics(work: Path) -> list[dict[str, float]]:
+    lines = (work / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+def test_every_hook_is_called_in_order(
+    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    journal = make_journal()
+    trainer = make_trainer({"count": {"num_steps": 4, "validate_every_num_steps": 3}})
+    trainer.run(job, callbacks=[journal])
+    # Six rows, two a step: steps 1 to 3 are epoch 0. A save every 2 steps.
+    assert journal.names == [
+        "fit_begin",
+        *("epoch_begin 0", "step_begin 1", "step_end 1"),
+        *("step_begin 2", "step_end 2", "save 2"),
+        *("step_begin 3", "validation_begin 3", "validation_end 3", "step_end 3", "epoch_end 0"),
+        *("epoch_begin 1", "step_begin 4", "validation_begin 4", "validation_end 4", "step_end 4"),
+        *("epoch_end 1", "save 4"),
+        "fit_end",
+    ]
+
+
+def test_hooks_get_the_metrics_of_their_step(
+    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    journal = make_journal()
+    make_trainer({"count": {"num_steps": 3, "validate_every_num_steps": 3}}).run(
+        job, callbacks=[journal]
+    )
+    # One epoch of the rows 1 to 6: their sum is 21, and validation halves it.
+    validated = {"validation_half": 10.5}
+    last = {"sum": 21.0, "num_valid_tokens": 2.0, **validated}
+    assert ("on_validation_end", 3, validated) in journal.calls
+    assert ("on_step_end", 3, last) in journal.calls
+    assert ("on_epoch_end", 0, last) in journal.calls
+    assert metrics(job.work)[-1] == {"global_step": 3.0, **last}
+
+
+def test_a_saved_folder_is_whole_when_the_hook_is_called(
+    job: Job, make_trainer: Callable[..., Any]
+) -> None:
+    saved = []
+
+    class Read(Callback):
+        def on_save(self, trainer: Any, step: int, checkpoint: Path) -> None:
+            value = json.loads((checkpoint / "model" / "value.json").read_text())
+            saved.append((step, value == trainer.sum.value))
+
+    make_trainer({}).run(job, callbacks=[Read()])
+    assert saved == [(2, True), (4, True), (5, True)]
+
+
+def test_callbacks_are_called_in_the_order_given(
+    job: Job, make_trainer: Callable[..., Any]
+) -> None:
+    order = []
+
+    class Named(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_step_begin(self, trainer: Any, step: int) -> None:
+            order.append((step, self.name))
+
+    make_trainer({"count": {"num_steps": 2}}).run(job, callbacks=[Named("b"), Named("a")])
+    assert order == [(1, "b"), (1, "a"), (2, "b"), (2, "a")]
+
+
+def test_what_is_no_callback_is_refused_before_set_up(
+    job: Job, make_trainer: Callable[..., Any]
+) -> None:
+    trainer = make_trainer({})
+    with pytest.raises(TypeError, match="instances of Callback"):
+        trainer.run(job, callbacks=[Callback])
+    assert not hasattr(trainer, "sum")
+
+
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_raises_stops_the_run_which_goes_on_later(
+    hook: str, job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    settings = {"count": {"validate_every_num_steps": 1}}
+    trainer = make_trainer(settings)
+    # Epochs have numbers of their own: 1 is that of the steps 4 and 5.
+    with pytest.raises(StopError):
+        trainer.run(job, callbacks=[stopping(hook, 1 if "epoch" in hook else 4)])
+    assert trainer.closed
+    again, journal = make_trainer(settings), make_journal()
+    again.run(job, callbacks=[journal])
+    assert [step["global_step"] for step in metrics(job.work)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    # What an attempt has saved is not done again: nothing, steps 1 and 2, 1 to 4, or all.
+    first = {"on_fit_begin": 1, "on_save": 5, "on_epoch_end": 5, "on_fit_end": 6}.get(hook, 3)
+    steps = [call[1] for call in journal.calls if call[0] == "on_step_begin"]
+    assert steps == list(range(first, 6))
+
+    whole = Job(job.train, job.start, job.work.with_name("whole"))
+    uninterrupted = make_trainer(settings)
+    uninterrupted.run(whole)
+    assert again.sum.value == uninterrupted.sum.value
+    assert metrics(job.work) == metrics(whole.work)
+
+
+def test_a_resume_within_an_epoch_does_not_begin_it_again(
+    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    with pytest.raises(StopError):
+        make_trainer({}).run(job, callbacks=[stopping("on_step_begin", 3)])
+    journal = make_journal()
+    make_trainer({}).run(job, callbacks=[journal])
+    assert journal.names[:4] == ["fit_begin", "step_begin 3", "step_end 3", "epoch_end 0"]
+    assert journal.names[4:6] == ["epoch_begin 1", "step_begin 4"]
+
+
+def test_a_finished_run_is_given_back_without_a_call(
+    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    result = make_trainer({}).run(job)
+    assert (result.step, result.num_tokens, result.peak_memory_gib) == (5, 10, 0.5)
+    again, journal = make_trainer({}), make_journal()
+    assert again.run(job, callbacks=[journal]) == result
+    assert journal.calls == []
+    assert not hasattr(again, "sum")
+
+
+def test_epochs_are_told_by_a_steps_first_row(
+    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    journal = make_journal()
+    # Four rows a step of six: step 1 has rows 0-3, step 2 rows 4-7, step 3 rows 8-11, step 4 12-15.
+    make_trainer({"count": {"num_steps": 4, "rows_per_step": 4}}).run(job, callbacks=[journal])
+    epochs = [name for name in journal.names if "epoch" in name or "step_end" in name]
+    assert epochs == [
+        *("epoch_begin 0", "step_end 1", "step_end 2", "epoch_end 0"),
+        *("epoch_begin 1", "step_end 3", "epoch_end 1"),
+        *("epoch_begin 2", "step_end 4", "epoch_end 2"),
+    ]
+
+
+def test_each_row_comes_once_an_epoch(job: Job, make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer({"count": {"num_steps": 6}})
+    trainer.run(job)
+    assert metrics(job.work)[2]["sum"] == 21.0  # 1 + 2 + 3 + 4 + 5 + 6
+    assert metrics(job.work)[5]["sum"] == 42.0
+
+
+@pytest.mark.parametrize(
+    ("iteration", "expected"),
+    [(1, StepRange(1, 10)), (2, StepRange(11, 20)), (5, StepRange(41, 50))],
+)
+def test_an_iteration_has_its_share_of_the_steps(
+    job: Job, iteration: int, expected: StepRange
+) -> None:
+    trainer = GRPOTrainer({"grpo": {"num_steps_per_iteration": 10}})
+    where = Job(job.train, job.start, job.work, iteration=iteration)
+    assert trainer._steps(where) == expected
+    assert trainer._stage(where) == f"grpo_iteration {iteration}"
+
+
+def test_a_trainer_of_num_steps_begins_at_the_first(job: Job) -> None:
+    assert SFTTrainer({"sft": {"num_steps": 7}})._steps(job) == StepRange(1, 7)
+
+
+def test_settings_that_do_not_fit_are_explained() -> None:
+    with pytest.raises(ConfigError, match=r"sft\.num_steps: Input should be greater than 0"):
+        SFTTrainer({"sft": {"num_steps": 0}})
+
+
+def test_a_trainer_without_a_model_cannot_fit() -> None:
+    with pytest.raises(ConfigError, match="no model to train") as caught:
+        SFTTrainer({}).fit([{"prompt": "a", "completion": "b"}])
+    assert "SFTTrainer.from_pretrained" in str(caught.value.fix)
+
+
+def test_a_trainer_that_declares_nothing_has_a_name_a_loop_and_an_open_section() -> None:
+    class MyAlgoTrainer(BaseTrainer[Any, Any]):
+        def _train_step(self, batch: list[Any]) -> dict[str, float]:
+            return {}
+
+    trainer = MyAlgoTrainer({"loop": {"num_steps": 3}, "myalgo": {"my_param": 2.0}})
+    assert MyAlgoTrainer.algorithm == "myalgo"
+    assert trainer.config.num_steps == 3
+    assert trainer.settings.myalgo == {"my_param": 2.0}
+    assert MyAlgoTrainer({}).settings.myalgo == {}
+
+    class Variant(SFTTrainer):
+        def _train_step(self, batch: list[Any]) -> dict[str, float]:
+            return {}
+
+    assert (Variant.algorithm, Variant.settings_class) == ("sft", SFTTrainer.settings_class)

@@ -1,0 +1,150 @@
+"""Settings by name alone: who owns a name, and what is said of one that nobody does."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GSPOLoss
+from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
+from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.trainers.base import BaseTrainer
+from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
+
+
+def grpo(**overrides: Any) -> Any:
+    return GRPOTrainer.from_pretrained("a/model", **overrides).settings
+
+
+def test_without_overrides_all_is_default() -> None:
+    assert grpo() == GRPOTrainer.settings_class()
+    assert GRPOTrainer.from_pretrained("a/model").model == "a/model"
+
+
+def test_a_name_goes_to_the_section_that_has_it() -> None:
+    settings = grpo(num_prompts_per_step=8, temperature=0.5, num_threads=1, seed=3)
+    assert settings.grpo.num_prompts_per_step == 8
+    assert settings.generation.temperature == 0.5
+    assert settings.cluster.num_threads == 1
+    assert settings.seed == 3
+
+
+def test_a_section_is_laid_over_its_defaults() -> None:
+    settings = grpo(grpo={"num_prompts_per_step": 4, "loss": {"kind": "gspo"}})
+    assert settings.grpo == GRPOConfig(num_prompts_per_step=4, loss=GSPOLoss())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_name_is_laid_over_its_section_in_any_order(order: int) -> None:
+    given = [("generation", {"max_new_tokens": 5, "temperature": 0.5}), ("temperature", 0.7)]
+    settings = grpo(**dict(given[::order]))
+    assert (settings.generation.max_new_tokens, settings.generation.temperature) == (5, 0.7)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_section_may_be_a_config(order: int) -> None:
+    given = [("grpo", GRPOConfig(num_prompts_per_step=4)), ("learning_rate", 0.5)]
+    settings = grpo(**dict(given[::order]))
+    assert (settings.grpo.num_prompts_per_step, settings.grpo.learning_rate) == (4, 0.5)
+    assert grpo(generation=GenerationConfig(max_new_tokens=5), temperature=0.5).generation == (
+        GenerationConfig(max_new_tokens=5, temperature=0.5)
+    )
+
+
+def test_a_section_of_the_caller_is_not_changed() -> None:
+    mine = {"max_new_tokens": 5}
+    grpo(generation=mine, temperature=0.5)
+    assert mine == {"max_new_tokens": 5}
+
+
+def test_the_algorithms_section_owns_a_name_that_others_have_too() -> None:
+    class Own(FrozenConfig):
+        rate: float = 0.0
+
+    class Other(Own):
+        width: int = 0
+
+    class Third(Own):
+        width: int = 0
+
+    class Settings(FrozenConfig):
+        own: Own = Own()
+        other: Other = Other()
+        third: Third = Third()
+
+    assert nested_overrides(Settings, "own", {"rate": 1.0}) == {"own": {"rate": 1.0}}
+    with pytest.raises(ConfigError, match="'width' stands in several sections") as caught:
+        nested_overrides(Settings, "own", {"width": 1})
+    assert caught.value.expected == "one of other={'width': ...}, third={'width': ...}"
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("learnin_rate", "learning_rate"),
+        ("temprature", "temperature"),
+        ("sead", "seed"),
+        ("enviroment", "environment"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest(misspelt: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"no setting '{misspelt}'") as caught:
+        grpo(**{misspelt: 1})
+    assert caught.value.fix == f"did you mean {meant!r}?"
+
+
+def test_a_name_like_none_lists_the_choices() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SFTTrainer.from_pretrained("a/model", zzzz=1)
+    assert caught.value.fix == "leave it out"
+    assert {"num_steps", "seed", "num_threads"} <= set(
+        str(caught.value.expected).removeprefix("one of ").split(", ")
+    )
+
+
+def test_an_algorithm_takes_no_setting_of_another() -> None:
+    assert PPOTrainer.from_pretrained("a/model", gamma=0.9).config.gamma == 0.9
+    with pytest.raises(ConfigError, match="no setting 'gamma'"):
+        grpo(gamma=0.9)
+
+
+def test_a_value_that_does_not_fit_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"generation\.temperature"):
+        grpo(temperature="hot")
+    with pytest.raises(ConfigError, match="unknown key 'num_prompt' in GRPOConfig"):
+        grpo(grpo={"num_prompt": 3})
+
+
+class TakingTrainer(BaseTrainer[Any, Any]):
+    """Takes settings that no class declares, as the reference documents do."""
+
+    @classmethod
+    def _build_config_from_pretrained(cls, model: Any, **kwargs: Any) -> dict[str, Any]:
+        config = super()._build_config_from_pretrained(model, **kwargs)
+        config["taking"] = {"my_param": kwargs.pop("my_param", 1.0)}
+        return config
+
+    def _train_step(self, batch: list[Any]) -> dict[str, float]:
+        return {}
+
+
+def test_a_trainer_may_take_settings_of_its_own() -> None:
+    settings = TakingTrainer.from_pretrained("a/model", my_param=2.0, num_steps=3, seed=1).settings
+    assert (settings.taking, settings.loop.num_steps, settings.seed) == ({"my_param": 2.0}, 3, 1)
+    assert TakingTrainer.from_pretrained("a/model").settings.taking == {"my_param": 1.0}
+
+
+def test_what_it_does_not_take_is_refused_still() -> None:
+    with pytest.raises(ConfigError, match="no setting 'my_parm'") as caught:
+        TakingTrainer.from_pretrained("a/model", my_parm=2.0)
+    assert caught.value.fix == "did you mean 'my_param'?"
+
+
+def test_a_section_that_a_trainer_writes_over_loses_no_override_in_silence() -> None:
+    # `learning_rate` was put into the section that the trainer then replaced.
+    config = {"sft": {"num_steps": 3}}
+    with pytest.raises(ConfigError, match="no setting 'learning_rate'"):
+        refuse_unclaimed(SFTTrainer.settings_class, config, ["num_steps", "learning_rate"])

@@ -1,0 +1,50 @@
+"""When held-out rows are looked at, and what a loss says of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.trainers.callbacks import Callbacks
+from nemo_rl_core.trainers.validation import ValidationRunner, loss_metrics
+
+
+def runner(every: int | None, *, last: int = 7) -> ValidationRunner:
+    return ValidationRunner(lambda: {"loss": 0.25}, every_num_steps=every, last=last)
+
+
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [(None, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7])],
+)
+def test_validation_is_due_every_so_often_and_at_the_end(every: int | None, due: list[int]) -> None:
+    assert [step for step in range(1, 8) if runner(every).is_due(step)] == due
+
+
+def test_figures_are_prefixed_and_called_back(
+    make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+) -> None:
+    journal = make_journal()
+    called = Callbacks(make_trainer({}), [journal])
+    assert runner(2).after_step(1, called) == {}
+    assert journal.calls == []
+    assert runner(2).after_step(2, called) == {"validation_loss": 0.25}
+    assert journal.calls == [
+        ("on_validation_begin", 2),
+        ("on_validation_end", 2, {"validation_loss": 0.25}),
+    ]
+
+
+def test_the_loss_of_held_out_rows_leaves_masked_ones_out() -> None:
+    batch = BatchedDataDict(
+        {
+            "token_mask": torch.tensor([[1, 1], [1, 1]]),
+            "sample_mask": torch.tensor([1, 0]),
+        }
+    )
+    logprobs = torch.tensor([[-1.0, -2.0], [float("nan"), -9.0]], requires_grad=True)
+    # (1 + 2) / 2 tokens; the second row does not count.
+    assert loss_metrics(NLLLoss(), logprobs, batch) == {"loss": 1.5}
