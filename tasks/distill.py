@@ -21,7 +21,6 @@ def distill(
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
         from nemo_rl_core.trainers.base import Job
-        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(
             train=train.folder,
@@ -32,7 +31,7 @@ def distill(
         result = DistillationTrainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
-        return checkpoint_made(result, summary=summary, deck=deck)
+        return result.made(summary=summary, deck=deck)
 
     parents = {"student": student, "teacher": teacher, "train": train}
     fields = make("distill", config=config, parents=parents, work=work)

@@ -24,7 +24,6 @@ def dpo_iteration(
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
         from nemo_rl_core.trainers.base import Job
-        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(
             train=pairs.folder,
@@ -37,7 +36,7 @@ def dpo_iteration(
         )
         result = DPOTrainer(config).run(job)
         summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
-        return checkpoint_made(result, summary=summary, deck=deck)
+        return result.made(summary=summary, deck=deck)
 
     parents = {"start": start, "reference": reference, "pairs": pairs}
     parents |= {"logprobs": logprobs} if logprobs else {}

@@ -37,7 +37,6 @@ def grpo_iteration(
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
         from nemo_rl_core.trainers.base import Job
-        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(
             train=train.folder,
@@ -51,7 +50,7 @@ def grpo_iteration(
         result = GRPOTrainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
-        return checkpoint_made(result, summary=summary, deck=deck)
+        return result.made(summary=summary, deck=deck)
 
     parents = {"start": start, "reference": reference, "train": train}
     parents |= {"reward_model": reward_model} if reward_model else {}

@@ -30,7 +30,6 @@ def ppo_iteration(
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
         from nemo_rl_core.trainers.base import Job
-        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(
             train=train.folder,
@@ -43,7 +42,7 @@ def ppo_iteration(
         result = PPOTrainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
-        return checkpoint_made(result, summary=summary, deck=deck)
+        return result.made(summary=summary, deck=deck)
 
     parents = {"start": start, "reference": reference, "train": train}
     fields = make("ppo_iteration", config=config, parents=parents, work=work, part=str(iteration))

@@ -17,12 +17,11 @@ def train_reward_model(config: RewardModelStage, base: Checkpoint, pairs: Datase
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.reward_model.trainer import RewardModelTrainer
         from nemo_rl_core.trainers.base import Job
-        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(train=pairs.folder, start=base.model_folder, work=folder)
         result = RewardModelTrainer(config).run(job)
         summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
-        return checkpoint_made(result, summary=summary, deck=deck)
+        return result.made(summary=summary, deck=deck)
 
     parents = {"base": base, "pairs": pairs}
     fields = make("train_reward_model", config=config, parents=parents, work=work)

@@ -17,12 +17,11 @@ def train_sft(config: SFTStage, base: Checkpoint, train: Dataset) -> Checkpoint:
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
         from nemo_rl_core.trainers.base import Job
-        from nemo_rl_core.trainers.fitting import checkpoint_made
 
         job = Job(train=train.folder, start=base.model_folder, work=folder)
         result = SFTTrainer(config.model_dump()).run(job)
         summary, deck = curves(folder, ("loss", "grad_norm"))
-        return checkpoint_made(result, summary=summary, deck=deck)
+        return result.made(summary=summary, deck=deck)
 
     parents = {"base": base, "train": train}
     return CheckpointArtifact(**make("train_sft", config=config, parents=parents, work=work))

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -16,7 +16,15 @@ class FrozenConfig(BaseModel):
         ConfigError: On an unknown key (names the nearest valid one).
     """
 
+    shorthands: ClassVar[frozenset[str]] = frozenset()
+    """Words that input may use besides the fields, and that a validator turns into fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def words(cls) -> set[str]:
+        """What input may say: fields and shorthands."""
+        return {*cls.model_fields, *cls.shorthands}
 
     @model_validator(mode="before")
     @classmethod
@@ -35,7 +43,7 @@ class FrozenConfig(BaseModel):
 
 
 def _unknown_key(key: str, config: type[FrozenConfig]) -> ConfigError:
-    choices = sorted(config.model_fields)
+    choices = sorted(config.words())
     nearest = difflib.get_close_matches(key, choices, n=1, cutoff=0.5)
     return ConfigError(
         f"unknown key {key!r} in {config.__name__}",

@@ -25,7 +25,6 @@ from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.metrics import MetricsFile
 from nemo_rl_core.infra.produce import Inputs, Made, produce
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.loop import RunResult
 
 if TYPE_CHECKING:
     from nemo_rl_core.trainers.base import BaseTrainer
@@ -112,7 +111,7 @@ def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
     def work(folder: Path) -> Made:
         job = trainer.job(parents, folder, scorer=scorer)
         result = trainer.run(job, callbacks=request.callbacks)
-        return checkpoint_made(result)
+        return result.made()
 
     settings = trainer.settings.model_dump(mode="json")
     run = request.name or uuid.uuid4().hex
@@ -129,19 +128,6 @@ def _scorer(trainer: "BaseTrainer[Any, Any]", reward_fn: Any) -> Scorer | None:
             fix="leave reward_fn out, or choose an algorithm that samples, such as 'grpo'",
         )
     return as_scorer(reward_fn)
-
-
-def checkpoint_made(result: RunResult, *, summary: str = "", deck: str = "") -> Made:
-    """What a trainer's run left, as the content of a checkpoint artifact."""
-    return Made(
-        "checkpoint",
-        "hf",
-        summary,
-        num_tokens=result.num_tokens,
-        peak_memory_gib=result.peak_memory_gib,
-        step=result.step,
-        deck=deck,
-    )
 
 
 def _result(artifact: Path) -> TrainResult:

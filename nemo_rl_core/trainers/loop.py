@@ -10,6 +10,7 @@ from nemo_rl_core.infra import files
 from nemo_rl_core.infra.checkpointing import CheckpointManager
 from nemo_rl_core.infra.logging import report
 from nemo_rl_core.infra.metrics import MetricsFile
+from nemo_rl_core.infra.produce import Made
 from nemo_rl_core.types import StepReport
 
 
@@ -54,6 +55,23 @@ class RunResult:
     step: int
     num_tokens: int
     peak_memory_gib: float
+
+    def made(self, *, summary: str = "", deck: str = "") -> Made:
+        """The folder as the content of a checkpoint artifact.
+
+        Args:
+            summary: One line for the table at the end of a run.
+            deck: HTML for Flyte's deck.
+        """
+        return Made(
+            "checkpoint",
+            "hf",
+            summary,
+            num_tokens=self.num_tokens,
+            peak_memory_gib=self.peak_memory_gib,
+            step=self.step,
+            deck=deck,
+        )
 
 
 class StepLoop:

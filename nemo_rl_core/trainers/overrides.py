@@ -59,7 +59,7 @@ def refuse_unclaimed(
     }
     sections = _sections(settings_class).values()
     choices = {*claimed, *settings_class.model_fields}
-    choices |= {key for kind in sections for key in kind.model_fields}
+    choices |= {key for kind in sections for key in kind.words()}
     for name in names:
         if name in claimed:
             continue
@@ -72,11 +72,11 @@ def refuse_unclaimed(
         )
 
 
-def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[BaseModel]]:
+def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[FrozenConfig]]:
     return {
         name: field.annotation
         for name, field in settings_class.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, FrozenConfig)
     }
 
 
@@ -87,8 +87,8 @@ def _as_mapping(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _owner(name: str, sections: Mapping[str, type[BaseModel]], first: str) -> str | None:
-    owners = [key for key, kind in sections.items() if name in kind.model_fields]
+def _owner(name: str, sections: Mapping[str, type[FrozenConfig]], first: str) -> str | None:
+    owners = [key for key, kind in sections.items() if name in kind.words()]
     if first in owners:
         return first
     if len(owners) > 1:

@@ -4,7 +4,7 @@ Each variant of a loss, an advantage or a correction is a type with a `kind`; `p
 published combinations. What is left out is None, never a kind of its own: `off` is false in YAML.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Discriminator,
@@ -256,6 +256,8 @@ class GRPOConfig(LoopConfig):
     beside it is laid over it. The config holds the outcome and no `preset`, so that a cache does
     not depend on how it was written.
     """
+
+    shorthands: ClassVar[frozenset[str]] = frozenset({"preset"})
 
     learning_rate: PositiveFloat = 1e-3
     num_steps_per_iteration: PositiveInt = 50

@@ -39,6 +39,17 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
             ["nemo_rl_core.algorithms.grpo.loss", "nemo_rl_core.algorithms.grpo.trainer"],
         ),
         (
+            "tasks.dpo_iteration",
+            ["nemo_rl_core.algorithms.dpo.loss", "nemo_rl_core.trainers.loop"],
+            [
+                "nemo_rl_core.algorithms.grpo.loss",
+                "nemo_rl_core.algorithms.ppo.loss",
+                "nemo_rl_core.api.functional",
+                "nemo_rl_core.trainers.fitting",
+                "nemo_rl_core.data.datasets.hub",
+            ],
+        ),
+        (
             "tasks.evaluate",
             ["nemo_rl_core.evals.evaluate", "nemo_rl_core.backends.generation.vllm"],
             ["nemo_rl_core.algorithms.grpo.loss", "nemo_rl_core.algorithms.sft.loss"],

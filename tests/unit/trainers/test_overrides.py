@@ -148,3 +148,13 @@ def test_a_section_that_a_trainer_writes_over_loses_no_override_in_silence() -> 
     config = {"sft": {"num_steps": 3}}
     with pytest.raises(ConfigError, match="no setting 'learning_rate'"):
         refuse_unclaimed(SFTTrainer.settings_class, config, ["num_steps", "learning_rate"])
+
+
+def test_a_preset_belongs_to_the_section_that_knows_it() -> None:
+    from nemo_rl_core import GRPOTrainer
+
+    trainer = GRPOTrainer.from_pretrained("some/model", preset="cispo", learning_rate=1e-6)
+    assert (trainer.config.loss.kind, trainer.config.learning_rate) == ("cispo", 1e-6)
+    with pytest.raises(ConfigError, match="there is no setting 'presett'") as caught:
+        GRPOTrainer.from_pretrained("some/model", presett="cispo")
+    assert caught.value.fix == "did you mean 'preset'?"
