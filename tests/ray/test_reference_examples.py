@@ -186,6 +186,28 @@ def test_losses_are_found_beside_the_trainers(session: ClusterSession, make_poli
     assert policy.train(batch, GRPOLossFn())["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_loss_of_ones_own_is_a_function(session: ClusterSession, make_policy: Any) -> None:
+    from nemo_rl_core.data.collate import collate
+
+    def likelihood(
+        next_token_logprobs: torch.Tensor,
+        batch: Any,
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+    ) -> Any:
+        chosen = torch.where(batch["token_mask"], next_token_logprobs, 0.0)
+        loss = -chosen.sum() / global_valid_tokens
+        return loss, {"loss": loss.detach()}
+
+    policy = make_policy()
+    batch = collate([(1, 5, 6), (1, 7)], [(False, True, True), (False, True)])
+    mean = policy.get_logprobs(batch)["logprobs"][batch["token_mask"]].mean().item()
+    first = policy.train(batch, likelihood)["loss"]
+    assert first == pytest.approx(-mean, rel=1e-5)
+    assert policy.train(batch, likelihood)["loss"] < first
+
+
 MYALGO = {
     "config.py": '''
 class MyAlgoConfig(dict):
