@@ -23,6 +23,7 @@ class PPOLossFn:
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
 
     Example:
+        >>> import torch
         >>> batch = {
         ...     "token_mask": torch.tensor([[1, 1]]),
         ...     "sample_mask": torch.tensor([1]),
@@ -88,6 +89,7 @@ class ValueLossFn:
             likes.
 
     Example:
+        >>> import torch
         >>> batch = {
         ...     "token_mask": torch.tensor([[1]]),
         ...     "sample_mask": torch.tensor([1]),

@@ -1,0 +1,27 @@
+"""The examples in docstrings say what is true."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import nemo_rl_core
+
+ROOT = Path(nemo_rl_core.__file__).parent
+
+
+def _modules_with_examples() -> list[str]:
+    return [
+        ".".join((ROOT.name, *path.relative_to(ROOT).with_suffix("").parts))
+        for path in sorted(ROOT.rglob("*.py"))
+        if ">>>" in path.read_text()
+    ]
+
+
+@pytest.mark.parametrize("name", _modules_with_examples())
+def test_examples(name: str) -> None:
+    for found in doctest.DocTestFinder().find(importlib.import_module(name)):
+        # An example that begins with a line to skip needs what no docstring can have, such as Ray.
+        if found.examples and doctest.SKIP not in found.examples[0].options:
+            assert doctest.DocTestRunner().run(found).failed == 0
