@@ -5,17 +5,20 @@ CONFIG ?=
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo smollm2 test test-slow lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train smollm2 test test-slow lint format lock clean
 
 help: ## This list
-	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
-	  printf '  make %-11s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
+	  printf '  make %-11s  %s\n' "$$name" "$$text"; done
 
 setup: ## Make .venv, with pinned requirements and this project in it
 	@bash deployment/setup.sh $(EXTRA)
 
 grpo: setup ## Run the main job: SFT, GRPO, evaluation, export (CONFIG=recipe.yaml for another recipe)
 	$(bin)/pyflyte run workflows/grpo.py grpo $(if $(CONFIG),--config '$(CONFIG)')
+
+sft dpo reward-model ppo distill post-train: setup ## Run another pipeline
+	$(bin)/pyflyte run workflows/$(subst -,_,$@).py $(subst -,_,$@) $(if $(CONFIG),--config '$(CONFIG)')
 
 smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml

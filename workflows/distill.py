@@ -1,22 +1,22 @@
 """On-policy distillation: a student learns from a teacher, and is measured against itself.
 
-`pyflyte run workflows/distill.py distill_student [--config workflows/recipes/NAME.yaml]`
+`pyflyte run workflows/distill.py distill [--config workflows/recipes/NAME.yaml]`
 """
 
 from flytekit import workflow
 
-from tasks.distill import distill
 from tasks.evaluate import evaluate
 from tasks.experiments.distillation import DistillationExperiment, plan_distillation
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
+from tasks.train_student import train_student
 from workflows.common import Outcome, conclude, warm_start
 
 DEFAULT = DistillationExperiment.model_validate({"recipe": "distill_arithmetic"})
 
 
 @workflow
-def distill_student(config: DistillationExperiment = DEFAULT) -> Outcome:
+def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)
     model = prepare_model(config=stages.model)
@@ -25,7 +25,7 @@ def distill_student(config: DistillationExperiment = DEFAULT) -> Outcome:
     teacher = warm_start(config=stages.teacher_sft, base=taught.base, train=data.train)
     start = warm_start(config=stages.sft, base=model.base, train=data.train)
     before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
-    candidate = distill(
+    candidate = train_student(
         config=stages.distillation, student=start, teacher=teacher, train=data.train
     )
     return conclude(

@@ -35,7 +35,7 @@ class DistillationExperiment(Experiment):
 
 
 class DistillationStage(DistillationSettings):
-    """What `distill` reads."""
+    """What `train_student` reads."""
 
     reward_content: str
 

@@ -79,8 +79,8 @@ def test_ppo(learn: Callable[[str, str], Run]) -> None:
 
 
 def test_distillation(learn: Callable[[str, str], Run]) -> None:
-    run = learn("distill", "distill_student")
-    losses = [line["loss"] for line in run.metrics("distill")]
+    run = learn("distill", "distill")
+    losses = [line["loss"] for line in run.metrics("train_student")]
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     assert decision(run)["low"] > 0.05
 

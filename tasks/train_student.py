@@ -13,7 +13,7 @@ _CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "g
 
 
 @cached_task(task_config=ray_stage())
-def distill(
+def train_student(
     config: DistillationStage, student: Checkpoint, teacher: Checkpoint, train: Dataset
 ) -> Checkpoint:
     """Samples from the student, and trains it towards the teacher's distribution."""
@@ -34,5 +34,5 @@ def distill(
         return result.made(summary=summary, deck=deck)
 
     parents = {"student": student, "teacher": teacher, "train": train}
-    fields = make("distill", config=config, parents=parents, work=work)
+    fields = make("train_student", config=config, parents=parents, work=work)
     return CheckpointArtifact(**fields)
