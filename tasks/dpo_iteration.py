@@ -18,6 +18,7 @@ def dpo_iteration(
     pairs: Dataset,
     iteration: int,
     logprobs: Logprobs | None = None,
+    validation: Dataset | None = None,
 ) -> Checkpoint:
     """Trains on the pairs of one iteration, 1-based."""
 
@@ -29,6 +30,7 @@ def dpo_iteration(
             train=pairs.folder,
             start=start.model_folder,
             work=folder,
+            validation=validation.folder if validation else None,
             reference=reference.model_folder,
             reference_logprobs=logprobs.folder if logprobs else None,
             resume=start.folder if iteration > 1 else None,
@@ -40,5 +42,6 @@ def dpo_iteration(
 
     parents = {"start": start, "reference": reference, "pairs": pairs}
     parents |= {"logprobs": logprobs} if logprobs else {}
+    parents |= {"validation": validation} if validation else {}
     fields = make("dpo_iteration", config=config, parents=parents, work=work, part=str(iteration))
     return CheckpointArtifact(**fields)

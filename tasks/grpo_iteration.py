@@ -28,6 +28,7 @@ def grpo_iteration(
     train: Dataset,
     iteration: int,
     reward_model: Checkpoint | None = None,
+    validation: Dataset | None = None,
 ) -> Checkpoint:
     """Rolls out, scores, trains and syncs for the steps of one iteration, 1-based.
 
@@ -42,6 +43,7 @@ def grpo_iteration(
             train=train.folder,
             start=start.model_folder,
             work=folder,
+            validation=validation.folder if validation else None,
             reference=reference.model_folder,
             resume=start.folder if iteration > 1 else None,
             iteration=iteration,
@@ -54,5 +56,6 @@ def grpo_iteration(
 
     parents = {"start": start, "reference": reference, "train": train}
     parents |= {"reward_model": reward_model} if reward_model else {}
+    parents |= {"validation": validation} if validation else {}
     fields = make("grpo_iteration", config=config, parents=parents, work=work, part=str(iteration))
     return CheckpointArtifact(**fields)

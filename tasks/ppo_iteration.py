@@ -23,7 +23,12 @@ _CURVES = (
 
 @cached_task(task_config=ray_stage())
 def ppo_iteration(
-    config: PPOStage, start: Checkpoint, reference: Checkpoint, train: Dataset, iteration: int
+    config: PPOStage,
+    start: Checkpoint,
+    reference: Checkpoint,
+    train: Dataset,
+    iteration: int,
+    validation: Dataset | None = None,
 ) -> Checkpoint:
     """Rolls out, scores, and trains policy and critic for the steps of one iteration, 1-based."""
 
@@ -35,6 +40,7 @@ def ppo_iteration(
             train=train.folder,
             start=start.model_folder,
             work=folder,
+            validation=validation.folder if validation else None,
             reference=reference.model_folder,
             resume=start.folder if iteration > 1 else None,
             iteration=iteration,
@@ -45,5 +51,6 @@ def ppo_iteration(
         return result.made(summary=summary, deck=deck)
 
     parents = {"start": start, "reference": reference, "train": train}
+    parents |= {"validation": validation} if validation else {}
     fields = make("ppo_iteration", config=config, parents=parents, work=work, part=str(iteration))
     return CheckpointArtifact(**fields)

@@ -9,6 +9,7 @@ from nemo_rl_core.config.environment import (
     RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,
+    WeightedSum,
     single_environments,
 )
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
@@ -37,8 +38,19 @@ def _check(experiment: Experiment) -> None:
     if isinstance(experiment.data, FileData):
         _check_files(experiment.data)
     _check_context(experiment)
-    for environment in single_environments(experiment.environment):
+    judge = experiment.evaluation.environment or experiment.environment
+    for environment in [
+        *single_environments(experiment.environment),
+        *single_environments(judge),
+    ]:
         _check_environment(environment)
+    if isinstance(judge, RewardModelScore | WeightedSum):
+        raise ConfigError(
+            f"the environment {judge.kind!r} gives scores, which do not say what is right",
+            expected="an environment whose reward is 1 for a right completion, to evaluate with",
+            got="no evaluation.environment",
+            fix="say, for example, evaluation: {environment: {kind: exact}}",
+        )
 
 
 def _check_environment(environment: SingleEnvironmentConfig) -> None:

@@ -11,18 +11,29 @@ from tasks.stage import cached_task, make
 
 
 @cached_task(task_config=ray_stage())
-def train_reward_model(config: RewardModelStage, base: Checkpoint, pairs: Dataset) -> Checkpoint:
+def train_reward_model(
+    config: RewardModelStage,
+    base: Checkpoint,
+    pairs: Dataset,
+    validation: Dataset | None = None,
+) -> Checkpoint:
     """Trains a scalar head, and the model under it, on the pairs."""
 
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.reward_model.trainer import RewardModelTrainer
         from nemo_rl_core.trainers.base import Job
 
-        job = Job(train=pairs.folder, start=base.model_folder, work=folder)
+        job = Job(
+            train=pairs.folder,
+            start=base.model_folder,
+            work=folder,
+            validation=validation.folder if validation else None,
+        )
         result = RewardModelTrainer(config).run(job)
         summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
         return result.made(summary=summary, deck=deck)
 
     parents = {"base": base, "pairs": pairs}
+    parents |= {"validation": validation} if validation else {}
     fields = make("train_reward_model", config=config, parents=parents, work=work)
     return CheckpointArtifact(**fields)

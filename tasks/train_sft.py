@@ -11,17 +11,25 @@ from tasks.stage import cached_task, make
 
 
 @cached_task(task_config=ray_stage())
-def train_sft(config: SFTStage, base: Checkpoint, train: Dataset) -> Checkpoint:
+def train_sft(
+    config: SFTStage, base: Checkpoint, train: Dataset, validation: Dataset | None = None
+) -> Checkpoint:
     """Trains on the completions of the training rows."""
 
     def work(folder: Path) -> Made:
         from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
         from nemo_rl_core.trainers.base import Job
 
-        job = Job(train=train.folder, start=base.model_folder, work=folder)
+        job = Job(
+            train=train.folder,
+            start=base.model_folder,
+            work=folder,
+            validation=validation.folder if validation else None,
+        )
         result = SFTTrainer(config.model_dump()).run(job)
         summary, deck = curves(folder, ("loss", "grad_norm"))
         return result.made(summary=summary, deck=deck)
 
     parents = {"base": base, "train": train}
+    parents |= {"validation": validation} if validation else {}
     return CheckpointArtifact(**make("train_sft", config=config, parents=parents, work=work))

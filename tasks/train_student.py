@@ -14,7 +14,11 @@ _CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "g
 
 @cached_task(task_config=ray_stage())
 def train_student(
-    config: DistillationStage, student: Checkpoint, teacher: Checkpoint, train: Dataset
+    config: DistillationStage,
+    student: Checkpoint,
+    teacher: Checkpoint,
+    train: Dataset,
+    validation: Dataset | None = None,
 ) -> Checkpoint:
     """Samples from the student, and trains it towards the teacher's distribution."""
 
@@ -26,6 +30,7 @@ def train_student(
             train=train.folder,
             start=student.model_folder,
             work=folder,
+            validation=validation.folder if validation else None,
             reference=teacher.model_folder,
         )
         result = DistillationTrainer(config).run(job)
@@ -34,5 +39,6 @@ def train_student(
         return result.made(summary=summary, deck=deck)
 
     parents = {"student": student, "teacher": teacher, "train": train}
+    parents |= {"validation": validation} if validation else {}
     fields = make("train_student", config=config, parents=parents, work=work)
     return CheckpointArtifact(**fields)

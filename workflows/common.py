@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from flytekit import dynamic, workflow
 
+from nemo_rl_core.config.trainer import LoopConfig
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.evaluate import evaluate
 from tasks.experiments.common import EvaluationStage, PromotionStage, SFTStage
@@ -27,12 +28,23 @@ class Outcome(NamedTuple):
     lineage: Lineage
 
 
+def held_out(config: LoopConfig, validation: Dataset) -> dict[str, Dataset]:
+    """The held-out rows as an input of a training stage, which has them only where it validates.
+
+    What a stage does not read must not make it run again.
+    """
+    return {"validation": validation} if config.validate_every_num_steps else {}
+
+
 @dynamic(requests=LIGHT)
-def warm_start(config: SFTStage, base: Checkpoint, train: Dataset) -> Checkpoint:
+def warm_start(
+    config: SFTStage, base: Checkpoint, train: Dataset, validation: Dataset
+) -> Checkpoint:
     """Supervised fine-tuning, where the recipe has it."""
     if config.sft is None:
         return base
-    return train_sft(config=config, base=base, train=train)
+    seen = held_out(config.sft, validation)
+    return train_sft(config=config, base=base, train=train, **seen)
 
 
 @dynamic(requests=LIGHT)

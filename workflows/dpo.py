@@ -3,6 +3,8 @@
 `pyflyte run workflows/dpo.py dpo [--config workflows/recipes/NAME.yaml]`
 """
 
+from typing import Any
+
 from flytekit import dynamic, workflow
 
 from tasks.artifacts import Checkpoint, Dataset, Tokenizer
@@ -20,7 +22,11 @@ DEFAULT = DPOExperiment.model_validate({"recipe": "dpo_arithmetic"})
 
 @dynamic(requests=LIGHT)
 def iterate(
-    config: DPOIterations, start: Checkpoint, tokenizer: Tokenizer, train: Dataset
+    config: DPOIterations,
+    start: Checkpoint,
+    tokenizer: Tokenizer,
+    train: Dataset,
+    validation: Dataset,
 ) -> Checkpoint:
     """Pairs, the reference's logprobs of them, and training on both, iteration after iteration.
 
@@ -35,7 +41,15 @@ def iterate(
             rows=train,
             iteration=iteration,
         )
-        known = {}
+        known: dict[str, Any] = {}
+        if config.dpo.dpo.validate_every_num_steps:
+            known["validation"] = make_pairs(
+                config=config.pairs,
+                checkpoint=checkpoint,
+                tokenizer=tokenizer,
+                rows=validation,
+                iteration=iteration,
+            )
         if config.dpo.dpo.needs_reference:
             known["logprobs"] = cache_reference_logprobs(
                 config=config.reference, reference=start, pairs=pairs
@@ -57,10 +71,16 @@ def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
     stages = plan_dpo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    start = warm_start(config=stages.sft, base=model.base, train=data.train)
+    start = warm_start(
+        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    )
     before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
     candidate = iterate(
-        config=stages.iterations, start=start, tokenizer=model.tokenizer, train=data.train
+        config=stages.iterations,
+        start=start,
+        tokenizer=model.tokenizer,
+        train=data.train,
+        validation=data.validation,
     )
     return conclude(
         evaluation=stages.evaluation,

@@ -12,7 +12,7 @@ from tasks.grpo_iteration import grpo_iteration
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, conclude, warm_start
+from workflows.common import Outcome, conclude, held_out, warm_start
 
 DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
 
@@ -22,6 +22,7 @@ def iterate(
     config: GRPOStage,
     start: Checkpoint,
     train: Dataset,
+    validation: Dataset,
     num_iterations: int,
     reward_model: Checkpoint | None = None,
 ) -> Checkpoint:
@@ -35,6 +36,7 @@ def iterate(
             train=train,
             iteration=iteration,
             reward_model=reward_model,
+            **held_out(config.grpo, validation),
         )
     return checkpoint
 
@@ -45,10 +47,16 @@ def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
     stages = plan_grpo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    start = warm_start(config=stages.sft, base=model.base, train=data.train)
+    start = warm_start(
+        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    )
     before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
     candidate = iterate(
-        config=stages.grpo, start=start, train=data.train, num_iterations=stages.num_iterations
+        config=stages.grpo,
+        start=start,
+        train=data.train,
+        validation=data.validation,
+        num_iterations=stages.num_iterations,
     )
     return conclude(
         evaluation=stages.evaluation,

@@ -13,8 +13,7 @@ from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from tasks.train_reward_model import train_reward_model
-from workflows import dpo, grpo
+from workflows import dpo, grpo, reward_model
 from workflows.common import conclude, make_pairs, warm_start
 
 DEFAULT = PostTrainExperiment.model_validate({"recipe": "post_train_arithmetic"})
@@ -39,7 +38,9 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     stages = plan_post_train(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    tuned = warm_start(config=stages.sft, base=model.base, train=data.train)
+    tuned = warm_start(
+        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    )
     before = evaluate(config=stages.evaluation, checkpoint=tuned, validation=data.validation)
 
     pairs = make_pairs(
@@ -49,26 +50,33 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
         rows=data.train,
         iteration=1,
     )
-    held_out = make_pairs(
+    unseen = make_pairs(
         config=stages.pairs,
         checkpoint=tuned,
         tokenizer=model.tokenizer,
         rows=data.validation,
         iteration=1,
     )
-    judge = train_reward_model(config=stages.reward_model, base=tuned, pairs=pairs)
+    judge = reward_model.learn(
+        config=stages.reward_model, base=tuned, pairs=pairs, validation=unseen
+    )
     judged = evaluate_reward_model(
-        config=stages.reward_model_evaluation, checkpoint=judge, pairs=held_out
+        config=stages.reward_model_evaluation, checkpoint=judge, pairs=unseen
     )
 
     preferred = dpo.iterate(
-        config=stages.dpo, start=tuned, tokenizer=model.tokenizer, train=data.train
+        config=stages.dpo,
+        start=tuned,
+        tokenizer=model.tokenizer,
+        train=data.train,
+        validation=data.validation,
     )
     between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=data.validation)
     candidate = grpo.iterate(
         config=stages.grpo,
         start=preferred,
         train=data.train,
+        validation=data.validation,
         num_iterations=stages.num_grpo_iterations,
         reward_model=judge,
     )

@@ -12,18 +12,29 @@ from tasks.ppo_iteration import ppo_iteration
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, conclude, warm_start
+from workflows.common import Outcome, conclude, held_out, warm_start
 
 DEFAULT = PPOExperiment.model_validate({"recipe": "ppo_arithmetic"})
 
 
 @dynamic(requests=LIGHT)
-def iterate(config: PPOStage, start: Checkpoint, train: Dataset, num_iterations: int) -> Checkpoint:
+def iterate(
+    config: PPOStage,
+    start: Checkpoint,
+    train: Dataset,
+    validation: Dataset,
+    num_iterations: int,
+) -> Checkpoint:
     """Iteration after iteration, each cached, policy and critic going on from the one before."""
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
         checkpoint = ppo_iteration(
-            config=config, start=checkpoint, reference=start, train=train, iteration=iteration
+            config=config,
+            start=checkpoint,
+            reference=start,
+            train=train,
+            iteration=iteration,
+            **held_out(config.ppo, validation),
         )
     return checkpoint
 
@@ -34,10 +45,16 @@ def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
     stages = plan_ppo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    start = warm_start(config=stages.sft, base=model.base, train=data.train)
+    start = warm_start(
+        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    )
     before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
     candidate = iterate(
-        config=stages.ppo, start=start, train=data.train, num_iterations=stages.num_iterations
+        config=stages.ppo,
+        start=start,
+        train=data.train,
+        validation=data.validation,
+        num_iterations=stages.num_iterations,
     )
     return conclude(
         evaluation=stages.evaluation,

@@ -5,16 +5,21 @@
 
 from typing import NamedTuple
 
-from flytekit import workflow
+from flytekit import dynamic, workflow
 
-from tasks.artifacts import Checkpoint, Evaluation, Lineage
+from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage
 from tasks.evaluate_reward_model import evaluate_reward_model
-from tasks.experiments.reward_model import RewardModelExperiment, plan_reward_model
+from tasks.experiments.reward_model import (
+    RewardModelExperiment,
+    RewardModelStage,
+    plan_reward_model,
+)
 from tasks.lineage_report import lineage_report
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
+from tasks.resources import LIGHT
 from tasks.train_reward_model import train_reward_model
-from workflows.common import make_pairs, warm_start
+from workflows.common import held_out, make_pairs, warm_start
 
 DEFAULT = RewardModelExperiment.model_validate({"recipe": "reward_model_arithmetic"})
 
@@ -27,13 +32,24 @@ class RewardModelOutcome(NamedTuple):
     lineage: Lineage
 
 
+@dynamic(requests=LIGHT)
+def learn(
+    config: RewardModelStage, base: Checkpoint, pairs: Dataset, validation: Dataset
+) -> Checkpoint:
+    """The reward model, with held-out pairs where the recipe validates on the way."""
+    seen = held_out(config.reward_model, validation)
+    return train_reward_model(config=config, base=base, pairs=pairs, **seen)
+
+
 @workflow
 def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
     """prepare → SFT → pairs → reward model → accuracy on held-out pairs → lineage."""
     stages = plan_reward_model(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    start = warm_start(config=stages.sft, base=model.base, train=data.train)
+    start = warm_start(
+        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    )
     pairs = make_pairs(
         config=stages.pairs,
         checkpoint=start,
@@ -41,13 +57,13 @@ def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
         rows=data.train,
         iteration=1,
     )
-    held_out = make_pairs(
+    unseen = make_pairs(
         config=stages.pairs,
         checkpoint=start,
         tokenizer=model.tokenizer,
         rows=data.validation,
         iteration=1,
     )
-    trained = train_reward_model(config=stages.reward_model, base=start, pairs=pairs)
-    report = evaluate_reward_model(config=stages.evaluation, checkpoint=trained, pairs=held_out)
+    trained = learn(config=stages.reward_model, base=start, pairs=pairs, validation=unseen)
+    report = evaluate_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen)
     return RewardModelOutcome(trained, report, lineage_report(model=trained))

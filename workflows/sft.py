@@ -9,8 +9,7 @@ from tasks.evaluate import evaluate
 from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from tasks.train_sft import train_sft
-from workflows.common import Outcome, conclude
+from workflows.common import Outcome, conclude, warm_start
 
 DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
 
@@ -22,7 +21,9 @@ def sft(config: SFTExperiment = DEFAULT) -> Outcome:
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
     before = evaluate(config=stages.evaluation, checkpoint=model.base, validation=data.validation)
-    candidate = train_sft(config=stages.sft, base=model.base, train=data.train)
+    candidate = warm_start(
+        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    )
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,

@@ -46,8 +46,8 @@ class PromptLoader(Generic[T]):
                 "a step takes more rows than the data set has",
                 expected=f"a batch of 1 to {len(prompts)} rows",
                 got=str(batch_size),
-                fix="use more data (num_train), or fewer rows a step (num_prompts_per_step of "
-                "grpo, global_batch_size of sft)",
+                fix="use more data (num_train), or fewer rows a step (num_prompts_per_step, "
+                "num_pairs_per_step, or global_batch_size of sft)",
             )
         self._prompts = prompts
         self._batch_size = batch_size

@@ -80,9 +80,11 @@ class EvaluationStage(RolloutSettings):
     @classmethod
     def of(cls, config: Experiment) -> "EvaluationStage":
         """The recipe's share."""
-        fields = rollout_fields(config)
+        environment = config.evaluation.environment or config.environment
+        fields = rollout_fields(config.replace(environment=environment))
         del fields["training"]  # evaluation trains nothing, whatever the backend
-        return cls(evaluation=config.evaluation, **fields)
+        evaluation = config.evaluation.replace(environment=None)  # said once, above
+        return cls(evaluation=evaluation, **fields)
 
 
 class PromotionStage(FrozenConfig):

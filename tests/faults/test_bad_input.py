@@ -77,6 +77,10 @@ def runs(store: Path) -> list[Path]:
             ["data file does not exist", "expected:", "got: no.jsonl", "fix:"],
         ),
         (
+            {"environment": {"kind": "reward_model", "model": "some/model"}},
+            ["'reward_model' gives scores, which do not say what is right", "fix: say"],
+        ),
+        (
             {"environment": {"kind": "reward_model"}},
             ["does not say which reward model scores", "expected:", "got: no model", "fix:"],
         ),

@@ -1,5 +1,6 @@
 """Proximal policy optimization (PPO, arXiv:1707.06347) with a critic."""
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,8 +139,10 @@ class PolicyAndCritic:
 
 def _critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The critic's metrics under names that do not clash with the policy's."""
+    explained = explained_variance(metrics)
     return {
-        "explained_variance": explained_variance(metrics),
+        # Where all returns are equal there is nothing to explain, and no number for it in JSON.
+        "explained_variance": 0.0 if math.isnan(explained) else explained,
         **{name: metrics[name] for name in ("value_loss", "value_mean", "value_clip_fraction")},
         "critic_grad_norm": metrics["grad_norm"],
         "num_valid_tokens": metrics["num_valid_tokens"],

@@ -47,6 +47,7 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         ({"generation": {"temperature": 0.5}}, ALL_ROLLOUTS),
         ({"cluster": {"num_threads": 1}}, {"sft", *ALL_ROLLOUTS}),
         ({"evaluation": {"num_samples_per_prompt": 2}}, {"evaluation"}),
+        ({"evaluation": {"environment": {"kind": "math"}}}, {"evaluation"}),
         ({"evaluation": {"confidence": 0.9}}, {"evaluation", "promotion"}),
         ({"promotion": {"min_improvement": 0.5}}, {"promotion"}),
         ({"seed": 7}, {"model", "data", "sft", "promotion", *ALL_ROLLOUTS}),
