@@ -1,5 +1,6 @@
 """Curves and completions of a training stage, for its deck."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,14 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
     lines = MetricsFile(folder / "metrics.jsonl").read()
     steps = [line.metrics["global_step"] for line in lines]
     charts = "".join(
-        curve_svg(name, steps, [line.metrics[name] for line in lines])
+        # A metric may be missing from some steps, as the policy's are while a critic warms up.
+        curve_svg(name, steps, [line.metrics.get(name, math.nan) for line in lines])
         for name in names
-        if name in lines[-1].metrics
+        if any(name in line.metrics for line in lines)
     )
-    first, last = lines[0].metrics[names[0]], lines[-1].metrics[names[0]]
-    return f"{names[0]} {first:.3f} → {last:.3f}", charts
+    course = [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
+    summary = f"{names[0]} {course[0]:.3f} → {course[-1]:.3f}" if course else ""
+    return summary, charts
 
 
 def records(frame: "pd.DataFrame") -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
 """Stage: the model that stands at the end, as a folder for transformers and vLLM."""
 
+import json
 import shutil
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.resources import LIGHT
@@ -23,6 +25,9 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
 
         shutil.rmtree(folder / "model", ignore_errors=True)
         count = export_model(checkpoint.model_folder, folder / "model")
+        # Equal weights may come from other decisions; the content then says which.
+        origin = {"checkpoint": checkpoint.folder.name, "decision": decision.folder.name}
+        write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
         step = checkpoint.step
         return Made("model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step)
 

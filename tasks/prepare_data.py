@@ -52,6 +52,5 @@ def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
         )
         return DatasetArtifact(**fields)
 
-    prepared = PreparedData(artifact("train", train), artifact("validation", validation))
     check_disjoint(train, validation)
-    return prepared
+    return PreparedData(artifact("train", train), artifact("validation", validation))

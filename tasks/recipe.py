@@ -7,6 +7,7 @@ import click
 import yaml
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_validator
 
+from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.config.base import FrozenConfig, describe
 from nemo_rl_core.errors import ConfigError
 
@@ -60,7 +61,12 @@ def with_base(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Maps are merged; everything else is replaced, and so is a map of another `kind`."""
+    """Maps are merged; everything else is replaced, and so is a map of another `kind`.
+
+    A preset stands for the fields that it sets: named in the changes, it wins over the base.
+    """
+    preset = PRESETS.get(str(changes.get("preset")), {})
+    base = {key: value for key, value in base.items() if key not in preset}
     merged = dict(base)
     for key, value in changes.items():
         old = base.get(key)

@@ -5,6 +5,7 @@
 
 from flytekit import dynamic, workflow
 
+from nemo_rl_core.config.environment import reads_reward_model
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.evaluate import evaluate
 from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
@@ -27,6 +28,7 @@ def iterate(
     reward_model: Checkpoint | None = None,
 ) -> Checkpoint:
     """Iteration after iteration, each cached, each from the checkpoint of the one before."""
+    given = {"reward_model": reward_model} if reads_reward_model(config.environment) else {}
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
         checkpoint = grpo_iteration(
@@ -35,7 +37,7 @@ def iterate(
             reference=start,
             train=train,
             iteration=iteration,
-            reward_model=reward_model,
+            **given,
             **held_out(config.grpo, validation),
         )
     return checkpoint

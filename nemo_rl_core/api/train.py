@@ -30,7 +30,7 @@ def train(
         reward_fn: `(prompt, response) -> float`, the same of lists, or an environment.
         algorithm: Its name; an unknown one lists the choices.
         validation: Rows that are never trained on; None holds some of `dataset` out.
-        reference: The reference, teacher or reward model; None takes the model itself.
+        reference: The reference or teacher; None takes the model itself.
         callbacks: Called in order at each hook.
         name: Of the run: an interrupted one of the same name and inputs is continued.
         **overrides: Settings by name; see `BaseTrainer.from_pretrained`.

@@ -81,3 +81,11 @@ def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConf
     if isinstance(config, WeightedSum):
         return [part.environment for part in config.parts]
     return [config]
+
+
+def reads_reward_model(config: EnvironmentConfig) -> bool:
+    """Whether it scores with a reward model that it does not name itself."""
+    return any(
+        isinstance(each, RewardModelScore) and each.model is None
+        for each in single_environments(config)
+    )

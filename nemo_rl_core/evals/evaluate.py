@@ -7,6 +7,7 @@ from typing import Any
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import load_prompts
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.evals.statistics import pass_at_k, wilson_interval
 from nemo_rl_core.rollouts.sampler import Sampler
@@ -44,8 +45,8 @@ def evaluate(
     settings: RolloutSettings,
 ) -> EvaluationResult:
     """Measures the model in `model_folder` on every prompt of `data`."""
+    prompts = load_prompts(data, load_tokenizer(model_folder))
     with Sampler(session, settings, model_folder) as sampler:
-        prompts = load_prompts(data, sampler.tokenizer)
         engine = sampler.engine
         greedy = _greedy(sampler, prompts)
         sampled = sampler.score(

@@ -6,6 +6,7 @@ from pathlib import Path
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pairs import PreferencePair, pairs_from_rollouts
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.rollouts.sampler import Sampler
@@ -52,8 +53,8 @@ def sample_pairs(
     Raises:
         DataError: If no prompt gives a pair.
     """
+    rows = load_prompts(prompts, load_tokenizer(model_folder))
     with Sampler(session, settings, model_folder) as sampler:
-        rows = load_prompts(prompts, sampler.tokenizer)
         rollouts = sampler.score(
             sampler.engine.run(
                 rows, num_generations_per_prompt=num_generations_per_prompt, step=iteration

@@ -41,6 +41,10 @@ class Sampler(AbstractContextManager["Sampler"]):
         reward_model: Path | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
+        # Before the engine, which takes longer to start than a reward takes to be refused.
+        self._scorer = scorer or make_scorer(
+            settings.environment, reward_model, policy=model_folder
+        )
         self.generation = VllmGeneration(
             session,
             GenerationSetup(
@@ -52,9 +56,6 @@ class Sampler(AbstractContextManager["Sampler"]):
             ),
         )
         self.engine = RolloutEngine(self.generation, self.tokenizer, seed=settings.seed)
-        self._scorer = scorer or make_scorer(
-            settings.environment, reward_model, policy=model_folder
-        )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts with their rewards.

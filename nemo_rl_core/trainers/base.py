@@ -193,7 +193,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             reward_fn: `(prompt, response) -> float`, the same of lists, or an environment; for
                 algorithms that score completions. None: the environment of the settings.
             validation: Rows that are never trained on, in the same forms; None holds some out.
-            reference: The reference, teacher or reward model; None takes the model itself.
+            reference: The reference or teacher; None takes the model itself.
             callbacks: Called in order at each hook.
             name: Of the run: an interrupted one of the same name and inputs is continued.
 

@@ -71,7 +71,7 @@ class FitRequest:
         dataset: Whatever `DataModule.of` reads.
         validation: The same, for rows that are never trained on.
         reward_fn: Whatever `as_scorer` takes, or None for the environment of the settings.
-        reference: Hub name or folder of the reference, teacher or reward model; None takes `model`.
+        reference: Hub name or folder of the reference or teacher; None takes `model`.
         callbacks: Hooks of the caller.
         name: Of the run. An interrupted run of the same name and inputs is continued, a finished
             one is given back; without a name, every call trains anew. A function cannot be compared

@@ -6,6 +6,7 @@ from dataclasses import replace
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics, save_rollouts
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -22,6 +23,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
     settings_class = DistillationSettings
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
+        _refuse_without_teacher(job)
         super()._set_up(job, resources)
         self._loss = DistillationLossFn(self.config.divergence)
         self._rollouts = job.work / "rollouts"
@@ -42,3 +44,13 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
             trained = self.policy.train(data, self._loss)
         save_rollouts(rollouts, self._rollouts / f"step_{self.step:06d}.parquet")
         return {**rollout_metrics(data), **trained}
+
+
+def _refuse_without_teacher(job: Job) -> None:
+    if job.reference is None or job.reference == job.start:
+        raise ConfigError(
+            "distillation has no teacher but the student itself, from whom it learns nothing",
+            expected="another model",
+            got="none" if job.reference is None else "the model that is trained",
+            fix="name the teacher: fit(dataset, reference=...), or teacher in a recipe",
+        )

@@ -3,7 +3,9 @@
 from contextlib import ExitStack
 from dataclasses import replace
 
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
+import torch
+
+from nemo_rl_core.algorithms.grpo.config import GDPO, GRPOConfig, GRPOSettings
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -32,12 +34,13 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         super()._set_up(job, resources)
         self._loss = GRPOLossFn(self.config.loss)
         self._rollouts = job.work / "rollouts"
-        # Another order than that of the steps, which extra draws must not run ahead of.
-        self._more_prompts = PromptLoader(
-            load_prompts(job.train, self.sampler.tokenizer),
-            batch_size=self.config.num_prompts_per_step,
-            seed=request_seed(self.settings.seed, 0, 0, 0),
-        )
+        if self.config.dynamic_sampling is not None:
+            # Another order than that of the steps, which extra draws must not run ahead of.
+            self._more_prompts = PromptLoader(
+                load_prompts(job.train, self.sampler.tokenizer),
+                batch_size=self.config.num_prompts_per_step,
+                seed=request_seed(self.settings.seed, 0, 0, 0),
+            )
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts, drawn = self._draw(batch)
@@ -76,8 +79,13 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _informative(self, rollouts: list[Rollout]) -> list[Rollout]:
         data = grpo_batch(rollouts, num_generations_per_prompt=self._group_size)
-        mask = informative_groups(data["rewards"], data["group_ids"]).tolist()
-        return [rollout for rollout, informative in zip(rollouts, mask, strict=True) if informative]
+        rewards = data["rewards"][:, None]
+        if isinstance(self.config.advantage, GDPO):
+            # It normalizes each reward alone: sums may be equal where the parts are not.
+            rewards = data.get("reward_components", rewards)
+        masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
+        informative = torch.stack(masks).any(dim=0).tolist()
+        return [rollout for rollout, keep in zip(rollouts, informative, strict=True) if keep]
 
     @property
     def _group_size(self) -> int:
@@ -101,9 +109,9 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 def _drawn_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
     """Of every rollout that was sampled, also those that dynamic sampling sets aside."""
     data = grpo_batch(rollouts, num_generations_per_prompt=group_size)
-    rewards = data["rewards"]
+    of_all = rollout_metrics(data)
     return {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
-        "zero_variance_fraction": float(zero_variance_fraction(rewards, data["group_ids"])),
+        "reward": of_all["reward"],
+        "reward_std": of_all["reward_std"],
+        "zero_variance_fraction": float(zero_variance_fraction(data["rewards"], data["group_ids"])),
     }

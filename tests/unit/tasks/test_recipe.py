@@ -42,3 +42,13 @@ def test_an_unknown_recipe_lists_the_choices() -> None:
     with pytest.raises(RecipeError, match="no recipe 'grpo_arithmetik'") as caught:
         GRPOExperiment.model_validate({"recipe": "grpo_arithmetik"})
     assert "grpo_arithmetic" in caught.value.message
+
+
+def test_a_preset_wins_over_the_recipe_that_it_is_laid_over() -> None:
+    values = {"preset": "dapo", "overlong": None, "num_steps_per_iteration": 7}
+    recipe = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "grpo": values})
+    # The base recipe has a penalty in the loss; DAPO has none, and its bounds are its own.
+    assert recipe.grpo.loss.kl is None
+    assert recipe.grpo.loss.clip_high == 0.28
+    # What the preset does not say stays as the recipe has it.
+    assert (recipe.grpo.learning_rate, recipe.grpo.num_steps_per_iteration) == (0.0005, 7)
