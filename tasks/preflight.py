@@ -33,17 +33,17 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 
 def _check(experiment: Experiment) -> None:
     check_shape(1, num_gpus=experiment.cluster.num_gpus)
-    if isinstance(experiment.model, PretrainedModel):
-        check_pretrained(experiment.model.name)
+    for model in experiment.models:
+        if isinstance(model, PretrainedModel):
+            check_pretrained(model.name)
     if isinstance(experiment.data, FileData):
         _check_files(experiment.data)
     _check_context(experiment)
-    judge = experiment.evaluation.environment or experiment.environment
-    for environment in [
-        *single_environments(experiment.environment),
-        *single_environments(judge),
-    ]:
-        _check_environment(environment)
+    experiment.refuse_contradictions()
+    for reward in experiment.rewards:
+        for environment in single_environments(reward):
+            _check_environment(environment)
+    judge = experiment.judge
     if isinstance(judge, RewardModelScore | WeightedSum):
         raise ConfigError(
             f"the environment {judge.kind!r} gives scores, which do not say what is right",

@@ -15,6 +15,7 @@ import torch
 from nemo_rl_core.data.chat import SupervisedExample, preference_example
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.loader import load_records, save_frame
+from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Rollout
@@ -248,3 +249,13 @@ def _with_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> list[Prefer
         )
         for pair, row in zip(pairs, rows, strict=True)
     ]
+
+
+def refuse_beyond_budget(pairs: Sequence[PreferencePair], *, max_tokens: int) -> None:
+    """Refuses a pair that fits into no micro-batch: before a worker starts, not at its step.
+
+    Raises:
+        DataError: Says what the longest pair needs.
+    """
+    longest = max(max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs)
+    plan_microbatches([longest, longest], max_tokens=max_tokens, bundles=[0, 0])

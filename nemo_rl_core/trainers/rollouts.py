@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
+from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
@@ -55,6 +56,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 got=f"{prompt} + {new}",
                 fix="lower one of the two, or take a model with a longer context",
             )
+        # Raises where the longest sequence that can come up would fit into no micro-batch.
+        plan_microbatches([prompt + new], max_tokens=self.config.max_tokens_per_microbatch)
 
     def _load(self, job: Job) -> PromptLoader[Prompt]:
         config: Any = self.config

@@ -32,6 +32,28 @@ class Experiment(Recipe):
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
 
+    @property
+    def judge(self) -> EnvironmentConfig:
+        """What says whether a completion is right."""
+        return self.evaluation.environment or self.environment
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """Every model that must be there before a run begins."""
+        return [self.model]
+
+    @property
+    def rewards(self) -> list[EnvironmentConfig]:
+        """Every environment that must be able to score."""
+        return [self.environment, self.judge]
+
+    def refuse_contradictions(self) -> None:
+        """Refuses settings that are right by themselves and do not go together.
+
+        Raises:
+            ConfigError: For the first such setting.
+        """
+
 
 class ModelStage(FrozenConfig):
     """What `prepare_model` reads; the seed only where weights are drawn."""
@@ -80,8 +102,7 @@ class EvaluationStage(RolloutSettings):
     @classmethod
     def of(cls, config: Experiment) -> "EvaluationStage":
         """The recipe's share."""
-        environment = config.evaluation.environment or config.environment
-        fields = rollout_fields(config.replace(environment=environment))
+        fields = rollout_fields(config.replace(environment=config.judge))
         del fields["training"]  # evaluation trains nothing, whatever the backend
         evaluation = config.evaluation.replace(environment=None)  # said once, above
         return cls(evaluation=evaluation, **fields)

@@ -33,6 +33,11 @@ class DistillationExperiment(Experiment):
     teacher: Teacher = Teacher()
     distillation: DistillationConfig = DistillationConfig()
 
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The student and the teacher."""
+        return [self.model, self.teacher.model]
+
 
 class DistillationStage(DistillationSettings):
     """What `train_student` reads."""

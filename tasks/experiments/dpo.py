@@ -37,13 +37,13 @@ class DPOIterations(FrozenConfig):
     num_iterations: int
 
     @classmethod
-    def of(cls, config: DPOExperiment) -> "DPOIterations":
+    def of(cls, config: PairExperiment, dpo: DPOSchedule) -> "DPOIterations":
         """The recipe's share."""
         return cls(
             pairs=PairPlan.of(config),
             reference=ReferenceStage.of(config),
-            dpo=DPOStage(dpo=config.dpo.iteration, **trainer_fields(config)),
-            num_iterations=config.dpo.num_iterations,
+            dpo=DPOStage(dpo=dpo.iteration, **trainer_fields(config)),
+            num_iterations=dpo.num_iterations,
         )
 
 
@@ -65,7 +65,7 @@ def plan_dpo(config: DPOExperiment) -> DPOPlan:
         model=ModelStage.of(config),
         data=DataStage.of(config),
         sft=SFTStage.of(config),
-        iterations=DPOIterations.of(config),
+        iterations=DPOIterations.of(config, config.dpo),
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )

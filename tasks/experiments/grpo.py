@@ -4,7 +4,16 @@ from typing import NamedTuple
 
 from flytekit import task
 
-from nemo_rl_core.algorithms.grpo.config import GRPOSchedule, GRPOSettings
+from nemo_rl_core.algorithms.grpo.config import (
+    GDPO,
+    GRPOConfig,
+    GRPOSchedule,
+    GRPOSettings,
+    refuse_overlong,
+)
+from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
+from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.errors import ConfigError
 from tasks.experiments.common import (
     DataStage,
     EvaluationStage,
@@ -21,6 +30,31 @@ class GRPOExperiment(Experiment):
     """All of a GRPO run."""
 
     grpo: GRPOSchedule = GRPOSchedule()
+
+    def refuse_contradictions(self) -> None:
+        """GRPO must fit what it samples and what scores."""
+        refuse_unfit(self.grpo, self.environment, self.generation)
+
+
+def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, generation: GenerationConfig) -> None:
+    """Refuses settings of GRPO that what it samples and what scores do not fit.
+
+    Raises:
+        ConfigError: For the first such setting.
+    """
+    try:
+        refuse_overlong(grpo, generation)
+    except ValueError as error:
+        raise ConfigError(str(error), fix="set grpo.overlong in the recipe") from error
+    if isinstance(grpo.advantage, GDPO):
+        num_rewards = len(reward.parts) if isinstance(reward, WeightedSum) else 1
+        if num_rewards != len(grpo.advantage.weights):
+            raise ConfigError(
+                "advantage 'gdpo' has a weight for each of several rewards",
+                expected=f"an environment with {len(grpo.advantage.weights)} rewards",
+                got=f"{num_rewards} from the environment {reward.kind!r}",
+                fix="use the environment 'weighted_sum' with as many parts as weights",
+            )
 
 
 class GRPOStage(GRPOSettings):

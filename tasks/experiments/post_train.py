@@ -7,7 +7,7 @@ from flytekit import task
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, RewardModelScore
+from nemo_rl_core.config.environment import EnvironmentConfig, RewardModelScore, reads_reward_model
 from tasks.experiments.common import (
     DataStage,
     EvaluationStage,
@@ -17,9 +17,9 @@ from tasks.experiments.common import (
     rollout_fields,
     trainer_fields,
 )
-from tasks.experiments.dpo import DPOIterations, DPOStage
-from tasks.experiments.grpo import GRPOStage
-from tasks.experiments.pairs import PairExperiment, PairPlan, ReferenceStage
+from tasks.experiments.dpo import DPOIterations
+from tasks.experiments.grpo import GRPOStage, refuse_unfit
+from tasks.experiments.pairs import PairExperiment, PairPlan
 from tasks.experiments.reward_model import RewardModelEvaluationStage, RewardModelStage
 from tasks.resources import LIGHT
 
@@ -35,6 +35,16 @@ class PostTrainExperiment(PairExperiment):
     dpo: DPOSchedule = DPOSchedule()
     grpo: GRPOSchedule = GRPOSchedule()
     grpo_reward: EnvironmentConfig = RewardModelScore()
+
+    def refuse_contradictions(self) -> None:
+        """GRPO must fit what it samples and what scores."""
+        refuse_unfit(self.grpo, self.grpo_reward, self.generation)
+
+    @property
+    def rewards(self) -> list[EnvironmentConfig]:
+        """Those of pairs and evaluation, and GRPO's where the pipeline does not train it."""
+        named = [] if reads_reward_model(self.grpo_reward) else [self.grpo_reward]
+        return [*super().rewards, *named]
 
 
 class PostTrainPlan(NamedTuple):
@@ -64,12 +74,7 @@ def plan_post_train(config: PostTrainExperiment) -> PostTrainPlan:
         pairs=PairPlan.of(config),
         reward_model=RewardModelStage(reward_model=config.reward_model, **trainer_fields(config)),
         reward_model_evaluation=RewardModelEvaluationStage.of(config),
-        dpo=DPOIterations(
-            pairs=PairPlan.of(config),
-            reference=ReferenceStage.of(config),
-            dpo=DPOStage(dpo=config.dpo.iteration, **trainer_fields(config)),
-            num_iterations=config.dpo.num_iterations,
-        ),
+        dpo=DPOIterations.of(config, config.dpo),
         grpo=GRPOStage(grpo=config.grpo.iteration, **rollout_fields(rewarded)),
         num_grpo_iterations=config.grpo.num_iterations,
         evaluation=EvaluationStage.of(config),

@@ -81,6 +81,14 @@ def runs(store: Path) -> list[Path]:
             ["'reward_model' gives scores, which do not say what is right", "fix: say"],
         ),
         (
+            {"grpo": {"preset": "dapo"}},
+            ["overlong.buffer_tokens (4096) is more than generation.max_new_tokens (8)", "fix:"],
+        ),
+        (
+            {"grpo": {"preset": "gdpo"}},
+            ["expected: an environment with 2 rewards", "got: 1 from the environment 'exact'"],
+        ),
+        (
             {"environment": {"kind": "reward_model"}},
             ["does not say which reward model scores", "expected:", "got: no model", "fix:"],
         ),

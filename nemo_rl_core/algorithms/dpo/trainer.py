@@ -11,7 +11,7 @@ from nemo_rl_core.algorithms.dpo.data import mismatched
 from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch, refuse_beyond_budget
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.preference import kto_baseline
@@ -41,6 +41,7 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
     def _load(self, job: Job) -> PromptLoader[PreferencePair]:
         cached = job.reference_logprobs if self.config.needs_reference else None
         pairs = load_pairs(job.train, load_tokenizer(job.start), reference_logprobs=cached)
+        refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)
 

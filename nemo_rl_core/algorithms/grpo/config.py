@@ -19,6 +19,7 @@ from pydantic import (
 
 from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
 
 
@@ -357,3 +358,22 @@ class GRPOSettings(RolloutSettings):
     """All that `GRPOTrainer` reads."""
 
     grpo: GRPOConfig = GRPOConfig()
+
+    @model_validator(mode="after")
+    def _overlong_fits(self) -> "GRPOSettings":
+        refuse_overlong(self.grpo, self.generation)
+        return self
+
+
+def refuse_overlong(grpo: GRPOConfig, generation: GenerationConfig) -> None:
+    """Refuses a buffer of the overlong penalty that is longer than a completion can be.
+
+    Raises:
+        ValueError: Says both.
+    """
+    overlong, longest = grpo.overlong, generation.max_new_tokens
+    if isinstance(overlong, OverlongPenalty) and overlong.buffer_tokens > longest:
+        raise ValueError(
+            f"overlong.buffer_tokens ({overlong.buffer_tokens}) is more than "
+            f"generation.max_new_tokens ({longest}); take about a fifth of it, or overlong: null"
+        )

@@ -7,7 +7,7 @@ from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, Rewar
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch
+from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch, refuse_beyond_budget
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.trainers.base import BaseTrainer, Job
 from nemo_rl_core.trainers.validation import loss_metrics
@@ -31,6 +31,7 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
 
     def _load(self, job: Job) -> PromptLoader[PreferencePair]:
         pairs = load_pairs(job.train, load_tokenizer(job.start))
+        refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)
 

@@ -7,6 +7,7 @@ from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.trainers.base import BaseTrainer, Job
 from nemo_rl_core.trainers.validation import loss_metrics
@@ -26,6 +27,9 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
 
     def _load(self, job: Job) -> PromptLoader[SupervisedExample]:
         examples = load_examples(job.train, load_tokenizer(job.start))
+        longest = max(len(example.token_ids) for example in examples)
+        # Raises where it would fit into no micro-batch: now, not at the step that draws it.
+        plan_microbatches([longest], max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.global_batch_size, self.settings.seed
         return PromptLoader(examples, batch_size=size, seed=seed)
 
