@@ -36,8 +36,9 @@ def _check(experiment: Experiment) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(model.name)
-    if isinstance(experiment.data, FileData):
-        _check_files(experiment.data)
+    for data in (experiment.data, experiment.evaluation.data):
+        if isinstance(data, FileData):
+            _check_files(data)
     _check_context(experiment)
     experiment.refuse_contradictions()
     for reward in experiment.rewards:

@@ -7,10 +7,11 @@ from flytekit import dynamic, workflow
 from nemo_rl_core.config.trainer import LoopConfig
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.evaluate import evaluate
-from tasks.experiments.common import EvaluationStage, PromotionStage, SFTStage
+from tasks.experiments.common import EvaluationStage, PromotionStage, QuestionStage, SFTStage
 from tasks.experiments.pairs import PairPlan
 from tasks.export import export
 from tasks.lineage_report import lineage_report
+from tasks.prepare_data import prepare_data
 from tasks.promote import promote
 from tasks.resources import LIGHT
 from tasks.sample_pairs import sample_pairs
@@ -45,6 +46,14 @@ def warm_start(
         return base
     seen = held_out(config.sft, validation)
     return train_sft(config=config, base=base, train=train, **seen)
+
+
+@dynamic(requests=LIGHT)
+def choose_questions(config: QuestionStage, tokenizer: Tokenizer, validation: Dataset) -> Dataset:
+    """The rows that a model is measured on: held-out ones, or those of another data set."""
+    if config.data is None:
+        return validation
+    return prepare_data(config=config.data, tokenizer=tokenizer).validation
 
 
 @dynamic(requests=LIGHT)

@@ -16,7 +16,7 @@ from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
 from tasks.train_student import train_student
-from workflows.common import Outcome, conclude, held_out, warm_start
+from workflows.common import Outcome, choose_questions, conclude, held_out, warm_start
 
 DEFAULT = DistillationExperiment.model_validate({"recipe": "distill_arithmetic"})
 
@@ -45,6 +45,9 @@ def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     stages = plan_distillation(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    questions = choose_questions(
+        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    )
     taught = prepare_model(config=stages.teacher)
     teacher = warm_start(
         config=stages.teacher_sft, base=taught.base, train=data.train, validation=data.validation
@@ -52,7 +55,7 @@ def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     start = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
+    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = learn(
         config=stages.distillation,
         student=start,
@@ -66,5 +69,5 @@ def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
         incumbent=start,
         before=before,
         candidate=candidate,
-        validation=data.validation,
+        validation=questions,
     )

@@ -15,7 +15,7 @@ from tasks.experiments.dpo import DPOExperiment, DPOIterations, plan_dpo
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, conclude, make_pairs, warm_start
+from workflows.common import Outcome, choose_questions, conclude, make_pairs, warm_start
 
 DEFAULT = DPOExperiment.model_validate({"recipe": "dpo_arithmetic"})
 
@@ -71,10 +71,13 @@ def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
     stages = plan_dpo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    questions = choose_questions(
+        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    )
     start = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
+    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = iterate(
         config=stages.iterations,
         start=start,
@@ -88,5 +91,5 @@ def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
         incumbent=start,
         before=before,
         candidate=candidate,
-        validation=data.validation,
+        validation=questions,
     )

@@ -13,7 +13,7 @@ from tasks.grpo_iteration import grpo_iteration
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, conclude, held_out, warm_start
+from workflows.common import Outcome, choose_questions, conclude, held_out, warm_start
 
 DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
 
@@ -49,10 +49,13 @@ def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
     stages = plan_grpo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    questions = choose_questions(
+        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    )
     start = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
+    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = iterate(
         config=stages.grpo,
         start=start,
@@ -66,5 +69,5 @@ def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
         incumbent=start,
         before=before,
         candidate=candidate,
-        validation=data.validation,
+        validation=questions,
     )

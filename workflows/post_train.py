@@ -14,7 +14,7 @@ from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from workflows import dpo, grpo, reward_model
-from workflows.common import conclude, make_pairs, warm_start
+from workflows.common import choose_questions, conclude, make_pairs, warm_start
 
 DEFAULT = PostTrainExperiment.model_validate({"recipe": "post_train_arithmetic"})
 
@@ -38,10 +38,13 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     stages = plan_post_train(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    questions = choose_questions(
+        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    )
     tuned = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
-    before = evaluate(config=stages.evaluation, checkpoint=tuned, validation=data.validation)
+    before = evaluate(config=stages.evaluation, checkpoint=tuned, validation=questions)
 
     pairs = make_pairs(
         config=stages.pairs,
@@ -71,7 +74,7 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
         train=data.train,
         validation=data.validation,
     )
-    between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=data.validation)
+    between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=questions)
     candidate = grpo.iterate(
         config=stages.grpo,
         start=preferred,
@@ -86,7 +89,7 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
         incumbent=tuned,
         before=before,
         candidate=candidate,
-        validation=data.validation,
+        validation=questions,
     )
     return PostTrainOutcome(
         ended.model,

@@ -12,7 +12,7 @@ from tasks.ppo_iteration import ppo_iteration
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, conclude, held_out, warm_start
+from workflows.common import Outcome, choose_questions, conclude, held_out, warm_start
 
 DEFAULT = PPOExperiment.model_validate({"recipe": "ppo_arithmetic"})
 
@@ -45,10 +45,13 @@ def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
     stages = plan_ppo(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    questions = choose_questions(
+        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    )
     start = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=data.validation)
+    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = iterate(
         config=stages.ppo,
         start=start,
@@ -62,5 +65,5 @@ def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
         incumbent=start,
         before=before,
         candidate=candidate,
-        validation=data.validation,
+        validation=questions,
     )

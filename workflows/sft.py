@@ -9,7 +9,7 @@ from tasks.evaluate import evaluate
 from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from workflows.common import Outcome, conclude, warm_start
+from workflows.common import Outcome, choose_questions, conclude, warm_start
 
 DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
 
@@ -20,7 +20,10 @@ def sft(config: SFTExperiment = DEFAULT) -> Outcome:
     stages = plan_sft(config=config)
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    before = evaluate(config=stages.evaluation, checkpoint=model.base, validation=data.validation)
+    questions = choose_questions(
+        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    )
+    before = evaluate(config=stages.evaluation, checkpoint=model.base, validation=questions)
     candidate = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )
@@ -30,5 +33,5 @@ def sft(config: SFTExperiment = DEFAULT) -> Outcome:
         incumbent=model.base,
         before=before,
         candidate=candidate,
-        validation=data.validation,
+        validation=questions,
     )

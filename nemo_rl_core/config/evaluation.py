@@ -3,17 +3,20 @@
 from pydantic import Field, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.data import DataConfig
 from nemo_rl_core.config.environment import EnvironmentConfig
 
 
 class EvaluationConfig(FrozenConfig):
     """Greedy accuracy on every validation prompt, and pass@k from sampled completions.
 
-    `environment` says what is right (a reward of 1 or more); left out, it is that of training.
+    `data` is where the prompts come from (its validation rows), and `environment` says what is
+    right (a reward of 1 or more); left out, they are those of training.
     """
 
     num_samples_per_prompt: PositiveInt = 4
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    data: DataConfig | None = None
     environment: EnvironmentConfig | None = None
 
 

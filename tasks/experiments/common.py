@@ -82,6 +82,18 @@ class DataStage(FrozenConfig):
         return cls(data=config.data, content=data_content(config.data), seed=config.seed)
 
 
+class QuestionStage(FrozenConfig):
+    """What `choose_questions` reads; without `data` a model is measured on held-out rows."""
+
+    data: DataStage | None
+
+    @classmethod
+    def of(cls, config: Experiment) -> "QuestionStage":
+        """The recipe's share."""
+        data = config.evaluation.data
+        return cls(data=None if data is None else DataStage.of(config.replace(data=data)))
+
+
 class SFTStage(TrainerSettings):
     """What `train_sft` reads; without `sft` there is no warm start."""
 
@@ -102,9 +114,11 @@ class EvaluationStage(RolloutSettings):
     @classmethod
     def of(cls, config: Experiment) -> "EvaluationStage":
         """The recipe's share."""
-        fields = rollout_fields(config.replace(environment=config.judge))
+        asked = config.evaluation.data or config.data
+        fields = rollout_fields(config.replace(environment=config.judge, data=asked))
         del fields["training"]  # evaluation trains nothing, whatever the backend
-        evaluation = config.evaluation.replace(environment=None)  # said once, above
+        # Said once, here and in `QuestionStage`.
+        evaluation = config.evaluation.replace(environment=None, data=None)
         return cls(evaluation=evaluation, **fields)
 
 

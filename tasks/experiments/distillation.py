@@ -14,6 +14,7 @@ from tasks.experiments.common import (
     Experiment,
     ModelStage,
     PromotionStage,
+    QuestionStage,
     SFTStage,
     rollout_fields,
 )
@@ -52,6 +53,7 @@ class DistillationPlan(NamedTuple):
     teacher_sft: SFTStage
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     distillation: DistillationStage
     evaluation: EvaluationStage
@@ -68,6 +70,7 @@ def plan_distillation(config: DistillationExperiment) -> DistillationPlan:
         teacher_sft=SFTStage.of(of_teacher),
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         distillation=DistillationStage(distillation=config.distillation, **fields),
         evaluation=EvaluationStage.of(config),

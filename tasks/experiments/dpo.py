@@ -11,6 +11,7 @@ from tasks.experiments.common import (
     EvaluationStage,
     ModelStage,
     PromotionStage,
+    QuestionStage,
     SFTStage,
     trainer_fields,
 )
@@ -52,6 +53,7 @@ class DPOPlan(NamedTuple):
 
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     iterations: DPOIterations
     evaluation: EvaluationStage
@@ -64,6 +66,7 @@ def plan_dpo(config: DPOExperiment) -> DPOPlan:
     return DPOPlan(
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         iterations=DPOIterations.of(config, config.dpo),
         evaluation=EvaluationStage.of(config),

@@ -20,6 +20,7 @@ from tasks.experiments.common import (
     Experiment,
     ModelStage,
     PromotionStage,
+    QuestionStage,
     SFTStage,
     rollout_fields,
 )
@@ -68,6 +69,7 @@ class GRPOPlan(NamedTuple):
 
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     grpo: GRPOStage
     num_iterations: int
@@ -81,6 +83,7 @@ def plan_grpo(config: GRPOExperiment) -> GRPOPlan:
     return GRPOPlan(
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         grpo=GRPOStage(grpo=config.grpo.iteration, **rollout_fields(config)),
         num_iterations=config.grpo.num_iterations,

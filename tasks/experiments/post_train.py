@@ -13,6 +13,7 @@ from tasks.experiments.common import (
     EvaluationStage,
     ModelStage,
     PromotionStage,
+    QuestionStage,
     SFTStage,
     rollout_fields,
     trainer_fields,
@@ -52,6 +53,7 @@ class PostTrainPlan(NamedTuple):
 
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     pairs: PairPlan
     reward_model: RewardModelStage
@@ -70,6 +72,7 @@ def plan_post_train(config: PostTrainExperiment) -> PostTrainPlan:
     return PostTrainPlan(
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         pairs=PairPlan.of(config),
         reward_model=RewardModelStage(reward_model=config.reward_model, **trainer_fields(config)),

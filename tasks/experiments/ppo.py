@@ -11,6 +11,7 @@ from tasks.experiments.common import (
     Experiment,
     ModelStage,
     PromotionStage,
+    QuestionStage,
     SFTStage,
     rollout_fields,
 )
@@ -34,6 +35,7 @@ class PPOPlan(NamedTuple):
 
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     ppo: PPOStage
     num_iterations: int
@@ -47,6 +49,7 @@ def plan_ppo(config: PPOExperiment) -> PPOPlan:
     return PPOPlan(
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         ppo=PPOStage(ppo=config.ppo.iteration, **rollout_fields(config)),
         num_iterations=config.ppo.num_iterations,

@@ -11,6 +11,7 @@ from tasks.experiments.common import (
     Experiment,
     ModelStage,
     PromotionStage,
+    QuestionStage,
     SFTStage,
 )
 from tasks.resources import LIGHT
@@ -27,6 +28,7 @@ class SFTPlan(NamedTuple):
 
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     evaluation: EvaluationStage
     promotion: PromotionStage
@@ -38,6 +40,7 @@ def plan_sft(config: SFTExperiment) -> SFTPlan:
     return SFTPlan(
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),

@@ -9,7 +9,7 @@ from tasks.experiments.dpo import DPOExperiment, plan_dpo
 from tasks.experiments.grpo import GRPOExperiment, plan_grpo
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
-STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")
+STAGES = ("model", "data", "questions", "sft", "grpo", "num_iterations", "evaluation", "promotion")
 ALL_ROLLOUTS = {"grpo", "evaluation"}
 
 
@@ -48,6 +48,10 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         ({"cluster": {"num_threads": 1}}, {"sft", *ALL_ROLLOUTS}),
         ({"evaluation": {"num_samples_per_prompt": 2}}, {"evaluation"}),
         ({"evaluation": {"environment": {"kind": "math"}}}, {"evaluation"}),
+        (
+            {"evaluation": {"data": {"kind": "arithmetic", "num_validation": 9}}},
+            {"questions"},
+        ),
         ({"evaluation": {"confidence": 0.9}}, {"evaluation", "promotion"}),
         ({"promotion": {"min_improvement": 0.5}}, {"promotion"}),
         ({"seed": 7}, {"model", "data", "sft", "promotion", *ALL_ROLLOUTS}),
