@@ -7,16 +7,42 @@ from flytekit import dynamic, workflow
 from nemo_rl_core.config.trainer import LoopConfig
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.evaluate import evaluate
-from tasks.experiments.common import EvaluationStage, PromotionStage, QuestionStage, SFTStage
+from tasks.experiments.common import (
+    DataStage,
+    EvaluationStage,
+    ModelStage,
+    PromotionStage,
+    QuestionStage,
+    SFTStage,
+)
 from tasks.experiments.pairs import PairPlan
 from tasks.export import export
 from tasks.lineage_report import lineage_report
 from tasks.prepare_data import prepare_data
+from tasks.prepare_model import prepare_model
 from tasks.promote import promote
 from tasks.resources import LIGHT
 from tasks.sample_pairs import sample_pairs
 from tasks.tokenize_pairs import tokenize_pairs
 from tasks.train_sft import train_sft
+
+
+class Start(NamedTuple):
+    """What the algorithm of a pipeline begins with.
+
+    Attributes:
+        tokenizer: Of all models of the run.
+        train: Rows to train on.
+        validation: Rows of the same data set that are never trained on.
+        questions: Rows that models are measured on.
+        checkpoint: The model, after its supervised start where the recipe has one.
+    """
+
+    tokenizer: Tokenizer
+    train: Dataset
+    validation: Dataset
+    questions: Dataset
+    checkpoint: Checkpoint
 
 
 class Outcome(NamedTuple):
@@ -66,6 +92,20 @@ def make_pairs(
     return sample_pairs(
         config=config.rollouts, checkpoint=checkpoint, prompts=rows, iteration=iteration
     )
+
+
+@workflow
+def begin(model: ModelStage, data: DataStage, questions: QuestionStage, sft: SFTStage) -> Start:
+    """prepare → SFT."""
+    prepared = prepare_model(config=model)
+    rows = prepare_data(config=data, tokenizer=prepared.tokenizer)
+    asked = choose_questions(
+        config=questions, tokenizer=prepared.tokenizer, validation=rows.validation
+    )
+    checkpoint = warm_start(
+        config=sft, base=prepared.base, train=rows.train, validation=rows.validation
+    )
+    return Start(prepared.tokenizer, rows.train, rows.validation, asked, checkpoint)
 
 
 @workflow

@@ -12,11 +12,10 @@ from tasks.experiments.distillation import (
     DistillationStage,
     plan_distillation,
 )
-from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
 from tasks.train_student import train_student
-from workflows.common import Outcome, choose_questions, conclude, held_out, warm_start
+from workflows.common import Outcome, begin, conclude, held_out, warm_start
 
 DEFAULT = DistillationExperiment.model_validate({"recipe": "distill_arithmetic"})
 
@@ -43,31 +42,26 @@ def learn(
 def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    questions = choose_questions(
-        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
-    )
+    start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
     taught = prepare_model(config=stages.teacher)
     teacher = warm_start(
-        config=stages.teacher_sft, base=taught.base, train=data.train, validation=data.validation
+        config=stages.teacher_sft, base=taught.base, train=start.train, validation=start.validation
     )
-    start = warm_start(
-        config=stages.sft, base=model.base, train=data.train, validation=data.validation
+    before = evaluate(
+        config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = learn(
         config=stages.distillation,
-        student=start,
+        student=start.checkpoint,
         teacher=teacher,
-        train=data.train,
-        validation=data.validation,
+        train=start.train,
+        validation=start.validation,
     )
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
-        incumbent=start,
+        incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=questions,
+        validation=start.questions,
     )

@@ -12,10 +12,8 @@ from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
 from tasks.evaluate import evaluate
 from tasks.experiments.dpo import DPOExperiment, DPOIterations, plan_dpo
-from tasks.prepare_data import prepare_data
-from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, choose_questions, conclude, make_pairs, warm_start
+from workflows.common import Outcome, begin, conclude, make_pairs
 
 DEFAULT = DPOExperiment.model_validate({"recipe": "dpo_arithmetic"})
 
@@ -69,27 +67,22 @@ def iterate(
 def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → n times (pairs → reference logprobs → DPO) → evaluate → promote → export."""
     stages = plan_dpo(config=config)
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    questions = choose_questions(
-        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
+    before = evaluate(
+        config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
-    start = warm_start(
-        config=stages.sft, base=model.base, train=data.train, validation=data.validation
-    )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = iterate(
         config=stages.iterations,
-        start=start,
-        tokenizer=model.tokenizer,
-        train=data.train,
-        validation=data.validation,
+        start=start.checkpoint,
+        tokenizer=start.tokenizer,
+        train=start.train,
+        validation=start.validation,
     )
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
-        incumbent=start,
+        incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=questions,
+        validation=start.questions,
     )

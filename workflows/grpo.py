@@ -10,10 +10,8 @@ from tasks.artifacts import Checkpoint, Dataset
 from tasks.evaluate import evaluate
 from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
 from tasks.grpo_iteration import grpo_iteration
-from tasks.prepare_data import prepare_data
-from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
-from workflows.common import Outcome, choose_questions, conclude, held_out, warm_start
+from workflows.common import Outcome, begin, conclude, held_out
 
 DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
 
@@ -47,27 +45,22 @@ def iterate(
 def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    questions = choose_questions(
-        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
+    before = evaluate(
+        config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
-    start = warm_start(
-        config=stages.sft, base=model.base, train=data.train, validation=data.validation
-    )
-    before = evaluate(config=stages.evaluation, checkpoint=start, validation=questions)
     candidate = iterate(
         config=stages.grpo,
-        start=start,
-        train=data.train,
-        validation=data.validation,
+        start=start.checkpoint,
+        train=start.train,
+        validation=start.validation,
         num_iterations=stages.num_iterations,
     )
     return conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
-        incumbent=start,
+        incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=questions,
+        validation=start.questions,
     )

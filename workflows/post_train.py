@@ -11,10 +11,8 @@ from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
 from tasks.evaluate import evaluate
 from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
-from tasks.prepare_data import prepare_data
-from tasks.prepare_model import prepare_model
 from workflows import dpo, grpo, reward_model
-from workflows.common import choose_questions, conclude, make_pairs, warm_start
+from workflows.common import begin, conclude, make_pairs
 
 DEFAULT = PostTrainExperiment.model_validate({"recipe": "post_train_arithmetic"})
 
@@ -36,32 +34,27 @@ class PostTrainOutcome(NamedTuple):
 def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    questions = choose_questions(
-        config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
+    start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
+    before = evaluate(
+        config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
-    tuned = warm_start(
-        config=stages.sft, base=model.base, train=data.train, validation=data.validation
-    )
-    before = evaluate(config=stages.evaluation, checkpoint=tuned, validation=questions)
 
     pairs = make_pairs(
         config=stages.pairs,
-        checkpoint=tuned,
-        tokenizer=model.tokenizer,
-        rows=data.train,
+        checkpoint=start.checkpoint,
+        tokenizer=start.tokenizer,
+        rows=start.train,
         iteration=1,
     )
     unseen = make_pairs(
         config=stages.pairs,
-        checkpoint=tuned,
-        tokenizer=model.tokenizer,
-        rows=data.validation,
+        checkpoint=start.checkpoint,
+        tokenizer=start.tokenizer,
+        rows=start.validation,
         iteration=1,
     )
     judge = reward_model.learn(
-        config=stages.reward_model, base=tuned, pairs=pairs, validation=unseen
+        config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
     )
     judged = evaluate_reward_model(
         config=stages.reward_model_evaluation, checkpoint=judge, pairs=unseen
@@ -69,27 +62,27 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
 
     preferred = dpo.iterate(
         config=stages.dpo,
-        start=tuned,
-        tokenizer=model.tokenizer,
-        train=data.train,
-        validation=data.validation,
+        start=start.checkpoint,
+        tokenizer=start.tokenizer,
+        train=start.train,
+        validation=start.validation,
     )
-    between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=questions)
+    between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=start.questions)
     candidate = grpo.iterate(
         config=stages.grpo,
         start=preferred,
-        train=data.train,
-        validation=data.validation,
+        train=start.train,
+        validation=start.validation,
         num_iterations=stages.num_grpo_iterations,
         reward_model=judge,
     )
     ended = conclude(
         evaluation=stages.evaluation,
         promotion=stages.promotion,
-        incumbent=tuned,
+        incumbent=start.checkpoint,
         before=before,
         candidate=candidate,
-        validation=questions,
+        validation=start.questions,
     )
     return PostTrainOutcome(
         ended.model,

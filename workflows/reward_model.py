@@ -15,11 +15,9 @@ from tasks.experiments.reward_model import (
     plan_reward_model,
 )
 from tasks.lineage_report import lineage_report
-from tasks.prepare_data import prepare_data
-from tasks.prepare_model import prepare_model
 from tasks.resources import LIGHT
 from tasks.train_reward_model import train_reward_model
-from workflows.common import held_out, make_pairs, warm_start
+from workflows.common import begin, held_out, make_pairs
 
 DEFAULT = RewardModelExperiment.model_validate({"recipe": "reward_model_arithmetic"})
 
@@ -45,25 +43,23 @@ def learn(
 def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
     """prepare → SFT → pairs → reward model → accuracy on held-out pairs → lineage."""
     stages = plan_reward_model(config=config)
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    start = warm_start(
-        config=stages.sft, base=model.base, train=data.train, validation=data.validation
-    )
+    start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
     pairs = make_pairs(
         config=stages.pairs,
-        checkpoint=start,
-        tokenizer=model.tokenizer,
-        rows=data.train,
+        checkpoint=start.checkpoint,
+        tokenizer=start.tokenizer,
+        rows=start.train,
         iteration=1,
     )
     unseen = make_pairs(
         config=stages.pairs,
-        checkpoint=start,
-        tokenizer=model.tokenizer,
-        rows=data.validation,
+        checkpoint=start.checkpoint,
+        tokenizer=start.tokenizer,
+        rows=start.validation,
         iteration=1,
     )
-    trained = learn(config=stages.reward_model, base=start, pairs=pairs, validation=unseen)
+    trained = learn(
+        config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
+    )
     report = evaluate_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen)
     return RewardModelOutcome(trained, report, lineage_report(model=trained))

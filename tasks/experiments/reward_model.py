@@ -6,7 +6,13 @@ from flytekit import task
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
 from nemo_rl_core.config.trainer import TrainerSettings
-from tasks.experiments.common import DataStage, ModelStage, SFTStage, trainer_fields
+from tasks.experiments.common import (
+    DataStage,
+    ModelStage,
+    QuestionStage,
+    SFTStage,
+    trainer_fields,
+)
 from tasks.experiments.pairs import PairExperiment, PairPlan
 from tasks.resources import LIGHT
 
@@ -39,6 +45,7 @@ class RewardModelPlan(NamedTuple):
 
     model: ModelStage
     data: DataStage
+    questions: QuestionStage
     sft: SFTStage
     pairs: PairPlan
     reward_model: RewardModelStage
@@ -51,6 +58,7 @@ def plan_reward_model(config: RewardModelExperiment) -> RewardModelPlan:
     return RewardModelPlan(
         model=ModelStage.of(config),
         data=DataStage.of(config),
+        questions=QuestionStage.of(config),
         sft=SFTStage.of(config),
         pairs=PairPlan.of(config),
         reward_model=RewardModelStage(reward_model=config.reward_model, **trainer_fields(config)),
