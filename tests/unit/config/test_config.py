@@ -211,9 +211,16 @@ def test_a_checked_in_recipe_holds_only_what_differs(path: Path) -> None:
     repeated = [
         ".".join(keys)
         for keys in _leaves(recipe)
-        if experiment.model_validate(_without(recipe, keys)) == loaded
+        if _loads_as(experiment, _without(recipe, keys), loaded)
     ]
     assert repeated == []
+
+
+def _loads_as(experiment: type[Experiment], recipe: dict[str, Any], loaded: Experiment) -> bool:
+    try:
+        return experiment.model_validate(recipe) == loaded
+    except RecipeError:
+        return False  # a recipe that cannot do without it does not repeat it
 
 
 def _leaves(values: dict[str, Any]) -> list[tuple[str, ...]]:
