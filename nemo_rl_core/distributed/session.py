@@ -13,7 +13,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 
-_MAX_COLOCATED_WORKER_GROUPS = 4
+_MAX_COLOCATED_WORKER_GROUPS = 8
 _sessions: "dict[ClusterConfig, ClusterSession]" = {}
 
 

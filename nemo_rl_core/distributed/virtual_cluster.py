@@ -68,6 +68,7 @@ class RayVirtualCluster:
         self._name = name
         self._wait_seconds = wait_seconds
         self._placement_groups: list[PlacementGroup] | None = None
+        self._tenants: list[str] = []
 
     @property
     def world_size(self) -> int:
@@ -78,6 +79,28 @@ class RayVirtualCluster:
     def node_count(self) -> int:
         """How many nodes hold at least one bundle."""
         return sum(1 for count in self.bundle_ct_per_node_list if count)
+
+    def admit(self, name: str) -> float:
+        """Counts a worker group in; returns its share of each bundle.
+
+        Raises:
+            ResourceError: If as many groups as may share the bundles do so already. Ray would wait
+                for one of them to end, for ever and without a word.
+        """
+        if len(self._tenants) >= self.max_colocated_worker_groups:
+            raise ResourceError(
+                f"no bundle of the cluster has room for the worker group {name!r}",
+                expected=f"at most {self.max_colocated_worker_groups} groups at once "
+                "(max_colocated_worker_groups)",
+                got=", ".join(self._tenants),
+                fix="shut one of them down, or let more groups share the bundles",
+            )
+        self._tenants.append(name)
+        return 1.0 / self.max_colocated_worker_groups
+
+    def release(self, name: str) -> None:
+        """Counts a worker group out."""
+        self._tenants.remove(name)
 
     def placement_groups(self) -> "list[PlacementGroup]":
         """The reserved bundles, one placement group a node."""

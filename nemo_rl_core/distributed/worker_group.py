@@ -19,6 +19,7 @@ class RayWorkerGroup:
         env_vars: Environment of the worker processes, set before they import anything.
 
     Raises:
+        ResourceError: When too many groups share the cluster already.
         WorkerError: When a method raises in a worker, or a worker dies; names rank and cause.
             A `NemoRLError` from a worker is raised as it is.
     """
@@ -35,7 +36,9 @@ class RayWorkerGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.name = name
-        share = 1.0 / cluster.max_colocated_worker_groups
+        groups = cluster.placement_groups()
+        share = cluster.admit(name)
+        self._cluster = cluster
         remote_class = ray.remote(worker_class)
         self._workers: list[Any] = [
             remote_class.options(
@@ -46,7 +49,7 @@ class RayWorkerGroup:
                     placement_group=group, placement_group_bundle_index=bundle
                 ),
             ).remote()
-            for group in cluster.placement_groups()
+            for group in groups
             for bundle in range(group.bundle_count)
         ]
 
@@ -111,4 +114,6 @@ class RayWorkerGroup:
 
         for worker in self._workers:
             ray.kill(worker)
+        if self._workers:
+            self._cluster.release(self.name)
         self._workers = []

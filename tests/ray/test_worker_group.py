@@ -140,6 +140,18 @@ def test_bundles_that_others_hold_are_waited_for_and_then_refused(session: Clust
     assert caught.value.got.startswith("available now: ")
 
 
+def test_a_group_too_many_is_refused_and_not_waited_for(session: ClusterSession) -> None:
+    with RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=2) as cluster:
+        first, second = (RayWorkerGroup(cluster, Worker, name=name) for name in ("one", "two"))
+        with pytest.raises(ResourceError, match="no bundle of the cluster has room") as caught:
+            RayWorkerGroup(cluster, Worker, name="three")
+        assert caught.value.got == "one, two"
+        first.shutdown()
+        first.shutdown()
+        third = RayWorkerGroup(cluster, Worker, name="three")
+        assert third.run_single_worker("echo", 3) == second.run_single_worker("echo", 3)
+
+
 def test_a_cluster_counts_its_bundles() -> None:
     cluster = RayVirtualCluster([2, 0, 3], use_gpus=False)
     assert (cluster.world_size, cluster.node_count) == (5, 2)
