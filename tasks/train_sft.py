@@ -1,5 +1,6 @@
 """Stage: supervised fine-tuning before reinforcement learning."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
@@ -28,7 +29,8 @@ def train_sft(
         )
         result = SFTTrainer(config.model_dump()).run(job)
         summary, deck = curves(folder, ("loss", "grad_norm"))
-        return result.made(summary=summary, deck=deck)
+        # Steps are counted from the end of the supervised start.
+        return replace(result.made(summary=summary, deck=deck), step=0)
 
     parents = {"base": base, "train": train}
     parents |= {"validation": validation} if validation else {}

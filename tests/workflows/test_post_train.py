@@ -10,6 +10,8 @@ import pytest
 
 Run = Any
 
+pytestmark = pytest.mark.slow
+
 POST_TRAIN = ("post_train", "post_train")
 STAGES = [
     "prepare_model",
