@@ -1,6 +1,7 @@
 """The whole pipeline by the real command: whole, cached, changed, killed and resumed.
 
-`Run` of the conftest holds what a run printed and left in its store.
+`Run` of the conftest holds what a run printed and left in its store. What needs two more runs, one
+killed and one that goes on from there, is slow; `.ci/run` runs that too.
 """
 
 import hashlib
@@ -10,6 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 Run = Any
 
@@ -108,6 +111,7 @@ def test_another_learning_rate_keeps_what_it_does_not_touch(
         shutil.rmtree(left)
 
 
+@pytest.mark.slow
 def test_two_runs_from_empty_stores_are_equal_to_the_bit(first_run: Run, resumed_run: Run) -> None:
     for stage in ("train_sft", "grpo_iteration 1", "grpo_iteration 2"):
         one, other = (each.artifact(stage) for each in (first_run, resumed_run))
@@ -134,6 +138,7 @@ def test_training_changed_the_weights(first_run: Run) -> None:
     assert len(weights) == 4
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_its_stages_and_goes_on_from_its_save(resumed_run: Run) -> None:
     done = [*EARLY_STAGES, "grpo_iteration 1"]
     assert resumed_run.stages("CACHED") == done
@@ -150,6 +155,7 @@ def test_a_killed_run_keeps_its_stages_and_goes_on_from_its_save(resumed_run: Ru
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_the_work(resumed_run: Run) -> None:
     work = resumed_run.store / "work"
     assert [path.name for path in work.iterdir() if path.is_dir()] == []
