@@ -37,8 +37,8 @@ def test_given_pairs_without_a_reference(
         "evaluation": {**recipe["evaluation"], "data": recipe["data"]},
         "dpo": {
             "num_steps_per_iteration": 4,
-            "num_pairs_per_step": 8,
-            "learning_rate": 1e-2,
+            "num_pairs_per_step": 16,  # all of them, so that losses can be compared
+            "learning_rate": 3e-3,
             "validate_every_num_steps": 2,
             "loss": {"kind": "simpo"},
         },
