@@ -7,7 +7,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.config.training import OptimizerConfig, TrainingConfig
+from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
 
 
 class LoopConfig(OptimizerConfig):
@@ -32,7 +32,7 @@ class GateConfig(FrozenConfig):
 class TrainerSettings(FrozenConfig):
     """Where and how a trainer computes; a subclass adds the section of its algorithm."""
 
-    training: TrainingConfig = TrainingConfig()
+    training: TrainingConfig = DTensorTraining()
     cluster: ClusterConfig = ClusterConfig()
     dtype: DType = "float32"
     seed: NonNegativeInt = 0

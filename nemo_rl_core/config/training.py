@@ -1,10 +1,20 @@
-"""The optimizer's settings and the choice of training backend."""
+"""The optimizer's settings, and which backend trains over which axes."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.model import DType
 
 
 class OptimizerConfig(FrozenConfig):
@@ -19,7 +29,99 @@ class OptimizerConfig(FrozenConfig):
     max_grad_norm: PositiveFloat = 1.0
 
 
-class TrainingConfig(FrozenConfig):
-    """Which backend computes gradients."""
+class Parallelism(FrozenConfig):
+    """Over how many ranks one copy of the model is spread; data parallelism takes what is left.
+
+    Sequence parallelism splits, over the ranks of tensor parallelism, what that leaves whole.
+    """
+
+    tensor_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that together see one shard of the data."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor(self) -> "Parallelism":
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel splits over the ranks of tensor parallelism: "
+                "set tensor_parallel_size to 2 or more, or leave sequence_parallel out"
+            )
+        return self
+
+
+class LoRAConfig(FrozenConfig):
+    """Low-rank adapters in place of whole weights: `W + alpha / rank * B A`, Hu et al. (2021)."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+
+
+class DTensorTraining(Parallelism):
+    """Any transformers model over FSDP2 and DTensor.
+
+    Attributes:
+        data_parallel_replicas: Copies of the sharded model (HSDP); 1 shards over all data ranks.
+        reduce_dtype: Of the sums of gradients over ranks.
+        tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
+            type is not wanted.
+        weights: `full` trains what is loaded; `8bit` and `4bit` load frozen quantised weights
+            under LoRA, with bitsandbytes.
+    """
 
     backend: Literal["dtensor"] = "dtensor"
+    data_parallel_replicas: PositiveInt = 1
+    reduce_dtype: DType = "float32"
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    compile: bool = False
+    tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
+    lora: LoRAConfig | None = None
+    weights: Literal["full", "8bit", "4bit"] = "full"
+
+
+class MegatronTraining(Parallelism):
+    """Megatron-core: tensor, pipeline, context and expert parallelism for the models it knows.
+
+    Attributes:
+        virtual_pipeline_size: Model chunks a pipeline rank (interleaved schedule); 1 is plain.
+        expert_parallel_size: Ranks, out of the data-parallel ones, that share the experts.
+        activation_checkpointing: Recomputes each layer in the backward pass.
+    """
+
+    backend: Literal["megatron"] = "megatron"
+    pipeline_parallel_size: PositiveInt = 1
+    virtual_pipeline_size: PositiveInt = 1
+    expert_parallel_size: PositiveInt = 1
+    activation_checkpointing: bool = False
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that together see one shard of the data."""
+        return super().ranks_per_replica * self.pipeline_parallel_size
+
+    @model_validator(mode="after")
+    def _interleaving_needs_a_pipeline(self) -> "MegatronTraining":
+        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                "virtual_pipeline_size interleaves the stages of a pipeline: "
+                "set pipeline_parallel_size to 2 or more, or leave virtual_pipeline_size out"
+            )
+        return self
+
+
+def _backend(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("backend", "dtensor"))
+    return str(getattr(value, "backend", "dtensor"))
+
+
+TrainingConfig = Annotated[
+    Annotated[DTensorTraining, Tag("dtensor")] | Annotated[MegatronTraining, Tag("megatron")],
+    Discriminator(_backend),
+]

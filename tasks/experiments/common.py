@@ -13,7 +13,7 @@ from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
-from nemo_rl_core.config.training import TrainingConfig
+from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from tasks.contents import data_content, model_content, reward_content
 from tasks.recipe import Recipe
 
@@ -26,7 +26,7 @@ class Experiment(Recipe):
     data: DataConfig = ArithmeticData()
     environment: EnvironmentConfig = ExactMatch()
     sft: SFTConfig | None = None
-    training: TrainingConfig = TrainingConfig()
+    training: TrainingConfig = DTensorTraining()
     generation: GenerationConfig = GenerationConfig()
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

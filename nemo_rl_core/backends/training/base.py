@@ -1,14 +1,14 @@
 """What a training worker can do, and where one is found by name."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.registry import Registry
@@ -21,6 +21,7 @@ class TrainingSetup:
     Attributes:
         model_folder: A transformers folder: config, safetensors, tokenizer.
         optimizer: Settings of AdamW.
+        training: The backend's own settings: over which axes of ranks, and how.
         max_tokens_per_microbatch: The token budget of one forward and backward pass.
         temperature: What logits are divided by before every log-softmax: that of the rollouts.
         dtype: Type of the matrix products; parameters and optimizer state are float32 always.
@@ -33,6 +34,7 @@ class TrainingSetup:
     model_folder: Path
     optimizer: OptimizerConfig
     max_tokens_per_microbatch: int
+    training: TrainingConfig = field(default_factory=DTensorTraining)
     temperature: float = 1.0
     dtype: DType = "float32"
     reference_folder: Path | None = None

@@ -1,0 +1,116 @@
+"""A function on several ranks of this machine, without Ray: for commands, notebooks and tests."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+
+from nemo_rl_core.distributed.process_group import rank_environment
+from nemo_rl_core.errors import WorkerError
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    num_threads: int = 1,
+    timeout_seconds: float = 300.0,
+) -> list[Any]:
+    """Calls `function(*args)` in `world_size` processes that can join one process group.
+
+    Each has the environment that `join_process_group` reads.
+
+    Args:
+        function: Sent by value, so that it may be a closure.
+        *args: The same for every rank.
+        world_size: How many processes.
+        num_threads: Cores that each computes with.
+        timeout_seconds: For all of them together.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        WorkerError: If a rank raises, dies, or does not end in time; the others are ended.
+    """
+    # Forked from a server that has imported torch once: a rank then starts in a fraction of a
+    # second, and no thread of this process is copied into it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    call = cloudpickle.dumps((function, args))
+    port = _free_port()
+    readers: list[Connection] = []
+    processes = []
+    for rank in range(world_size):
+        reader, writer = context.Pipe(duplex=False)
+        environment = rank_environment(rank, world_size, address="127.0.0.1", port=port)
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+        process = context.Process(target=_rank, args=(call, environment, num_threads, writer))
+        process.start()
+        writer.close()
+        readers.append(reader)
+        processes.append(process)
+    try:
+        return _collect(readers, timeout_seconds)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _rank(call: bytes, environment: dict[str, str], num_threads: int, writer: Connection) -> None:
+    os.environ.update(environment)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(num_threads)
+    answer: tuple[bool, Any]
+    try:
+        function, args = cloudpickle.loads(call)
+        answer = True, function(*args)
+    except BaseException:  # noqa: BLE001  (raised again by who waits for the answer)
+        answer = False, traceback.format_exc()
+    # Sent before the group is left: leaving waits for ranks that may have failed.
+    writer.send_bytes(cloudpickle.dumps(answer))
+    writer.close()
+    if answer[0] and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collect(readers: list[Connection], timeout_seconds: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(zip(readers, range(len(readers)), strict=True))
+    deadline = time.monotonic() + timeout_seconds
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise WorkerError(
+                f"ranks {sorted(waiting.values())} did not end within {timeout_seconds:.0f} s",
+                fix="a rank that skips a collective leaves the others waiting: look at the ranks "
+                "that did end",
+            )
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = waiting.pop(reader)
+            try:
+                succeeded, value = cloudpickle.loads(reader.recv_bytes())
+            except EOFError as error:
+                raise WorkerError(f"rank {rank} died without an answer") from error
+            if not succeeded:
+                raise WorkerError(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,58 @@
+"""How ranks find one another: the environment that a launcher sets, read in one place."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def rank_environment(
+    rank: int, world_size: int, *, address: str, port: int, local_rank: int | None = None
+) -> dict[str, str]:
+    """What a worker's environment must hold before it calls `join_process_group`.
+
+    Args:
+        rank: Of the worker, from 0.
+        world_size: How many workers there are.
+        address: Where rank 0 runs.
+        port: A free one on that machine.
+        local_rank: Of the worker on its machine; the rank itself where there is one machine.
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def world_size() -> int:
+    """How many ranks train together, by the environment; 1 where nothing says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's place among them."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def join_process_group(*, timeout_seconds: float = 600.0) -> None:
+    """Joins the ranks that the environment describes; again, or alone, that changes nothing.
+
+    A process without `WORLD_SIZE` is the only rank of a group of one.
+
+    Args:
+        timeout_seconds: After which a collective that some rank does not join is an error.
+    """
+    if dist.is_initialized():
+        return
+    alone = "WORLD_SIZE" not in os.environ
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        rank=0 if alone else rank(),
+        world_size=1 if alone else world_size(),
+        store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
+        timeout=timedelta(seconds=timeout_seconds),
+    )
