@@ -9,6 +9,7 @@ then each rank's share is packed for itself. The k-th micro-batches of all ranks
 import heapq
 from collections.abc import Callable, Sequence
 
+from nemo_rl_core.distributed.packing.bins import Algorithm, pack_into_bins
 from nemo_rl_core.distributed.packing.flops import sequence_flops
 from nemo_rl_core.distributed.packing.microbatches import (
     NO_SEQUENCES,
@@ -74,6 +75,50 @@ def plan_for_ranks(
     for ranks_plan in plans:
         ranks_plan.sort(key=lambda part: -sum(costs[index] for index in part.indices))
     return plans
+
+
+def pack_for_ranks(
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    capacity: int,
+    algorithm: Algorithm = "first_fit_decreasing",
+    bundles: Sequence[int] | None = None,
+    cost: Callable[[int], int] = sequence_flops,
+) -> list[list[Microbatch]]:
+    """Packs sequences into bins, each a micro-batch of one row, and distributes them over ranks.
+
+    Args:
+        lengths: Tokens of each sequence, at least 1.
+        num_ranks: Data-parallel ranks.
+        capacity: Tokens that one row holds.
+        algorithm: Of `pack_into_bins`.
+        bundles: For each sequence an id; sequences of one id go into the same row.
+        cost: What a sequence of this length costs.
+
+    Returns:
+        For each rank its micro-batches, equally many on all, the costliest first; rows are as long
+        as what they hold.
+
+    Raises:
+        DataError: If one sequence, or one bundle, alone is more than a row holds.
+
+    Example:
+        >>> plans = pack_for_ranks([5, 4, 3, 2], num_ranks=2, capacity=8)
+        >>> [[part.rows for part in plan] for plan in plans]
+        [[((0, 2),)], [((1, 3),)]]
+    """
+    units = bundled(longest_first(lengths), bundles)
+    totals = [sum(lengths[index] for index in unit) for unit in units]
+    bins = pack_into_bins(totals, capacity, algorithm, min_bins_multiple=num_ranks)
+    packed = [[index for unit in items for index in units[unit]] for items in bins]
+    parts = [
+        Microbatch((tuple(row),), sum(lengths[index] for index in row)) if row else NO_SEQUENCES
+        for row in packed
+    ]
+    costs = [sum(cost(lengths[index]) for index in row) for row in packed]
+    shares = share_out(costs, num_ranks, max_items=len(bins) // num_ranks)
+    return [[parts[place] for place in share] for share in shares]
 
 
 def share_out(
