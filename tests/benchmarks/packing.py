@@ -1,0 +1,97 @@
+"""How tightly, how evenly and how fast sequences are packed; `python tests/benchmarks/packing.py`.
+
+FIGURES
+"""
+
+import time
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from nemo_rl_core.distributed.packing.bins import Algorithm, pack_into_bins
+from nemo_rl_core.distributed.packing.flops import sequence_flops
+from nemo_rl_core.distributed.packing.microbatches import Microbatch
+from nemo_rl_core.distributed.packing.ranks import pack_for_ranks, plan_for_ranks
+
+ALGORITHMS: tuple[Algorithm, ...] = ("first_fit_decreasing", "modified_first_fit_decreasing")
+# Mean and deviation of the log length, and the capacity that lengths are cut at: a long tail, a
+# shorter one with many sequences over half a bin, and a tail that runs far past the mean.
+DISTRIBUTIONS = [(6.0, 1.0, 8_192), (8.0, 0.8, 8_192), (7.0, 1.2, 32_768)]
+
+
+def lengths_of(num_sequences: int, mean: float, deviation: float, capacity: int) -> list[int]:
+    """Log-normal lengths from 1 to `capacity`, with a fixed seed."""
+    drawn = np.random.default_rng(0).lognormal(mean, deviation, num_sequences)
+    lengths: list[int] = np.clip(drawn.astype(np.int64), 1, capacity).tolist()
+    return lengths
+
+
+def bins_table(num_sequences: int = 100_000) -> Table:
+    """Time and fill of both packers, with bins in multiples of 8."""
+    table = Table("lengths", "capacity", "algorithm", "seconds", "bins", "fewest possible", "fill")
+    for mean, deviation, capacity in DISTRIBUTIONS:
+        lengths = lengths_of(num_sequences, mean, deviation, capacity)
+        for algorithm in ALGORITHMS:
+            start = time.perf_counter()
+            bins = pack_into_bins(lengths, capacity, algorithm, min_bins_multiple=8)
+            seconds = time.perf_counter() - start
+            table.add_row(
+                f"exp(N({mean}, {deviation}))",
+                str(capacity),
+                algorithm,
+                f"{seconds:.2f}",
+                str(len(bins)),
+                str(-(-sum(lengths) // capacity)),
+                f"{sum(lengths) / len(bins) / capacity:.2%}",
+            )
+    return table
+
+
+def ranks_table(num_sequences: int = 4_096, capacity: int = 16_384) -> Table:
+    """How much longer a step takes than with all work divided evenly, and the tokens' fill.
+
+    Ranks wait for each other in every micro-batch: the step takes the sum, over micro-batches, of
+    the costliest one. Fill is tokens over rows times row length, empty micro-batches left out.
+    """
+    table = Table("ranks", "plan", "seconds", "micro-batches each", "over even", "slowest", "fill")
+    lengths = lengths_of(num_sequences, 6.0, 1.0, 8_192)
+    for num_ranks in (1, 2, 8, 64):
+        for name in ("shared rows", "rows of their own", "bins"):
+            start = time.perf_counter()
+            if name == "bins":
+                plans = pack_for_ranks(lengths, num_ranks=num_ranks, capacity=capacity)
+            else:
+                shared = name == "shared rows"
+                plans = plan_for_ranks(
+                    lengths, num_ranks=num_ranks, max_tokens=capacity, share_rows=shared
+                )
+            seconds = time.perf_counter() - start
+            table.add_row(
+                str(num_ranks),
+                name,
+                f"{seconds:.2f}",
+                str(len(plans[0])),
+                *_balance(plans, lengths),
+                f"{_fill(plans, lengths):.2%}",
+            )
+    return table
+
+
+def _balance(plans: list[list[Microbatch]], lengths: list[int]) -> tuple[str, str]:
+    costs = np.array(
+        [[sum(sequence_flops(lengths[i]) for i in part.indices) for part in p] for p in plans],
+        dtype=np.float64,
+    )
+    even = costs.sum() / len(plans)
+    return f"{costs.max(axis=0).sum() / even - 1:.2%}", f"{costs.sum(axis=1).max() / even - 1:.2%}"
+
+
+def _fill(plans: list[list[Microbatch]], lengths: list[int]) -> float:
+    rows = sum(len(part.rows) * part.row_length for plan in plans for part in plan if part.indices)
+    return sum(lengths) / rows
+
+
+if __name__ == "__main__":
+    console = Console(width=120)
+    console.print(bins_table(), ranks_table())

@@ -1,0 +1,168 @@
+"""Plans for data-parallel ranks: equally many micro-batches, nothing lost, balanced."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_core.distributed.packing.flops import TYPICAL_SHAPE, ModelShape, sequence_flops
+from nemo_rl_core.distributed.packing.microbatches import (
+    NO_SEQUENCES,
+    Microbatch,
+    plan_microbatches,
+)
+from nemo_rl_core.distributed.packing.ranks import pack_for_ranks, plan_for_ranks, share_out
+from nemo_rl_core.errors import DataError
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=60)
+NUM_RANKS = st.integers(1, 9)
+
+
+@st.composite
+def bundled(draw: st.DrawFn) -> tuple[list[int], list[int] | None, int]:
+    """Lengths, ids of bundles of at most three or none, and a budget that holds every bundle."""
+    members = draw(st.lists(st.integers(1, 3), max_size=20))
+    ids = draw(st.permutations([7 * bundle for bundle, n in enumerate(members) for _ in range(n)]))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=len(ids), max_size=len(ids)))
+    return lengths, ids if draw(st.booleans()) else None, draw(st.integers(120, 300))
+
+
+def all_indices(plans: list[list[Microbatch]]) -> list[int]:
+    return sorted(index for plan in plans for part in plan for index in part.indices)
+
+
+@given(bundled(), NUM_RANKS, st.booleans())
+def test_ranks_run_equally_many_microbatches_within_the_budget(
+    drawn: tuple[list[int], list[int] | None, int], num_ranks: int, share_rows: bool
+) -> None:
+    lengths, bundles, budget = drawn
+    plans = plan_for_ranks(
+        lengths, num_ranks=num_ranks, max_tokens=budget, bundles=bundles, share_rows=share_rows
+    )
+    assert len(plans) == num_ranks
+    assert len({len(plan) for plan in plans}) == 1
+    assert all_indices(plans) == list(range(len(lengths)))
+    for part in (part for plan in plans for part in plan if part != NO_SEQUENCES):
+        assert len(part.rows) * part.row_length <= budget
+        assert part.row_length == max(lengths[index] for index in part.indices)
+        assert all(0 < sum(lengths[index] for index in row) <= part.row_length for row in part.rows)
+        assert share_rows or all(len(row) == 1 for row in part.rows)
+    if bundles is not None:
+        homes = [{bundles[index] for index in part.indices} for plan in plans for part in plan]
+        assert sum(len(home) for home in homes) == len(set(bundles))
+
+
+@given(LENGTHS, NUM_RANKS)
+def test_a_rank_idles_only_where_it_has_too_few_sequences(
+    lengths: list[int], num_ranks: int
+) -> None:
+    for plan in plan_for_ranks(lengths, num_ranks=num_ranks, max_tokens=60):
+        if NO_SEQUENCES in plan:
+            assert all(len(part.indices) <= 1 for part in plan)
+
+
+@given(bundled(), st.booleans())
+def test_one_rank_has_the_plan_of_one(
+    drawn: tuple[list[int], list[int] | None, int], share_rows: bool
+) -> None:
+    lengths, bundles, budget = drawn
+    alone = plan_microbatches(lengths, max_tokens=budget, bundles=bundles, share_rows=share_rows)
+    assert [alone] == plan_for_ranks(
+        lengths, num_ranks=1, max_tokens=budget, bundles=bundles, share_rows=share_rows
+    )
+
+
+@given(LENGTHS, NUM_RANKS)
+def test_a_plan_depends_on_the_lengths_alone(lengths: list[int], num_ranks: int) -> None:
+    first, second = (
+        plan_for_ranks(tuple(lengths), num_ranks=num_ranks, max_tokens=60) for _ in range(2)
+    )
+    assert first == second
+
+
+def test_two_ranks_by_hand() -> None:
+    # By length, so that costs order alike: 4 to rank 0; 3 to rank 1; 3 to rank 1 would be more than
+    # rank 0 with it, and both have a 3 then: rank 0 has 4, rank 1 has 3 + 3; 2 goes to rank 0.
+    # Budget 4: rank 0 computes [4], [2]; rank 1 [3], [3].
+    plans = plan_for_ranks([3, 4, 2, 3], num_ranks=2, max_tokens=4, cost=lambda length: length)
+    assert plans == [
+        [Microbatch(((1,),), 4), Microbatch(((2,),), 2)],
+        [Microbatch(((0,),), 3), Microbatch(((3,),), 3)],
+    ]
+
+
+def test_the_rank_with_fewer_microbatches_splits_one() -> None:
+    # Cost is the square: 36 to rank 0, and 9 + 9 + 9 + 9 to rank 1, which needs two micro-batches
+    # of two rows of 3 under a budget of 6. Rank 0 has one sequence alone, and an empty one.
+    plans = plan_for_ranks([6, 3, 3, 3, 3], num_ranks=2, max_tokens=6, cost=lambda n: n * n)
+    assert plans[0] == [Microbatch(((0,),), 6), NO_SEQUENCES]
+    assert plans[1] == [Microbatch(((1,), (2,)), 3), Microbatch(((3,), (4,)), 3)]
+    # 16 to rank 0; 9, 4 and 4 to rank 1, and the last 4 to rank 0. Under a budget of 8, rank 1 has
+    # two rows of 3 and a 2 left over; rank 0, whose two rows of 4 would do, computes them apart.
+    plans = plan_for_ranks([4, 3, 2, 2, 2], num_ranks=2, max_tokens=8, cost=lambda n: n * n)
+    assert plans[0] == [Microbatch(((0,),), 4), Microbatch(((4,),), 2)]
+    assert plans[1] == [Microbatch(((1,), (2,)), 3), Microbatch(((3,),), 2)]
+
+
+def test_the_costliest_goes_where_least_is() -> None:
+    # 7 | 6; 5 beside 6 (11); 4 beside 7 (11); 3 to the first of equals (14).
+    assert share_out([3, 4, 5, 6, 7], 2) == [[4, 1, 0], [3, 2]]
+    # At most two in a share: the third must take 3.
+    assert share_out([3, 4, 5, 6, 7], 3, max_items=2) == [[4], [3, 0], [2, 1]]
+    assert share_out([1], 3) == [[0], [], []]
+
+
+@given(LENGTHS, NUM_RANKS)
+def test_no_rank_is_costlier_than_the_bound_allows(lengths: list[int], num_ranks: int) -> None:
+    costs = [sequence_flops(length) for length in lengths]
+    plans = plan_for_ranks(lengths, num_ranks=num_ranks, max_tokens=60)
+    slowest = max(sum(costs[i] for part in plan for i in part.indices) for plan in plans)
+    # Greedy by falling cost: no share is above the mean by more than the sequence added last.
+    assert slowest * num_ranks <= sum(costs) + (num_ranks - 1) * max(costs, default=0)
+
+
+def test_long_tailed_work_is_even_to_a_thousandth() -> None:
+    generator = random.Random(0)
+    lengths = [min(8192, 16 + int(generator.lognormvariate(6, 1))) for _ in range(1024)]
+    plans = plan_for_ranks(lengths, num_ranks=8, max_tokens=16_384)
+    costs = [sum(sequence_flops(lengths[i]) for part in p for i in part.indices) for p in plans]
+    assert max(costs) * 8 < 1.001 * sum(costs)
+    # Contiguous shards of the same rows are much further apart.
+    shards = [sum(map(sequence_flops, lengths[at : at + 128])) for at in range(0, 1024, 128)]
+    assert max(shards) * 8 > 1.05 * sum(shards)
+
+
+@given(bundled(), NUM_RANKS)
+def test_packed_rows_keep_bundles_and_capacity(
+    drawn: tuple[list[int], list[int] | None, int], num_ranks: int
+) -> None:
+    lengths, bundles, capacity = drawn
+    plans = pack_for_ranks(lengths, num_ranks=num_ranks, capacity=capacity, bundles=bundles)
+    assert len(plans) == num_ranks
+    assert len({len(plan) for plan in plans}) == 1
+    assert all_indices(plans) == list(range(len(lengths)))
+    parts = [part for plan in plans for part in plan if part != NO_SEQUENCES]
+    assert all(len(part.rows) == 1 for part in parts)
+    assert all(sum(lengths[i] for i in part.indices) == part.row_length for part in parts)
+    assert all(part.row_length <= capacity for part in parts)
+    if bundles is not None:
+        homes = [{bundles[index] for index in part.indices} for part in parts]
+        assert sum(len(home) for home in homes) == len(set(bundles))
+
+
+def test_what_is_too_long_is_refused_for_ranks_too() -> None:
+    with pytest.raises(DataError, match="9 tokens does not fit"):
+        plan_for_ranks([1, 9, 2], num_ranks=2, max_tokens=8)
+    with pytest.raises(DataError, match="belong together"):
+        plan_for_ranks([5, 5, 1], num_ranks=2, max_tokens=9, bundles=[0, 0, 1])
+
+
+def test_operations_by_hand() -> None:
+    # D 4, L 2, F 8, V 10, A 4, K 2: a layer has 2*16 + 2*8 + 3*32 = 144 weights, all 2*144 + 40.
+    # T = 5: 2 * 5 * 328 = 3280, attention 2 * 2 * 4 * 25 = 400; three times their sum.
+    shape = ModelShape(4, 2, 8, 10, 4, 2)
+    assert sequence_flops(5, shape) == 3 * (3280 + 400)
+    # What the docstring of the typical shape says: both terms are equal at 33,696 tokens.
+    assert sequence_flops(2 * 33_696) == 3 * sequence_flops(33_696)
+    assert TYPICAL_SHAPE.num_layers == 32
