@@ -1,11 +1,15 @@
 """Batches: one row a sequence, whatever is done to them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.microbatches import Microbatch
 
 
 def make_batch() -> BatchedDataDict:
@@ -49,11 +53,18 @@ def test_joining_pads_on_the_right_with_each_columns_value() -> None:
     assert joined["length"].tolist() == [2, 3]
 
 
-def test_three_dimensions_cannot_be_padded() -> None:
-    narrow, wide = (BatchedDataDict({"x": torch.zeros(1, width, 2)}) for width in (1, 2))
-    with pytest.raises(ValueError, match="padded"):
-        BatchedDataDict.from_batches([narrow, wide])
-    assert BatchedDataDict.from_batches([wide, wide])["x"].shape == (2, 2, 2)
+def test_joining_pads_every_dimension() -> None:
+    small, large = torch.ones(1, 1, 2), torch.full((2, 2, 1), 5)
+    joined = BatchedDataDict.from_batches([{"x": small}, {"x": large}], pad_values={"x": -1})
+    assert joined["x"].tolist() == [[[1, 1], [-1, -1]], [[5, -1], [5, -1]], [[5, -1], [5, -1]]]
+
+
+def test_what_does_not_match_cannot_be_joined() -> None:
+    with pytest.raises(ValueError, match="dimensions"):
+        BatchedDataDict.from_batches([{"x": torch.zeros(1)}, {"x": torch.zeros(1, 2)}])
+    with pytest.raises(ValueError, match=r"same columns, got \[\['x'\], \['x', 'y'\]\]"):
+        BatchedDataDict.from_batches([{"x": [1]}, {"x": [1], "y": [2]}])
+    assert dict(BatchedDataDict.from_batches([])) == {}
 
 
 def test_the_size_is_that_of_every_column() -> None:
@@ -78,3 +89,100 @@ def test_slices_join_to_the_whole(num_rows: int, step: int) -> None:
     joined = BatchedDataDict.from_batches(parts)
     assert torch.equal(joined["x"], whole["x"])
     assert joined["n"] == whole["n"]
+
+
+@given(st.integers(0, 12), st.integers(1, 15))
+def test_chunks_join_to_the_whole_and_none_is_refused(num_rows: int, chunks: int) -> None:
+    whole = BatchedDataDict({"x": torch.arange(num_rows), "n": [*range(num_rows)]})
+    parts = [whole.chunk(rank, chunks) for rank in range(chunks)]
+    assert BatchedDataDict.from_batches(parts)["n"] == whole["n"]
+    assert torch.equal(BatchedDataDict.from_batches(parts)["x"], whole["x"])
+    assert max(part.size for part in parts) - min(part.size for part in parts) <= 1
+    for rank in (-1, chunks):
+        with pytest.raises(ValueError, match=f"0 to {chunks - 1}, got {rank}"):
+            whole.chunk(rank, chunks)
+
+
+@given(st.permutations(range(7)))
+def test_reordering_undoes_a_selection(order: list[int]) -> None:
+    whole = BatchedDataDict({"x": torch.arange(14).view(7, 2), "n": [*"abcdefg"]})
+    restored = whole.select_indices(order).reorder_data(order)
+    assert torch.equal(restored["x"], whole["x"])
+    assert restored["n"] == whole["n"]
+
+
+def test_reordering_by_hand() -> None:
+    # Row 0 goes to place 2, row 1 to place 0, row 2 to place 1.
+    assert make_batch().reorder_data([2, 0, 1])["name"] == ["b", "c", "a"]
+    for wrong in ([0, 1], [0, 0, 1], [0, 1, 3]):
+        with pytest.raises(ValueError, match="permutation of 3 rows"):
+            make_batch().reorder_data(wrong)
+
+
+def test_batches_one_after_the_other() -> None:
+    assert [make_batch().get_batch(number, 2)["name"] for number in (0, 1)] == [["a", "b"], ["c"]]
+    assert [part["name"] for part in make_batch().make_microbatch_iterator(2)] == [
+        ["a", "b"],
+        ["c"],
+    ]
+    assert make_batch().slice(0, 0).get_batch(0, 4).size == 0
+    for number in (-1, 2):
+        with pytest.raises(ValueError, match=f"no batch {number} of 2 rows: .* from 0 to 1"):
+            make_batch().get_batch(number, 2)
+    with pytest.raises(ValueError, match="microbatch_size must be at least 1, got 0"):
+        next(make_batch().make_microbatch_iterator(0))
+
+
+def test_each_row_is_repeated_beside_itself() -> None:
+    repeated = make_batch().repeat_interleave(2)
+    assert repeated["ids"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6], [5, 6]]
+    assert repeated["name"] == ["a", "a", "b", "b", "c", "c"]
+    assert make_batch().repeat_interleave(0).size == 0
+
+
+def test_tensors_are_cut_in_one_dimension() -> None:
+    batch = BatchedDataDict(
+        {
+            "ids": torch.tensor([[1, 2, 3], [4, 5, 6]]),
+            "length": torch.tensor([1, 2]),
+            "topk": torch.arange(12).view(2, 3, 2),
+            "narrow": torch.tensor([[1], [2]]),
+            "pixel_values": torch.zeros(2, 5),
+            "name": ["abc", "def"],
+        }
+    )
+    cut = batch.truncate_tensors(1, 2)
+    assert cut["ids"].tolist() == [[1, 2], [4, 5]]
+    assert cut["topk"].tolist() == [[[0, 1], [2, 3]], [[6, 7], [8, 9]]]
+    assert cut["narrow"].shape == (2, 1)
+    assert cut["pixel_values"].shape == (2, 5)
+    assert cut["name"] == ["abc", "def"]
+    assert batch["ids"].shape == (2, 3)
+    assert batch.truncate_tensors(2, 1)["topk"].tolist() == [[[0], [2], [4]], [[6], [8], [10]]]
+    with pytest.raises(ValueError, match="got 0"):
+        batch.truncate_tensors(0, 1)
+
+
+def test_a_plan_goes_along_until_rows_change() -> None:
+    batch = make_batch()
+    batch.microbatches = [Microbatch(((0, 2),), 4), Microbatch(((1,),), 2)]
+    kept = [pickle.loads(pickle.dumps(batch)), batch.to("cpu"), batch.copy(), copy.copy(batch)]  # noqa: S301
+    kept += [copy.deepcopy(batch), batch.truncate_tensors(1, 1)]
+    for same in kept:
+        assert same.microbatches == batch.microbatches
+        assert same["name"] == batch["name"]
+    changed = [batch.slice(0, 3), batch.select_indices([0, 1, 2]), batch.chunk(0, 1)]
+    changed += [batch.repeat_interleave(1), batch.reorder_data([0, 1, 2])]
+    for other in [*changed, BatchedDataDict.from_batches([batch])]:
+        assert other.microbatches is None
+    assert make_batch().microbatches is None
+
+
+def test_planned_microbatches_in_row_order() -> None:
+    batch = make_batch()
+    with pytest.raises(ValueError, match="no planned micro-batches"):
+        next(batch.make_planned_microbatch_iterator())
+    batch.microbatches = [Microbatch(((2, 0),), 4), Microbatch(((1,),), 2)]
+    parts = list(batch.make_planned_microbatch_iterator())
+    assert [part["name"] for part, _ in parts] == [["c", "a"], ["b"]]
+    assert [plan for _, plan in parts] == batch.microbatches
