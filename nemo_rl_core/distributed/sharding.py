@@ -29,7 +29,7 @@ class Shards:
         >>> batch = BatchedDataDict({"input_lengths": torch.tensor([4, 3, 2, 1])})
         >>> shards = shard_for_training(batch, num_ranks=2, max_tokens=8)
         >>> shards.indices
-        ((0, 3), (1, 2))
+        ((0, 1, 3), (2,))
         >>> doubled = [BatchedDataDict({"x": 2 * shard["input_lengths"]}) for shard in shards]
         >>> shards.restored(doubled)["x"].tolist()
         [8, 6, 4, 2]

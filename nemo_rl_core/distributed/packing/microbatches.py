@@ -139,6 +139,9 @@ class _Rows:
 
     def place(self, unit: Sequence[int], lengths: Sequence[int]) -> bool:
         """Puts all sequences of the unit into rows, each where it fits tightest, or none."""
+        most_room = self._free[-1][0] if self._free else 0
+        if len(self.rows) == self._max_rows and lengths[unit[0]] > most_room:
+            return False  # as the search below would find, for most units of a long list
         free, num_rows, places = self._free.copy(), len(self.rows), []
         for index in unit:
             found = bisect.bisect_left(free, (lengths[index], -1))

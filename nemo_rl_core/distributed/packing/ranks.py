@@ -1,13 +1,11 @@
 """Micro-batches for data-parallel ranks: equally many on each, and balanced by what they cost.
 
 Ranks meet in every micro-batch (sharded weights are gathered, experts exchange tokens), so each
-must run the same number, and the slowest one decides. Sequences are shared out by cost first, the
-costliest first to the rank with least (Graham 1969), so that all ranks get a like mix of lengths;
-then each rank's share is packed for itself. The k-th micro-batches of all ranks are alike, then.
+must run the same number, and in each the costliest decides.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nemo_rl_core.distributed.packing.bins import Algorithm, pack_into_bins
 from nemo_rl_core.distributed.packing.flops import sequence_flops
@@ -18,8 +16,6 @@ from nemo_rl_core.distributed.packing.microbatches import (
     longest_first,
     plan_microbatches,
 )
-
-Planner = Callable[[Sequence[int]], list[Microbatch]]
 
 
 def plan_for_ranks(
@@ -32,6 +28,10 @@ def plan_for_ranks(
     cost: Callable[[int], int] = sequence_flops,
 ) -> list[list[Microbatch]]:
     """Distributes sequences over ranks, and on each over micro-batches of at most `max_tokens`.
+
+    Of two ways the cheaper step is taken. To pack all sequences and share out the micro-batches
+    wastes least on padding; to share out the sequences and pack on each rank is more even where
+    there are few micro-batches a rank, or the last is nearly empty.
 
     Args:
         lengths: Tokens of each sequence, at least 1.
@@ -51,30 +51,14 @@ def plan_for_ranks(
     Example:
         >>> plans = plan_for_ranks([4, 3, 2, 1], num_ranks=2, max_tokens=8)
         >>> [[part.rows for part in plan] for plan in plans]
-        [[((0,), (3,))], [((1,), (2,))]]
+        [[((0,), (1, 3))], [((2,),)]]
     """
 
-    def plan(indices: Sequence[int]) -> list[Microbatch]:
-        parts = plan_microbatches(
-            [lengths[index] for index in indices],
-            max_tokens=max_tokens,
-            bundles=None if bundles is None else [bundles[index] for index in indices],
-            share_rows=share_rows,
-        )
-        return [part.renumbered(indices) for part in parts]
-
+    work = _Work(lengths, max_tokens, bundles, share_rows, cost)
     if num_ranks == 1:
-        return [plan(range(len(lengths)))]
-    costs = [cost(length) for length in lengths]
-    units = bundled(longest_first(lengths), bundles)
-    shares = share_out([sum(costs[index] for index in unit) for unit in units], num_ranks)
-    plans = [plan(sorted(index for unit in share for index in units[unit])) for share in shares]
-    unit_of = {index: number for number, unit in enumerate(units) for index in unit}
-    while len(shortest := min(plans, key=len)) < max(len(plan) for plan in plans):
-        _lengthen(shortest, costs, unit_of, plan)
-    for ranks_plan in plans:
-        ranks_plan.sort(key=lambda part: -sum(costs[index] for index in part.indices))
-    return plans
+        return [work.plan(range(len(lengths)))]
+    ways = (work.packed_then_shared(num_ranks), work.shared_then_packed(num_ranks))
+    return min(ways, key=work.step_cost)
 
 
 def pack_for_ranks(
@@ -151,26 +135,78 @@ def share_out(
     return shares
 
 
-def _lengthen(
-    plan: list[Microbatch], costs: Sequence[int], unit_of: dict[int, int], plan_part: Planner
-) -> None:
-    """Splits the costliest micro-batch that can be split, or adds an empty one."""
-    divisible = [
-        (sum(costs[index] for index in part.indices), -place)
-        for place, part in enumerate(plan)
-        if len({unit_of[index] for index in part.indices}) > 1
-    ]
-    if not divisible:
-        plan.append(NO_SEQUENCES)
-        return
-    total, place = max(divisible)
-    # Long ones apart from short ones, so that rows of the second half can be shorter.
-    units: dict[int, list[int]] = {}
-    for index in plan.pop(-place).indices:
-        units.setdefault(unit_of[index], []).append(index)
-    ordered = [units[number] for number in sorted(units)]
-    long = [ordered.pop(0)]
-    while len(ordered) > 1 and 2 * sum(costs[index] for unit in long for index in unit) < total:
-        long.append(ordered.pop(0))
-    for half in (long, ordered):
-        plan += plan_part(sorted(index for unit in half for index in unit))
+class _Work:
+    """Sequences, what may be done with them, and what it costs."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        bundles: Sequence[int] | None,
+        share_rows: bool,
+        cost: Callable[[int], int],
+    ) -> None:
+        self._lengths, self._bundles = lengths, bundles
+        self._max_tokens, self._share_rows = max_tokens, share_rows
+        self._cost_of_length = cost
+        self._units = bundled(longest_first(lengths), bundles)
+        self._unit_of = {index: number for number, unit in enumerate(self._units) for index in unit}
+
+    def plan(self, indices: Iterable[int]) -> list[Microbatch]:
+        """Micro-batches of some of the sequences, for one rank."""
+        chosen = sorted(indices)
+        parts = plan_microbatches(
+            [self._lengths[index] for index in chosen],
+            max_tokens=self._max_tokens,
+            bundles=None if self._bundles is None else [self._bundles[index] for index in chosen],
+            share_rows=self._share_rows,
+        )
+        return [part.renumbered(chosen) for part in parts]
+
+    def packed_then_shared(self, num_ranks: int) -> list[list[Microbatch]]:
+        """Micro-batches of all sequences, dealt out."""
+        parts = self.plan(range(len(self._lengths)))
+        while len(parts) % num_ranks:
+            self._lengthen(parts)
+        costs = [self._cost(part) for part in parts]
+        shares = share_out(costs, num_ranks, max_items=len(parts) // num_ranks)
+        return [[parts[place] for place in share] for share in shares]
+
+    def shared_then_packed(self, num_ranks: int) -> list[list[Microbatch]]:
+        """A share of the sequences for each rank, and its micro-batches."""
+        costs = [self._cost_of_unit(unit) for unit in self._units]
+        plans = [
+            self.plan(index for place in share for index in self._units[place])
+            for share in share_out(costs, num_ranks)
+        ]
+        while len(shortest := min(plans, key=len)) < max(len(plan) for plan in plans):
+            self._lengthen(shortest)
+        return [sorted(plan, key=self._cost, reverse=True) for plan in plans]
+
+    def step_cost(self, plans: Sequence[Sequence[Microbatch]]) -> int:
+        """What a step takes where ranks wait for each other in every micro-batch."""
+        return sum(max(map(self._cost, parts)) for parts in zip(*plans, strict=True))
+
+    def _cost(self, part: Microbatch) -> int:
+        return len(part.rows) * self._cost_of_length(part.row_length)
+
+    def _cost_of_unit(self, unit: Sequence[int]) -> int:
+        return sum(self._cost_of_length(self._lengths[index]) for index in unit)
+
+    def _lengthen(self, plan: list[Microbatch]) -> None:
+        """Splits the costliest micro-batch that can be split, or adds an empty one."""
+        units = [sorted({self._unit_of[index] for index in part.indices}) for part in plan]
+        divisible = [place for place, numbers in enumerate(units) if len(numbers) > 1]
+        if not divisible:
+            plan.append(NO_SEQUENCES)
+            return
+        costliest = max(divisible, key=lambda place: self._cost(plan[place]))
+        del plan[costliest]
+        # Long ones apart from short ones, so that rows of the second half can be shorter.
+        ordered = [self._units[number] for number in units[costliest]]
+        half = sum(map(self._cost_of_unit, ordered)) / 2
+        long = [ordered.pop(0)]
+        while len(ordered) > 1 and sum(map(self._cost_of_unit, long)) < half:
+            long.append(ordered.pop(0))
+        for part in (long, ordered):
+            plan += self.plan(index for unit in part for index in unit)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.data.packing import Microbatch, PackedRows, pack, plan_microbatches
@@ -13,6 +13,7 @@ from nemo_rl_core.errors import DataError
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
 def test_every_sequence_is_planned_once(lengths: list[int], max_tokens: int) -> None:
     planned = [
@@ -23,6 +24,7 @@ def test_every_sequence_is_planned_once(lengths: list[int], max_tokens: int) -> 
     assert sorted(planned) == list(range(len(lengths)))
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
 def test_budget_and_rows_are_kept(lengths: list[int], max_tokens: int) -> None:
     for part in plan_microbatches(lengths, max_tokens=max_tokens):
@@ -31,6 +33,7 @@ def test_budget_and_rows_are_kept(lengths: list[int], max_tokens: int) -> None:
         assert all(0 < sum(lengths[index] for index in row) <= part.row_length for row in part.rows)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
 def test_a_plan_depends_on_the_lengths_alone(lengths: list[int], max_tokens: int) -> None:
     first, second = (plan_microbatches(tuple(lengths), max_tokens=max_tokens) for _ in range(2))
@@ -69,6 +72,7 @@ def bundled(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     return lengths, ids, draw(st.integers(120, 300))
 
 
+@settings(deadline=None)
 @given(bundled())
 def test_no_bundle_is_split(drawn: tuple[list[int], list[int], int]) -> None:
     lengths, ids, max_tokens = drawn
@@ -82,6 +86,7 @@ def test_no_bundle_is_split(drawn: tuple[list[int], list[int], int]) -> None:
         assert all(0 < sum(lengths[index] for index in row) <= part.row_length for row in part.rows)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
 def test_bundles_of_one_change_nothing(lengths: list[int], max_tokens: int) -> None:
     alone = plan_microbatches(lengths, max_tokens=max_tokens, bundles=range(len(lengths)))
@@ -110,6 +115,7 @@ def test_pairs_pack_nearly_as_tightly_as_single_sequences() -> None:
     assert len(paired) <= len(single) + 1
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
 def test_rows_of_their_own(lengths: list[int], max_tokens: int) -> None:
     plan = plan_microbatches(lengths, max_tokens=max_tokens, share_rows=False)
@@ -149,6 +155,7 @@ def test_filler_is_a_sequence_of_its_own() -> None:
     assert rows.position_ids[1].tolist() == [0, 1, 0, 1, 2]
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(40, 200))
 def test_every_token_can_be_found_again(lengths: list[int], max_tokens: int) -> None:
     for part in plan_microbatches(lengths, max_tokens=max_tokens):

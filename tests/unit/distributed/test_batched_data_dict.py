@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -80,6 +80,7 @@ def test_a_move_leaves_lists_alone() -> None:
     assert moved["ids"].device.type == "cpu"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_slices_join_to_the_whole(num_rows: int, step: int) -> None:
     whole = BatchedDataDict(
@@ -91,6 +92,7 @@ def test_slices_join_to_the_whole(num_rows: int, step: int) -> None:
     assert joined["n"] == whole["n"]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 12), st.integers(1, 15))
 def test_chunks_join_to_the_whole_and_none_is_refused(num_rows: int, chunks: int) -> None:
     whole = BatchedDataDict({"x": torch.arange(num_rows), "n": [*range(num_rows)]})
@@ -103,6 +105,7 @@ def test_chunks_join_to_the_whole_and_none_is_refused(num_rows: int, chunks: int
             whole.chunk(rank, chunks)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(7)))
 def test_reordering_undoes_a_selection(order: list[int]) -> None:
     whole = BatchedDataDict({"x": torch.arange(14).view(7, 2), "n": [*"abcdefg"]})

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.packing.bins import Algorithm, pack_into_bins
@@ -64,6 +64,7 @@ def test_modified_first_fit_beats_first_fit_where_it_should() -> None:
     assert len(pack_into_bins(lengths, CAPACITY, "modified_first_fit_decreasing")) == 6 + 2 + 2
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.sampled_from(ALGORITHMS), st.integers(1, 7))
 def test_every_sequence_has_one_bin(
     lengths: list[int], algorithm: Algorithm, multiple: int
@@ -78,6 +79,7 @@ def test_every_sequence_has_one_bin(
     assert bins == pack_into_bins(tuple(lengths), CAPACITY, algorithm, min_bins_multiple=multiple)
 
 
+@settings(deadline=None)
 @given(LENGTHS)
 def test_first_fit_decreasing_is_what_its_definition_says(lengths: list[int]) -> None:
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
@@ -92,6 +94,7 @@ def test_first_fit_decreasing_is_what_its_definition_says(lengths: list[int]) ->
     assert pack_into_bins(lengths, CAPACITY) == bins
 
 
+@settings(deadline=None)
 @given(LENGTHS)
 def test_modified_first_fit_is_what_its_definition_says(lengths: list[int]) -> None:
     bins = pack_into_bins(lengths, CAPACITY, "modified_first_fit_decreasing")
@@ -132,6 +135,7 @@ def _slow_modified(lengths: list[int]) -> list[list[int]]:
     return bins
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 59), max_size=6), min_size=1, max_size=9))
 def test_no_more_bins_than_the_theorems_allow(cuts: list[list[int]]) -> None:
     # Bins that are full to the last token, cut at random: they are the fewest possible.
