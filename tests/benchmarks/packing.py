@@ -1,6 +1,17 @@
 """How tightly, how evenly and how fast sequences are packed; `python tests/benchmarks/packing.py`.
 
-FIGURES
+Measured on one thread of an AMD EPYC, with numpy 2, as CPU time, for others were at work on it; on
+an idle core that is the time one waits.
+
+| 100,000 lengths | capacity | mean | first fit | modified | bins (fewest possible) | fill |
+|---|---|---|---|---|---|---|
+| exp(N(6, 1)) | 8,192 | 660 | 0.1 to 0.2 s | 0.1 to 0.2 s | 8,056 (8,055) | 99.98 % |
+| exp(N(8, 0.8)) | 8,192 | 3,628 | 0.3 to 0.4 s | 0.3 to 0.4 s | 44,344 (44,293) | 99.88 % |
+| exp(N(7, 1.2)) | 32,768 | 2,209 | 0.2 to 0.3 s | 0.2 to 0.3 s | 6,744 (6,743) | 99.98 % |
+
+Steps of 4,096 sequences of exp(N(6, 1)) tokens in micro-batches of 16,384, against work divided
+evenly without any filler: with shared rows, 2 ranks take 1.6 % longer, 8 ranks 2.9 %, and 64 ranks,
+which have three micro-batches each, 12.5 %; in bins 0.2 %, 1.6 % and 20.7 %. A plan takes 0.1 s.
 """
 
 import time
@@ -29,13 +40,15 @@ def lengths_of(num_sequences: int, mean: float, deviation: float, capacity: int)
 
 def bins_table(num_sequences: int = 100_000) -> Table:
     """Time and fill of both packers, with bins in multiples of 8."""
-    table = Table("lengths", "capacity", "algorithm", "seconds", "bins", "fewest possible", "fill")
+    table = Table(
+        "lengths", "capacity", "algorithm", "CPU seconds", "bins", "fewest possible", "fill"
+    )
     for mean, deviation, capacity in DISTRIBUTIONS:
         lengths = lengths_of(num_sequences, mean, deviation, capacity)
         for algorithm in ALGORITHMS:
-            start = time.perf_counter()
+            start = time.process_time()
             bins = pack_into_bins(lengths, capacity, algorithm, min_bins_multiple=8)
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             table.add_row(
                 f"exp(N({mean}, {deviation}))",
                 str(capacity),
@@ -55,11 +68,11 @@ def ranks_table(num_sequences: int = 4_096, capacity: int = 16_384) -> Table:
     the costliest one, all rows counted as full. Even is the cost of the sequences alone, divided by
     the ranks. Fill is tokens over rows times row length, empty micro-batches left out.
     """
-    table = Table("ranks", "plan", "seconds", "micro-batches each", "over even", "fill")
+    table = Table("ranks", "plan", "CPU seconds", "micro-batches each", "over even", "fill")
     lengths = lengths_of(num_sequences, 6.0, 1.0, 8_192)
     for num_ranks in (1, 2, 8, 64):
         for name in ("shared rows", "rows of their own", "bins"):
-            start = time.perf_counter()
+            start = time.process_time()
             if name == "bins":
                 plans = pack_for_ranks(lengths, num_ranks=num_ranks, capacity=capacity)
             else:
@@ -67,7 +80,7 @@ def ranks_table(num_sequences: int = 4_096, capacity: int = 16_384) -> Table:
                 plans = plan_for_ranks(
                     lengths, num_ranks=num_ranks, max_tokens=capacity, share_rows=shared
                 )
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             table.add_row(
                 str(num_ranks),
                 name,
