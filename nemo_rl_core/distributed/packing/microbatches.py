@@ -124,7 +124,16 @@ def _fill(
             got=f"{len(alone.rows)} rows of {row_length} tokens",
             fix=f"raise max_tokens_per_microbatch to at least {needed}, or shorten the sequences",
         )
-    left_over = [unit for unit in others if not rows.place(unit, lengths)]
+    left_over, position = [], 0
+    while position < len(others):
+        # Once rows are full, most units are refused: they are passed over without a trial.
+        fitting = bisect.bisect_left(
+            others, -rows.most_room, lo=position, key=lambda unit: -lengths[unit[0]]
+        )
+        left_over += others[position:fitting]
+        if fitting < len(others) and not rows.place(others[fitting], lengths):
+            left_over.append(others[fitting])
+        position = fitting + 1
     return Microbatch(tuple(tuple(row) for row in rows.rows), row_length), left_over
 
 
@@ -137,11 +146,15 @@ class _Rows:
         # (tokens left, row), sorted: the tightest fit is found first
         self._free: list[tuple[int, int]] = []
 
+    @property
+    def most_room(self) -> int:
+        """The longest sequence that would find a place."""
+        if len(self.rows) < self._max_rows:
+            return self._row_length
+        return self._free[-1][0] if self._free else 0
+
     def place(self, unit: Sequence[int], lengths: Sequence[int]) -> bool:
         """Puts all sequences of the unit into rows, each where it fits tightest, or none."""
-        most_room = self._free[-1][0] if self._free else 0
-        if len(self.rows) == self._max_rows and lengths[unit[0]] > most_room:
-            return False  # as the search below would find, for most units of a long list
         free, num_rows, places = self._free.copy(), len(self.rows), []
         for index in unit:
             found = bisect.bisect_left(free, (lengths[index], -1))

@@ -5,7 +5,9 @@ must run the same number, and in each the costliest decides.
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from nemo_rl_core.distributed.packing.bins import Algorithm, pack_into_bins
 from nemo_rl_core.distributed.packing.flops import sequence_flops
@@ -53,7 +55,6 @@ def plan_for_ranks(
         >>> [[part.rows for part in plan] for plan in plans]
         [[((0,), (1, 3))], [((2,),)]]
     """
-
     work = _Work(lengths, max_tokens, bundles, share_rows, cost)
     if num_ranks == 1:
         return [work.plan(range(len(lengths)))]
@@ -195,18 +196,17 @@ class _Work:
 
     def _lengthen(self, plan: list[Microbatch]) -> None:
         """Splits the costliest micro-batch that can be split, or adds an empty one."""
-        units = [sorted({self._unit_of[index] for index in part.indices}) for part in plan]
-        divisible = [place for place, numbers in enumerate(units) if len(numbers) > 1]
-        if not divisible:
+        by_cost = sorted(range(len(plan)), key=lambda place: -self._cost(plan[place]))
+        for place in by_cost:
+            units = sorted({self._unit_of[index] for index in plan[place].indices})
+            if len(units) > 1:
+                break
+        else:
             plan.append(NO_SEQUENCES)
             return
-        costliest = max(divisible, key=lambda place: self._cost(plan[place]))
-        del plan[costliest]
+        del plan[place]
         # Long ones apart from short ones, so that rows of the second half can be shorter.
-        ordered = [self._units[number] for number in units[costliest]]
-        half = sum(map(self._cost_of_unit, ordered)) / 2
-        long = [ordered.pop(0)]
-        while len(ordered) > 1 and sum(map(self._cost_of_unit, long)) < half:
-            long.append(ordered.pop(0))
-        for part in (long, ordered):
-            plan += self.plan(index for unit in part for index in unit)
+        so_far = list(accumulate(self._cost_of_unit(self._units[unit]) for unit in units))
+        middle = min(bisect_left(so_far, so_far[-1] / 2) + 1, len(units) - 1)
+        for half in (units[:middle], units[middle:]):
+            plan += self.plan(index for unit in half for index in self._units[unit])
