@@ -202,7 +202,8 @@ class BatchedDataDict(UserDict[str, Any]):
         Returns:
             The shards, as a sequence of batches, with the rows that each had before.
             `Shards.restored` puts results back. With batching or packing, each carries as many
-            `microbatches` as the others, and rows of equal `pair_ids` are in one of them.
+            `microbatches` as the others, or fewer where its rows are too few for that, and rows of
+            equal `pair_ids` are in one of them.
 
         Raises:
             ValueError: If the rows do not divide evenly, or arguments contradict each other.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl_core.distributed.packing.flops import sequence_flops
-from nemo_rl_core.distributed.packing.microbatches import Microbatch
+from nemo_rl_core.distributed.packing.microbatches import NO_SEQUENCES, Microbatch
 from nemo_rl_core.distributed.packing.ranks import pack_for_ranks, plan_for_ranks
 from nemo_rl_core.distributed.packing.settings import DynamicBatching, SequencePacking
 
@@ -72,8 +72,9 @@ def shard_for_training(
 ) -> Shards:
     """Gives each data-parallel rank rows and a plan of micro-batches; see `plan_for_ranks`.
 
-    All ranks have the same number of micro-batches and nearly the same work. Rows of equal
-    `pair_ids` stay in one micro-batch. With one rank, the shard is the batch as it was.
+    All ranks have the same number of micro-batches and nearly the same work; a rank whose rows are
+    too few for that has fewer, and its backend fills up. Rows of equal `pair_ids` stay in one
+    micro-batch. With one rank, the shard is the batch as it was.
 
     Args:
         batch: With `input_lengths [B]`, and `pair_ids [B]` where rows belong together.
@@ -168,7 +169,9 @@ def _planned(batch: "BatchedDataDict", plans: Sequence[Sequence[Microbatch]]) ->
     for rows, plan in zip(indices, plans, strict=True):
         shard = batch.select_indices(rows)
         place = {row: number for number, row in enumerate(rows)}
-        shard.microbatches = [part.renumbered(place) for part in plan]
+        # What stands in for no sequences is the backend's to choose: it knows which shape of
+        # filler its model takes, and counts the micro-batches of all ranks in any case.
+        shard.microbatches = [part.renumbered(place) for part in plan if part != NO_SEQUENCES]
         batches.append(shard)
     return Shards(tuple(batches), indices)
 

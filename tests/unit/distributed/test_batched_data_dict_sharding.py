@@ -111,7 +111,11 @@ def test_planned_shards_come_back(
     shards = shard(batch, num_shards, how)
     assert len(shards) == num_shards
     assert restored_rows(shards) == batch["input_ids"].tolist()
-    assert len({len(part.microbatches or []) for part in shards}) == 1
+    most = max(len(part.microbatches or []) for part in shards)
+    for part in shards:
+        plans = part.microbatches or []
+        # Fewer than on other ranks only where nothing is left to split.
+        assert len(plans) == most or all(len(plan.indices) <= 1 + pairs for plan in plans)
     for rows, part in zip(shards.indices, shards, strict=True):
         assert list(rows) == sorted(rows)
         assert part["input_lengths"].tolist() == [lengths[row] for row in rows]
@@ -148,7 +152,7 @@ def test_ranks_past_the_rows_get_none() -> None:
     assert [part.microbatches for part in shards] == [
         [Microbatch(((0,),), 3)],
         [Microbatch(((0,),), 2)],
-        [NO_SEQUENCES],
+        [],
     ]
     assert shards[2]["input_ids"].shape == (0, 20)
 
