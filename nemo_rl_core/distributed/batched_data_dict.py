@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import torch
 
+from nemo_rl_core.distributed.packing.microbatches import Microbatch
+
 MULTIMODAL_COLUMNS = frozenset(
     {
         "pixel_values",
@@ -26,6 +28,10 @@ class BatchedDataDict(UserDict[str, Any]):
         >>> batch.select_indices([1])["id"]
         ['b']
     """
+
+    microbatches: list[Microbatch] | None = None
+    """How the rows are to be computed, where that is planned already; its indices count within this
+    batch. It goes along with copies, moves and pickles, and is dropped where rows change."""
 
     @classmethod
     def from_batches(
@@ -73,6 +79,16 @@ class BatchedDataDict(UserDict[str, Any]):
             elif tensors := [item for item in value if item is not None]:
                 found[key] = torch.cat(tensors)
         return found
+
+    def reorder_data(self, indices: Sequence[int]) -> Self:
+        """Puts row `i` at place `indices[i]`; undoes `select_indices(indices)` of a permutation.
+
+        Raises:
+            ValueError: If the indices are no permutation of the rows.
+        """
+        if sorted(indices) != list(range(self.size)):
+            raise ValueError(f"expected a permutation of {self.size} rows, got {list(indices)}")
+        return self.select_indices(sorted(range(len(indices)), key=lambda row: indices[row]))
 
     def select_indices(self, indices: Sequence[int]) -> Self:
         """The rows at `indices`, in that order."""

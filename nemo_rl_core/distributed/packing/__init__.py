@@ -1,0 +1,1 @@
+"""Which sequences share a micro-batch, and which rank computes it: plans from lengths alone."""

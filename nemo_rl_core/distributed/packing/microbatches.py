@@ -1,0 +1,159 @@
+"""Micro-batches under a token budget, with several sequences in one row.
+
+A micro-batch has rows as long as its longest sequence, and shorter sequences share rows. So no
+attention matrix grows past the longest sequence squared (which matters where the kernel is dense,
+as on a CPU), and little of the budget goes to padding. Best-fit decreasing: Johnson (1973).
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Which sequences share which row.
+
+    Attributes:
+        rows: Indices of sequences, row by row, in the order in which they lie there.
+        row_length: Length of every row, in tokens.
+
+    Example:
+        >>> plan_microbatches([4, 2, 2, 1], max_tokens=8)[0]
+        Microbatch(rows=((0,), (1, 2)), row_length=4)
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    row_length: int
+
+    @property
+    def indices(self) -> list[int]:
+        """All sequences of the micro-batch, in row order."""
+        return [index for row in self.rows for index in row]
+
+    def renumbered(self, numbers: Sequence[int] | Mapping[int, int]) -> "Microbatch":
+        """The same rows, with `numbers[index]` for each index."""
+        rows = tuple(tuple(numbers[index] for index in row) for row in self.rows)
+        return replace(self, rows=rows)
+
+
+NO_SEQUENCES = Microbatch(rows=((),), row_length=1)
+"""One row of filler: for a rank that has nothing to compute while others do."""
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    bundles: Sequence[int] | None = None,
+    share_rows: bool = True,
+) -> list[Microbatch]:
+    """Distributes sequences over micro-batches of at most `max_tokens` tokens, filler included.
+
+    Args:
+        lengths: Tokens of each sequence, at least 1.
+        max_tokens: The budget of one micro-batch: rows times row length.
+        bundles: For each sequence an id; sequences of one id go into the same micro-batch, in any
+            rows of it. None where each sequence goes where it fits.
+        share_rows: Whether a row may hold several sequences; without, each has a row of its own.
+
+    Returns:
+        Micro-batches that hold every sequence exactly once; those with the longest first.
+
+    Raises:
+        DataError: If one sequence, or one bundle, alone is more than the budget.
+
+    Example:
+        >>> lengths, pairs = [4, 4, 2, 2], [0, 1, 0, 1]
+        >>> [part.rows for part in plan_microbatches(lengths, max_tokens=8)]
+        [((0,), (1,)), ((2,), (3,))]
+        >>> [part.rows for part in plan_microbatches(lengths, max_tokens=8, bundles=pairs)]
+        [((0,), (2,)), ((1,), (3,))]
+    """
+    order = longest_first(lengths)
+    if order and lengths[order[0]] > max_tokens:
+        raise DataError(
+            f"a sequence of {lengths[order[0]]} tokens does not fit into a micro-batch",
+            expected=f"at most max_tokens_per_microbatch = {max_tokens} tokens",
+            fix="raise max_tokens_per_microbatch, or shorten prompts or max_new_tokens",
+        )
+    units = bundled(order, bundles)
+    microbatches = []
+    while units:
+        microbatch, units = _fill(units, lengths, max_tokens, share_rows)
+        microbatches.append(microbatch)
+    return microbatches
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Indices of the sequences by falling length, equal ones in their order."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def bundled(order: Sequence[int], bundles: Sequence[int] | None) -> list[list[int]]:
+    """What is placed as a whole: bundles, and their members, in the order of their first ones.
+
+    Args:
+        order: Indices of sequences.
+        bundles: The bundle of each sequence; None where each is one of its own.
+    """
+    if bundles is None:
+        return [[index] for index in order]
+    members: dict[int, list[int]] = {}
+    for index in order:
+        members.setdefault(bundles[index], []).append(index)
+    return list(members.values())
+
+
+def _fill(
+    units: list[list[int]], lengths: Sequence[int], max_tokens: int, share_rows: bool
+) -> tuple[Microbatch, list[list[int]]]:
+    """One micro-batch from the longest sequences on, and what is left over."""
+    first, *others = units
+    row_length = lengths[first[0]]
+    rows = _Rows(row_length, max_tokens // row_length, share_rows)
+    if not rows.place(first, lengths):
+        alone = _Rows(row_length, len(first), share_rows)
+        alone.place(first, lengths)
+        needed = len(alone.rows) * row_length
+        raise DataError(
+            f"{len(first)} sequences that belong together do not fit into one micro-batch",
+            expected=f"at most max_tokens_per_microbatch = {max_tokens} tokens",
+            got=f"{len(alone.rows)} rows of {row_length} tokens",
+            fix=f"raise max_tokens_per_microbatch to at least {needed}, or shorten the sequences",
+        )
+    left_over = [unit for unit in others if not rows.place(unit, lengths)]
+    return Microbatch(tuple(tuple(row) for row in rows.rows), row_length), left_over
+
+
+class _Rows:
+    """The rows of a micro-batch that is being filled."""
+
+    def __init__(self, row_length: int, max_rows: int, shared: bool) -> None:
+        self.rows: list[list[int]] = []
+        self._row_length, self._max_rows, self._shared = row_length, max_rows, shared
+        # (tokens left, row), sorted: the tightest fit is found first
+        self._free: list[tuple[int, int]] = []
+
+    def place(self, unit: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Puts all sequences of the unit into rows, each where it fits tightest, or none."""
+        free, num_rows, places = self._free.copy(), len(self.rows), []
+        for index in unit:
+            found = bisect.bisect_left(free, (lengths[index], -1))
+            if found < len(free):
+                room, row = free.pop(found)
+            elif num_rows < self._max_rows:
+                room, row = self._row_length, num_rows
+                num_rows += 1
+            else:
+                return False
+            places.append((row, index))
+            if self._shared:
+                bisect.insort(free, (room - lengths[index], row))
+        self._free = free
+        self.rows.extend([] for _ in range(num_rows - len(self.rows)))
+        for row, index in places:
+            self.rows[row].append(index)
+        return True
