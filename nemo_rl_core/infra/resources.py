@@ -42,7 +42,8 @@ class ResourceManager:
     @classmethod
     def of_ray(cls, resources: Mapping[str, float], *, name: str) -> "ResourceManager":
         """What Ray reports, as `ray.cluster_resources()` or `ray.available_resources()` gives."""
-        return cls(lambda resource: resources.get(resource, 0.0), name=name)
+        unit = {"memory": 2**30}  # Ray counts bytes
+        return cls(lambda key: resources.get(key, 0.0) / unit.get(key, 1), name=name)
 
     def missing(self, request: Mapping[Resource, float]) -> dict[Resource, float]:
         """How much there is of each resource of which there is less than asked for."""

@@ -45,6 +45,7 @@ def test_what_a_ray_cluster_lacks() -> None:
     cluster = ResourceManager.of_ray({"CPU": 4.0, "memory": 2.0**34}, name="the cluster")
     assert cluster.missing({"CPU": 4, "GPU": 0}) == {}
     assert cluster.missing({"CPU": 5, "GPU": 1}) == {"CPU": 4.0, "GPU": 0.0}
+    assert cluster.missing({"memory": 17}) == {"memory": 16.0}
     with pytest.raises(ResourceError, match="the cluster is smaller") as caught:
         cluster.check({"CPU": 1, "GPU": 2}, fix="ask for none")
     assert caught.value.expected == "2 GPUs"
