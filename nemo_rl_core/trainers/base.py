@@ -300,7 +300,7 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         """Makes ready whatever steps need; `resources` ends with the run."""
         self._batches = self._load(job)  # first: rows of a wrong kind must start no worker
-        self.policy = Policy(self.session, self.settings.training, self._training_setup(job))
+        self.policy = Policy(self.session, self._training_setup(job))
         if job.resume is not None:
             self.policy.load_checkpoint(job.resume)
 
@@ -309,6 +309,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             model_folder=job.start,
             optimizer=self.config,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            training=self.settings.training,
             dtype=self.settings.dtype,
             seed=self.settings.seed,
         )
