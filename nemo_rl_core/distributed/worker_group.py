@@ -146,9 +146,7 @@ class RayWorkerGroup:
             at = self.sharding.coordinates(rank)
             place = tuple(at[axis] for axis in in_sharded_axes)
             if place not in shared:  # stored once, however many ranks read it
-                shared[place] = {
-                    key: ray.put(_item(value, place)) for key, value in kwargs.items()
-                }
+                shared[place] = {key: ray.put(_item(value, place)) for key, value in kwargs.items()}
             call = getattr(self._workers[rank], method)
             pending.append(call.remote(**shared[place], **(common_kwargs or {})))
             answering.append(all(at[axis] == 0 for axis in output_is_replicated))

@@ -9,7 +9,6 @@ from typing import Literal
 
 from nemo_rl_core.errors import ResourceError
 
-
 Resource = Literal["CPU", "GPU", "memory"]
 """CPU cores, GPUs, and main memory in GiB; the first two as Ray spells them."""
 
