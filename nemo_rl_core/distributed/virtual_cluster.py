@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -165,17 +166,19 @@ class RayVirtualCluster:
         """
         import ray
 
+        first = self.bundles()[0]
+        if first.node == ray.get_runtime_context().get_node_id():
+            return free_address()
         # No CPU of its own: worker groups may have taken the bundle whole.
         ask = ray.remote(num_cpus=0)(free_address)
         answer: tuple[str, int] = ray.get(
-            ask.options(scheduling_strategy=self.bundles()[0].strategy()).remote()
+            ask.options(scheduling_strategy=first.strategy()).remote()
         )
         return answer
 
     def _reserve(self) -> "list[PlacementGroup]":
         """One placement group a node; asked for again when Ray does not place one in time."""
         import ray
-        from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group, remove_placement_group
 
         start_ray()
@@ -188,15 +191,13 @@ class RayVirtualCluster:
                 for count in self.bundle_ct_per_node_list
                 if count
             ]
-            try:
-                ready = [group.ready() for group in groups]
-                ray.get(ready, timeout=self._wait_seconds / _NUM_ATTEMPTS)
-            except GetTimeoutError:
-                # A new request is planned anew: a node may have left while the old one waited.
-                for group in groups:
-                    remove_placement_group(group)
-            else:
+            deadline = time.monotonic() + self._wait_seconds / _NUM_ATTEMPTS
+            # `wait` asks Ray's controller; `ready` would start a process in every group for it.
+            if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
                 return groups
+            # A new request is planned anew: a node may have left while the old one waited.
+            for group in groups:
+                remove_placement_group(group)
         raise self._not_freed(wanted, ray.available_resources())
 
     def _not_freed(

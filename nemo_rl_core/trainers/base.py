@@ -86,6 +86,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             after `fit` it has what was learnt.
         session: Where the workers run, or a cluster of your own; by default that of the settings'
             cluster.
+        **overrides: Settings by name, beside a policy; as those of `from_pretrained`.
 
     Attributes:
         algorithm: The name of the section, and of the algorithm; by default that of the class,
@@ -124,16 +125,18 @@ class BaseTrainer(ABC, Generic[S, C]):
         self,
         settings: TrainerSettings | Mapping[str, Any] | PretrainedPolicy,
         session: ClusterSession | RayVirtualCluster | None = None,
+        **overrides: Any,
     ) -> None:
-        self._given = settings if isinstance(settings, PretrainedPolicy) else None
         self._session = (
             ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
         )
+        self._given: PretrainedPolicy | None = None
         if isinstance(settings, PretrainedPolicy):
-            self.model = settings.model_name
-            words = settings.words(self._session.cluster if self._session else None)
-            settings = self._build_config_from_pretrained(self.model, **words)
-            refuse_unclaimed(self.settings_class, settings, words)
+            self._given, self.model = settings, settings.model_name
+            cluster = self._session.cluster if self._session else None
+            overrides = settings.words(cluster) | overrides
+            settings = self._build_config_from_pretrained(self.model, **overrides)
+        refuse_unclaimed(self.settings_class, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
 
     @classmethod

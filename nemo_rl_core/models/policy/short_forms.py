@@ -78,7 +78,7 @@ class PretrainedPolicy(PolicyInterface):
         self._cluster = cluster
         named = self._renamed(options)
         backend = self.training_class.model_fields
-        _refuse_unknown(named, {*backend, *PolicyOptions.model_fields})
+        _refuse_unknown(named, {*backend, *PolicyOptions.model_fields} - {"backend"})
         try:
             self._training = self.training_class.model_validate(
                 {key: value for key, value in named.items() if key in backend}
@@ -242,11 +242,11 @@ class MegatronPolicy(PretrainedPolicy):
 
 def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
     for word in named:
-        if word not in choices - {"backend"}:
+        if word not in choices:
             nearest = difflib.get_close_matches(word, sorted(choices), n=1, cutoff=0.5)
             raise ConfigError(
                 f"a policy has no option {word!r}",
-                expected=f"one of {', '.join(sorted(choices - {'backend'}))}",
+                expected=f"one of {', '.join(sorted(choices))}",
                 got=word,
                 fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
             )
