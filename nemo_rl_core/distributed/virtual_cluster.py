@@ -193,7 +193,7 @@ class RayVirtualCluster:
             ]
             deadline = time.monotonic() + self._wait_seconds / _NUM_ATTEMPTS
             # `wait` asks Ray's controller; `ready` would start a process in every group for it.
-            if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+            if all(group.wait(max(1, round(deadline - time.monotonic()))) for group in groups):
                 return groups
             # A new request is planned anew: a node may have left while the old one waited.
             for group in groups:

@@ -167,7 +167,7 @@ def test_ranks_of_one_copy_see_the_same_rows(
         whole.get_logprobs(batch)["logprobs"], -batch["input_ids"][:, 1:] * batch["token_mask"]
     )
     assert whole.train(batch, total_of_firsts) == {"loss": 15.0}
-    with pytest.raises(NotImplementedError, match="give its weights to an engine"):
+    with pytest.raises(NotImplementedError, match="give the weights to an engine"):
         whole.generate(batch, greedy=True)
     whole.shutdown()
     whole.shutdown()

@@ -54,6 +54,7 @@ class Policy(PolicyInterface):
             backend, name=name, key=training.backend, sharding=sharding
         )
         self._session, self._name = session, name
+        self._generates = hasattr(backend, "generate")
         self._num_copies = sharding.axis_size(DATA)
         self._max_tokens = setup.max_tokens_per_microbatch
         self._shares_rows = _shares_rows(setup.model_folder)
@@ -128,10 +129,10 @@ class Policy(PolicyInterface):
         Raises:
             NotImplementedError: If the backend does not generate, or the model has several ranks.
         """
-        if self._workers.world_size > 1:
+        if not self._generates or self._workers.world_size > 1:
             raise NotImplementedError(
-                "a model over several ranks does not generate by itself: give its weights to an "
-                "engine, VllmGeneration(...).update_weights(policy)"
+                f"{self._workers.world_size} ranks of this backend do not generate: give the "
+                "weights to an engine, VllmGeneration(...).update_weights(policy)"
             )
         output: BatchedDataDict = self._workers.run_single_worker(
             "generate", data, greedy=greedy, **options
