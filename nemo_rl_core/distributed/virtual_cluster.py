@@ -33,11 +33,16 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     local: dict[str, Any] = {"num_cpus": os.cpu_count(), "include_dashboard": False}
-    ray.init(
-        ignore_reinit_error=True,
-        log_to_driver=True,
-        **({} if os.environ.get("RAY_ADDRESS") else local),
-    )
+    options = {} if os.environ.get("RAY_ADDRESS") else local
+    for attempts_left in reversed(range(_NUM_ATTEMPTS)):
+        try:
+            ray.init(ignore_reinit_error=True, log_to_driver=True, **options)
+        except Exception as error:
+            # Ray gives its own processes 30 s; a busy machine may take longer to start them.
+            if "timed out during startup" not in str(error) or not attempts_left:
+                raise
+        else:
+            return
 
 
 @dataclass(frozen=True)

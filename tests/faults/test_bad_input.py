@@ -62,7 +62,10 @@ def runs(store: Path) -> list[Path]:
             ["only 10000 different sums exist", "fix:"],
         ),
         ({"data": {"num_train": 9}}, ["data: must say of which kind it is", "fix:"]),
-        ({"cluster": {"shape": "lapto"}}, ["cluster.shape", "'laptop', 'one_gpu' or 'gpus'", "got:"]),
+        (
+            {"cluster": {"shape": "lapto"}},
+            ["cluster.shape", "'laptop', 'one_gpu' or 'gpus'", "got:"],
+        ),
         ({"recipe": "grpo_arithmetik"}, ["no recipe 'grpo_arithmetik'", "grpo_arithmetic"]),
         (
             {"model": {"name": "/no/such/folder"}},
@@ -121,7 +124,7 @@ def test_a_gpu_that_is_not_there_is_refused_at_once(
         pytest.skip("this machine has a GPU")
     finished = refused({"cluster": {"shape": "one_gpu"}})
     assert finished.exit_code == 2
-    for word in ("expected: 1 GPU", "got: 0 GPU", "fix:", "laptop"):
+    for word in ("expected: 1 GPUs", "got: 0 GPUs", "fix:", "laptop"):
         assert word in finished.text
     assert runs(own_store) == []
 
