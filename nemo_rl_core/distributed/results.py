@@ -37,8 +37,11 @@ def wait_for_all(pending: Sequence[Any], *, name: str, ranks: Mapping[Any, int])
     values: dict[Any, Any] = {}
     waiting, follower, deadline = list(pending), None, float("inf")
     while waiting and time.monotonic() < deadline:
-        timeout = None if follower is None else deadline - time.monotonic()
+        timeout = None if follower is None else max(0.0, deadline - time.monotonic())
         ready, waiting = ray.wait(waiting, timeout=timeout)
+        if waiting:  # the others that are ready by now, in one look: there may be thousands
+            others, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            ready += others
         for reference in ready:
             try:
                 values[reference] = ray.get(reference)

@@ -44,6 +44,8 @@ class RayWorkerGroup:
         num_workers: int | None = None,
         worker_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        import ray
+
         self.name = name or worker_class.__name__
         count = num_workers or (sharding.world_size if sharding else cluster.world_size)
         self.sharding = sharding or NamedSharding(range(count), ["data_parallel"])
@@ -59,7 +61,7 @@ class RayWorkerGroup:
         self._cluster = cluster
         self.is_broken = False
         environments = self._environments(count, dict(env_vars or {}))
-        remote_class = _remote(worker_class)
+        remote_class = ray.remote(worker_class)
         self._workers: list[Any] = [
             remote_class.options(
                 num_cpus=share["CPU"],
@@ -190,12 +192,6 @@ class RayWorkerGroup:
         if self._workers:
             self._cluster.release(self.name)
         self._workers = []
-
-
-def _remote(worker_class: type) -> Any:
-    import ray
-
-    return ray.remote(worker_class)
 
 
 def _item(value: Any, place: tuple[int, ...]) -> Any:

@@ -124,7 +124,7 @@ def test_a_gpu_that_is_not_there_is_refused_at_once(
         pytest.skip("this machine has a GPU")
     finished = refused({"cluster": {"shape": "one_gpu"}})
     assert finished.exit_code == 2
-    for word in ("expected: 1 GPUs", "got: 0 GPUs", "fix:", "laptop"):
+    for word in ("expected: 1 GPU", "got: 0 GPU", "fix:", "laptop"):
         assert word in finished.text
     assert runs(own_store) == []
 
