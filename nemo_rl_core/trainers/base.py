@@ -84,8 +84,8 @@ class BaseTrainer(ABC, Generic[S, C]):
             the algorithm, and `seed`, `cluster`, `training` and so on where they are not the
             defaults. A `HuggingFacePolicy` or `MegatronPolicy` stands for its model and options;
             after `fit` it has what was learnt.
-        session: Where the workers run, or a cluster of your own; by default that of the settings'
-            cluster.
+        session: Where the workers run, or a cluster of your own; by default that of the policy,
+            or of the settings' cluster.
         **overrides: Settings by name, beside a policy; as those of `from_pretrained`.
 
     Attributes:
@@ -127,12 +127,13 @@ class BaseTrainer(ABC, Generic[S, C]):
         session: ClusterSession | RayVirtualCluster | None = None,
         **overrides: Any,
     ) -> None:
+        self._given = settings if isinstance(settings, PretrainedPolicy) else None
+        session = session or (self._given.cluster if self._given else None)
         self._session = (
             ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
         )
-        self._given: PretrainedPolicy | None = None
         if isinstance(settings, PretrainedPolicy):
-            self._given, self.model = settings, settings.model_name
+            self.model = settings.model_name
             cluster = self._session.cluster if self._session else None
             overrides = settings.words(cluster) | overrides
             settings = self._build_config_from_pretrained(self.model, **overrides)

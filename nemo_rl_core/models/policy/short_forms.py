@@ -56,6 +56,7 @@ class PretrainedPolicy(PolicyInterface):
 
     Attributes:
         model_name: As given.
+        cluster: As given.
 
     Raises:
         ConfigError: For an option that does not exist (names the nearest one) or does not fit.
@@ -75,7 +76,7 @@ class PretrainedPolicy(PolicyInterface):
         **options: Any,
     ) -> None:
         self.model_name = str(model_name)
-        self._cluster = cluster
+        self.cluster = cluster
         named = self._renamed(options)
         backend = self.training_class.model_fields
         _refuse_unknown(named, {*backend, *PolicyOptions.model_fields} - {"backend"})
@@ -110,7 +111,7 @@ class PretrainedPolicy(PolicyInterface):
     def policy(self) -> Policy:
         """The policy proper; its workers are started, or taken, when first asked for."""
         if self._running is None:
-            cluster = self._cluster or connect(self._one_copy())
+            cluster = self.cluster or connect(self._one_copy())
             self._running = Policy(cluster, self._setup(), name=self._name)
         return self._running
 

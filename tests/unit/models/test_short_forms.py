@@ -80,6 +80,8 @@ def test_a_trainer_reads_a_policys_words() -> None:
     assert trainer.settings.seed == 3
     assert trainer.config.learning_rate == 1e-5
     assert trainer.settings.cluster.num_workers == trainer.session.cluster.world_size == 4
+    own = RayVirtualCluster([2], use_gpus=False)
+    assert DPOTrainer(HuggingFacePolicy("org/model", own)).session.cluster is own
     assert DPOTrainer(policy, num_pairs_per_step=7).config.num_pairs_per_step == 7
     with pytest.raises(ConfigError, match="no setting 'num_pairs'"):
         DPOTrainer(policy, num_pairs=7)
