@@ -43,6 +43,7 @@ class PolicyOptions(OptimizerConfig):
     seed: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192
+    max_new_tokens: PositiveInt = 100
 
 
 class PretrainedPolicy(PolicyInterface):
@@ -172,8 +173,10 @@ class PretrainedPolicy(PolicyInterface):
         return self.policy.train(data, loss_fn)
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """Completes `input_ids [B, T]`; see `Policy.generate`."""
-        return self.policy.generate(data, greedy)
+        """Completes `input_ids [B, T]`, whose lengths `attention_mask [B, T]` may say too."""
+        if "input_lengths" not in data:
+            data = BatchedDataDict({**data, "input_lengths": data["attention_mask"].sum(dim=1)})
+        return self.policy.generate(data, greedy, max_new_tokens=self._options.max_new_tokens)
 
     def shutdown(self) -> None:
         """Ends the workers; what they learnt since is gone. May be called again."""
