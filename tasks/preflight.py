@@ -16,7 +16,7 @@ from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.infra.resources import check_shape
+from nemo_rl_core.infra.resources import ResourceManager
 from tasks.experiments.common import Experiment
 
 
@@ -32,7 +32,8 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 
 
 def _check(experiment: Experiment) -> None:
-    check_shape(1, num_gpus=experiment.cluster.num_gpus)
+    # One core is enough for any number of workers: on a laptop they share it.
+    ResourceManager.of_this_machine().check({"CPU": 1, "GPU": experiment.cluster.num_gpus})
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(model.name)

@@ -1,6 +1,8 @@
 """What every trainer reads besides the settings of its own algorithm."""
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -36,6 +38,11 @@ class TrainerSettings(FrozenConfig):
     cluster: ClusterConfig = ClusterConfig()
     dtype: DType = "float32"
     seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _workers_hold_whole_copies(self) -> Self:
+        self.training.data_parallel_size(self.cluster.num_workers)
+        return self
 
 
 class RolloutSettings(TrainerSettings):

@@ -15,6 +15,7 @@ from pydantic import (
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.errors import ConfigError
 
 
 class OptimizerConfig(FrozenConfig):
@@ -43,6 +44,24 @@ class Parallelism(FrozenConfig):
     def ranks_per_replica(self) -> int:
         """Ranks that together see one shard of the data."""
         return self.tensor_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, num_workers: int) -> int:
+        """Copies of the model that `num_workers` ranks hold, each with its own shard of the data.
+
+        Raises:
+            ConfigError: If a copy would be left without some of its ranks.
+        """
+        copies, left_over = divmod(num_workers, self.ranks_per_replica)
+        if left_over:
+            raise ConfigError(
+                f"{num_workers} workers cannot hold whole copies of the model",
+                expected=f"a multiple of {self.ranks_per_replica}, over which `training` spreads "
+                "one copy",
+                got=f"cluster.num_workers: {num_workers}",
+                fix=f"set cluster.num_workers to {(copies + 1) * self.ranks_per_replica}, or "
+                "spread the model over fewer ranks",
+            )
+        return copies
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallelism":

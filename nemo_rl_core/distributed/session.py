@@ -5,11 +5,13 @@ run therefore share workers: a stage asks for them by name and gets running ones
 stage left such. What a worker holds never carries over: every stage sets it up anew.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 
@@ -18,17 +20,34 @@ _sessions: "dict[ClusterConfig, ClusterSession]" = {}
 
 
 class ClusterSession:
-    """A cluster of one shape and the worker groups that run on it."""
+    """A cluster and the worker groups that run on it.
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self.config = config
-        self.cluster = RayVirtualCluster(
-            [1],
-            use_gpus=config.num_gpus > 0,
+    Args:
+        cluster: Where they run. One that is not its default needs room for as many groups as run
+            side by side (`max_colocated_worker_groups`).
+        num_threads: Cores that each worker computes with; None leaves that to Ray.
+    """
+
+    def __init__(self, cluster: RayVirtualCluster, *, num_threads: int | None = None) -> None:
+        self.cluster = cluster
+        self._threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+        self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "ClusterSession":
+        """A session of its own on a cluster of that shape."""
+        use_gpus = config.num_gpus > 0
+        cores = os.cpu_count() or 1
+        cluster = RayVirtualCluster(
+            config.bundles_per_node,
+            use_gpus,
+            config.num_gpus_per_node,
             max_colocated_worker_groups=_MAX_COLOCATED_WORKER_GROUPS,
             name=config.shape,
+            # Four ranks of a laptop with two cores take turns: slower, but the same program.
+            num_cpus_per_bundle=1.0 if use_gpus else min(1.0, cores / config.num_workers),
         )
-        self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
+        return cls(cluster, num_threads=config.num_threads)
 
     def workers(
         self,
@@ -36,6 +55,7 @@ class ClusterSession:
         *,
         name: str,
         key: str,
+        sharding: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
     ) -> tuple[RayWorkerGroup, bool]:
         """Running workers of that name and key, or new ones.
@@ -44,19 +64,24 @@ class ClusterSession:
             worker_class: What to start where there are none.
             name: One group of a name runs at a time.
             key: What the running group must have been started with; another key replaces it.
+            sharding: The ranks, from the cluster's first bundle on; by default one worker.
             env_vars: Environment for new workers.
 
         Returns:
             The group, and whether it was started just now.
         """
+        sharding = sharding or NamedSharding([0], ["data_parallel"])
+        key = f"{key} {sharding!r}"
         running = self._groups.get(name)
-        if running and running[0] == key:
+        if running and running[0] == key and not running[1].is_broken:
             return running[1], False
-        if running:
-            running[1].shutdown()
-        threads = {"OMP_NUM_THREADS": str(self.config.num_threads)}
+        self.discard(name)
         group = RayWorkerGroup(
-            self.cluster, worker_class, name=name, env_vars={**threads, **(env_vars or {})}
+            self.cluster,
+            worker_class,
+            name=name,
+            sharding=sharding,
+            env_vars={**self._threads, **(env_vars or {})},
         )
         self._groups[name] = (key, group)
         return group, True
@@ -76,7 +101,7 @@ class ClusterSession:
 def connect(config: ClusterConfig) -> ClusterSession:
     """The session of this process for that shape, started when first asked for."""
     if config not in _sessions:
-        _sessions[config] = ClusterSession(config)
+        _sessions[config] = ClusterSession.of(config)
     return _sessions[config]
 
 

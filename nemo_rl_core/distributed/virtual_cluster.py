@@ -1,14 +1,23 @@
 """A share of a Ray cluster: bundles of resources that several worker groups live on."""
 
 import os
+import random
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.infra.resources import Resource, ResourceManager
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+_NUM_ATTEMPTS = 3
 
 
 def start_ray() -> None:
@@ -24,50 +33,95 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     local: dict[str, Any] = {"num_cpus": os.cpu_count(), "include_dashboard": False}
-    ray.init(
-        ignore_reinit_error=True,
-        log_to_driver=True,
-        **({} if os.environ.get("RAY_ADDRESS") else local),
-    )
+    options = {} if os.environ.get("RAY_ADDRESS") else local
+    for attempts_left in reversed(range(_NUM_ATTEMPTS)):
+        try:
+            ray.init(ignore_reinit_error=True, log_to_driver=True, **options)
+        except Exception as error:
+            # Ray gives its own processes 30 s; a busy machine may take longer to start them.
+            if "timed out during startup" not in str(error) or not attempts_left:
+                raise
+        else:
+            return
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Where one worker of each group lives.
+
+    Attributes:
+        group: The placement group it belongs to.
+        index: Its place in that group.
+        node: Ray's id of the machine that holds it.
+        local_rank: How many bundles of the cluster stand before it on that machine.
+    """
+
+    group: "PlacementGroup"
+    index: int
+    node: str
+    local_rank: int
+
+    def strategy(self) -> "PlacementGroupSchedulingStrategy":
+        """What Ray must be told to place a worker or task here."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=self.index
+        )
 
 
 class RayVirtualCluster:
-    """Bundles of one CPU (and one GPU) each, reserved together when first needed.
+    """Bundles of CPU (and one GPU) each, reserved together when first needed.
 
     Args:
         bundle_ct_per_node_list: Bundles on each node: `[8, 8]` is two nodes of eight.
         use_gpus: Whether each bundle holds a GPU.
+        num_gpus_per_node: How many a node has; no node can hold more bundles of one GPU each.
         max_colocated_worker_groups: How many groups share the bundles; each gets that fraction.
-        placement_group_strategy: Ray's strategy for spreading the bundles.
-        name: Shown in Ray's own listings.
+        placement_group_strategy: Ray's strategy for spreading the bundles of a node's entry.
+        name: Shown in Ray's own listings, and in messages.
+        num_cpus_per_bundle: Of a bundle. Ray only counts with it, and a worker may compute on any
+            core: a fraction lets more ranks than cores meet on one machine.
         wait_seconds: How long to wait for the bundles before giving up.
 
     Raises:
         ResourceError: If the cluster does not have the bundles; said at once where it never will.
 
     Example:
-        >>> with RayVirtualCluster([1], use_gpus=False) as cluster:
-        ...     cluster.world_size
-        1
+        >>> with RayVirtualCluster([8, 8]) as cluster:
+        ...     cluster.world_size, cluster.node_count
+        (16, 2)
     """
 
     def __init__(
         self,
         bundle_ct_per_node_list: list[int],
-        *,
         use_gpus: bool = True,
+        num_gpus_per_node: int = 8,
+        *,
         max_colocated_worker_groups: int = 1,
         placement_group_strategy: PlacementStrategy = "PACK",
         name: str = "",
+        num_cpus_per_bundle: float = 1.0,
         wait_seconds: float = 60.0,
     ) -> None:
+        if use_gpus and max(bundle_ct_per_node_list, default=0) > num_gpus_per_node:
+            raise ResourceError(
+                "a node has too few GPUs for its bundles",
+                expected=f"at most {num_gpus_per_node} bundles a node (num_gpus_per_node)",
+                got=str(bundle_ct_per_node_list),
+                fix="spread the bundles over more nodes, or correct num_gpus_per_node",
+            )
         self.bundle_ct_per_node_list = bundle_ct_per_node_list
         self.use_gpus = use_gpus
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self._strategy = placement_group_strategy
-        self._name = name
+        self.name = name
+        self._resources: dict[Resource, float] = {"CPU": num_cpus_per_bundle}
+        if use_gpus:
+            self._resources["GPU"] = 1.0
         self._wait_seconds = wait_seconds
-        self._placement_groups: list[PlacementGroup] | None = None
+        self._bundles: list[Bundle] | None = None
         self._tenants: list[str] = []
 
     @property
@@ -80,7 +134,7 @@ class RayVirtualCluster:
         """How many nodes hold at least one bundle."""
         return sum(1 for count in self.bundle_ct_per_node_list if count)
 
-    def admit(self, name: str) -> float:
+    def admit(self, name: str) -> dict[Resource, float]:
         """Counts a worker group in; returns its share of each bundle.
 
         Raises:
@@ -96,62 +150,84 @@ class RayVirtualCluster:
                 fix="shut one of them down, or let more groups share the bundles",
             )
         self._tenants.append(name)
-        return 1.0 / self.max_colocated_worker_groups
+        # Ray counts in ten thousandths: rounded down, so that all shares together fit.
+        parts = self.max_colocated_worker_groups
+        return {key: int(whole / parts * 1e4) / 1e4 for key, whole in self._resources.items()}
 
     def release(self, name: str) -> None:
         """Counts a worker group out."""
         self._tenants.remove(name)
 
-    def placement_groups(self) -> "list[PlacementGroup]":
-        """The reserved bundles, one placement group a node."""
-        if self._placement_groups is None:
-            self._placement_groups = self._reserve()
-        return self._placement_groups
+    def bundles(self) -> list[Bundle]:
+        """The reserved bundles, those of one machine side by side: place in the list is rank."""
+        if self._bundles is None:
+            self._bundles = _side_by_side(self._reserve())
+        return self._bundles
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        """Where ranks can meet: the machine of the first bundle, and a port that is free there.
+
+        Another port each time, so that every worker group has a meeting place of its own.
+        """
+        import ray
+
+        first = self.bundles()[0]
+        if first.node == ray.get_runtime_context().get_node_id():
+            return free_address()
+        # No CPU of its own: worker groups may have taken the bundle whole.
+        ask = ray.remote(num_cpus=0)(free_address)
+        answer: tuple[str, int] = ray.get(
+            ask.options(scheduling_strategy=first.strategy()).remote()
+        )
+        return answer
 
     def _reserve(self) -> "list[PlacementGroup]":
+        """One placement group a node; asked for again when Ray does not place one in time."""
         import ray
-        from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group, remove_placement_group
 
         start_ray()
-        self._refuse_the_impossible(ray.cluster_resources())
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.use_gpus else {})}
-        groups = [
-            placement_group([dict(bundle) for _ in range(count)], self._strategy, name=self._name)
-            for count in self.bundle_ct_per_node_list
-            if count
-        ]
-        try:
-            ray.get([group.ready() for group in groups], timeout=self._wait_seconds)
-        except GetTimeoutError as error:
+        wanted = {key: count * self.world_size for key, count in self._resources.items()}
+        whole = ResourceManager.of_ray(ray.cluster_resources(), name="the cluster")
+        whole.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
+        for _ in range(_NUM_ATTEMPTS):
+            groups = [
+                placement_group([dict(self._resources)] * count, self._strategy, name=self.name)
+                for count in self.bundle_ct_per_node_list
+                if count
+            ]
+            deadline = time.monotonic() + self._wait_seconds / _NUM_ATTEMPTS
+            # `wait` asks Ray's controller; `ready` would start a process in every group for it.
+            if all(group.wait(max(1, round(deadline - time.monotonic()))) for group in groups):
+                return groups
+            # A new request is planned anew: a node may have left while the old one waited.
             for group in groups:
                 remove_placement_group(group)
-            raise ResourceError(
-                f"the cluster did not free {self.world_size} bundles of {bundle} "
-                f"within {self._wait_seconds:.0f} s",
-                got=f"available now: {_readable(ray.available_resources())}",
-                fix="stop what else runs on this Ray cluster, or choose a smaller cluster.shape",
-            ) from error
-        return groups
+        raise self._not_freed(wanted, ray.available_resources())
 
-    def _refuse_the_impossible(self, resources: dict[str, float]) -> None:
-        needed = {"CPU": self.world_size, **({"GPU": self.world_size} if self.use_gpus else {})}
-        for resource, count in needed.items():
-            if resources.get(resource, 0) < count:
-                raise ResourceError(
-                    f"the cluster has too few of {resource}",
-                    expected=f"{count} {resource}",
-                    got=_readable(resources),
-                    fix="choose a smaller cluster.shape, such as {shape: laptop}",
-                )
+    def _not_freed(
+        self, wanted: Mapping[Resource, float], available: Mapping[str, float]
+    ) -> ResourceError:
+        missing = ResourceManager.of_ray(available, name="the cluster").missing(wanted)
+        # With enough of everything left, it lies on the wrong nodes.
+        short = ", ".join(f"{has:g} of {wanted[key]:g} {key}" for key, has in missing.items())
+        return ResourceError(
+            f"the cluster did not free {self.world_size} bundles of {self._resources} "
+            f"within {self._wait_seconds:.0f} s",
+            expected=f"bundles a node: {self.bundle_ct_per_node_list}, {self._strategy}",
+            got=f"available now: {short or 'enough in all, but on other nodes'}",
+            fix="stop what else runs on this Ray cluster, or choose a smaller cluster.shape",
+        )
 
     def shutdown(self) -> None:
         """Gives the bundles back; may be called again."""
+        if self._bundles is None:
+            return
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._placement_groups or ():
+        for group in {bundle.group.id: bundle.group for bundle in self._bundles}.values():
             remove_placement_group(group)
-        self._placement_groups = None
+        self._bundles = None
 
     def __enter__(self) -> "RayVirtualCluster":
         return self
@@ -160,6 +236,33 @@ class RayVirtualCluster:
         self.shutdown()
 
 
-def _readable(resources: dict[str, float]) -> str:
-    shown = {key: value for key, value in resources.items() if key in {"CPU", "GPU"}}
-    return ", ".join(f"{value:g} {key}" for key, value in sorted(shown.items())) or "nothing"
+def _side_by_side(groups: "list[PlacementGroup]") -> list[Bundle]:
+    """The bundles ordered by machine, machines as they come.
+
+    Ray may put the bundles of a group on machines in any order; neighbouring ranks talk most, so
+    that they should share one.
+    """
+    from ray.util.placement_group import placement_group_table
+
+    by_node: dict[str, list[Bundle]] = {}
+    for group in groups:
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        for index in range(group.bundle_count):
+            others = by_node.setdefault(nodes[index], [])
+            others.append(Bundle(group, index, nodes[index], local_rank=len(others)))
+    return [bundle for bundles in by_node.values() for bundle in bundles]
+
+
+def free_address() -> tuple[str, int]:
+    """This machine's address in Ray's eyes, and a port that nothing listens on.
+
+    The port is not held: it lies below those that the kernel hands out by itself and above those
+    of Ray's workers, so that nobody takes it by chance before rank 0 does.
+    """
+    import ray
+
+    for port in random.SystemRandom().sample(range(20_000, 32_000), k=64):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return ray.util.get_node_ip_address(), port
+    raise ResourceError("no port between 20000 and 32000 is free", fix="close what listens there")

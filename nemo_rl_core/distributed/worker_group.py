@@ -3,25 +3,34 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl_core.distributed.named_sharding import NamedSharding
+from nemo_rl_core.distributed.process_group import rank_environment
+from nemo_rl_core.distributed.results import wait_for_all
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.errors import NemoRLError, WorkerError
+from nemo_rl_core.errors import ResourceError
 
 
 class RayWorkerGroup:
     """Ray actors of one class, rank by rank over a cluster's bundles.
 
     The class stays plain: `ray.remote` is applied here, so that a test can build it directly.
+    Several workers find in their environment what `join_process_group` reads; one alone finds
+    nothing, and is the process that it would be without a group. Ray shows a worker only its own
+    GPU, as device 0.
 
     Args:
         cluster: Where the workers live.
-        worker_class: A class whose constructor takes no arguments.
-        name: The word for these workers in messages.
+        worker_class: A class whose constructor takes no arguments but `worker_kwargs`.
+        name: The word for these workers in messages; by default the class's name.
+        sharding: The named axes of the ranks; by default one axis, `data_parallel`.
         env_vars: Environment of the worker processes, set before they import anything.
+        num_workers: How many, from the first bundle on; by default one a bundle.
+        worker_kwargs: For the constructor.
 
     Raises:
-        ResourceError: When too many groups share the cluster already.
-        WorkerError: When a method raises in a worker, or a worker dies; names rank and cause.
-            A `NemoRLError` from a worker is raised as it is.
+        ResourceError: When too many groups share the cluster already, or it has too few bundles.
+        WorkerError: When a method raises in a worker, or a worker dies: once, with its rank, host
+            and trace. A `NemoRLError` from a worker is raised as it is.
     """
 
     def __init__(
@@ -29,28 +38,50 @@ class RayWorkerGroup:
         cluster: RayVirtualCluster,
         worker_class: type,
         *,
-        name: str,
+        name: str | None = None,
+        sharding: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
+        num_workers: int | None = None,
+        worker_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.name = name
-        groups = cluster.placement_groups()
-        share = cluster.admit(name)
+        self.name = name or worker_class.__name__
+        count = num_workers or (sharding.world_size if sharding else cluster.world_size)
+        self.sharding = sharding or NamedSharding(range(count), ["data_parallel"])
+        if self.sharding.world_size != count or count > cluster.world_size:
+            raise ResourceError(
+                f"the worker group {self.name!r} does not fit its cluster",
+                expected=f"{self.sharding!r} over at most {cluster.world_size} bundles",
+                got=f"{count} workers",
+                fix="make the cluster larger, or leave num_workers to the sharding",
+            )
+        bundles = cluster.bundles()[:count]
+        share = cluster.admit(self.name)
         self._cluster = cluster
+        self.is_broken = False
+        environments = self._environments(count, dict(env_vars or {}))
         remote_class = ray.remote(worker_class)
         self._workers: list[Any] = [
             remote_class.options(
-                num_cpus=share,
-                num_gpus=share if cluster.use_gpus else 0,
-                runtime_env={"env_vars": dict(env_vars or {})},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=bundle
-                ),
-            ).remote()
-            for group in groups
-            for bundle in range(group.bundle_count)
+                num_cpus=share["CPU"],
+                num_gpus=share.get("GPU", 0),
+                runtime_env={"env_vars": environment},
+                scheduling_strategy=bundle.strategy(),
+            ).remote(**(worker_kwargs or {}))
+            for bundle, environment in zip(bundles, environments, strict=True)
+        ]
+
+    def _environments(self, count: int, common: dict[str, str]) -> list[dict[str, str]]:
+        if count == 1:
+            return [common]
+        address, port = self._cluster.get_master_address_and_port()
+        return [
+            common
+            | rank_environment(
+                rank, count, address=address, port=port, local_rank=bundle.local_rank
+            )
+            for rank, bundle in enumerate(self._cluster.bundles()[:count])
         ]
 
     @property
@@ -60,11 +91,69 @@ class RayWorkerGroup:
 
     def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         """Calls one worker and waits for its answer."""
-        return self._results([getattr(self._workers[rank], method).remote(*args, **kwargs)])[0]
+        return self.finish([getattr(self._workers[rank], method).remote(*args, **kwargs)])[0]
 
     def run_all_workers_single_data(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls every worker with the same arguments; answers in rank order."""
-        return self._results([getattr(w, method).remote(*args, **kwargs) for w in self._workers])
+        return self.finish([getattr(w, method).remote(*args, **kwargs) for w in self._workers])
+
+    def run_all_workers_multiple_data(
+        self, method: str, data: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Calls every worker with its own first argument; answers in rank order.
+
+        Args:
+            method: Of the workers.
+            data: One item a rank.
+            *args: The same for all, after the item.
+            **kwargs: The same for all.
+        """
+        calls = zip(self._workers, data, strict=True)
+        return self.finish([getattr(w, method).remote(item, *args, **kwargs) for w, item in calls])
+
+    def run_all_workers_sharded_data(
+        self,
+        method: str,
+        *,
+        in_sharded_axes: Sequence[str] = (),
+        replicate_on_axes: Sequence[str] = (),
+        output_is_replicated: Sequence[str] = (),
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Calls workers with the shard that belongs to their place on the named axes.
+
+        Args:
+            method: Of the workers.
+            in_sharded_axes: Axes that tell shards apart: each of `kwargs` is a list by the
+                coordinate on the first of them, of lists by that on the second, and so on.
+            replicate_on_axes: Axes along which workers get the same shard. Of an axis that is
+                named in neither, only the workers at coordinate 0 are called.
+            output_is_replicated: Axes along which workers return the same; of these, the answer at
+                coordinate 0 stands for all.
+            common_kwargs: Arguments that every worker gets whole.
+            **kwargs: Arguments by shard.
+
+        Returns:
+            Answers in rank order: with one sharded axis, the others replicated in and out, one
+            for each shard, in order.
+        """
+        import ray
+
+        called = {*in_sharded_axes, *replicate_on_axes}
+        idle = [axis for axis in self.sharding.names if axis not in called]
+        shared: dict[tuple[int, ...], dict[str, Any]] = {}
+        pending, answering = [], []
+        for rank in self.sharding.ranks(**dict.fromkeys(idle, 0)):
+            at = self.sharding.coordinates(rank)
+            place = tuple(at[axis] for axis in in_sharded_axes)
+            if place not in shared:  # stored once, however many ranks read it
+                shared[place] = {key: ray.put(_item(value, place)) for key, value in kwargs.items()}
+            call = getattr(self._workers[rank], method)
+            pending.append(call.remote(**shared[place], **(common_kwargs or {})))
+            answering.append(all(at[axis] == 0 for axis in output_is_replicated))
+        answers = zip(self.finish(pending), answering, strict=True)
+        return [answer for answer, wanted in answers if wanted]
 
     def start_single_worker(
         self, method: str, *args: Any, num_returns: int = 1, rank: int = 0
@@ -80,36 +169,22 @@ class RayWorkerGroup:
         return references if num_returns > 1 else [references]
 
     def finish(self, pending: Sequence[Any]) -> list[Any]:
-        """Waits for the values that references stand for."""
-        return self._results(pending)
+        """Waits for the values that references stand for, in their order.
 
-    def _results(self, pending: Sequence[Any]) -> list[Any]:
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        The first failure ends the wait: what the other ranks do then, such as waiting in a
+        collective for the one that failed, is nobody's business any more.
+        """
+        try:
+            return wait_for_all(pending, name=self.name, ranks=self._rank_of_actor())
+        except Exception:
+            self.is_broken = self.world_size > 1
+            raise
 
-        results = []
-        for rank, reference in enumerate(pending):
-            try:
-                results.append(ray.get(reference))
-            except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, NemoRLError):
-                    raise type(cause)(*cause.args) from error
-                raise WorkerError(
-                    f"worker {rank} of {self.name!r} raised {type(cause).__name__}: {cause}"[:500],
-                    fix="the worker's trace is in the log",
-                ) from error
-            except RayActorError as error:
-                raise WorkerError(
-                    f"worker {rank} of {self.name!r} died",
-                    got=str(error).splitlines()[0],
-                    fix="often memory: lower max_tokens_per_microbatch or generation.kv_cache_gib; "
-                    "then run the same command again, it resumes from the last save",
-                ) from error
-        return results
+    def _rank_of_actor(self) -> dict[Any, int]:
+        return {worker._actor_id: rank for rank, worker in enumerate(self._workers)}
 
     def shutdown(self) -> None:
-        """Ends the workers; may be called again."""
+        """Ends the workers, also those that hang; may be called again."""
         import ray
 
         for worker in self._workers:
@@ -117,3 +192,9 @@ class RayWorkerGroup:
         if self._workers:
             self._cluster.release(self.name)
         self._workers = []
+
+
+def _item(value: Any, place: tuple[int, ...]) -> Any:
+    for coordinate in place:
+        value = value[coordinate]
+    return value

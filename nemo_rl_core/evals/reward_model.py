@@ -56,10 +56,11 @@ def evaluate_reward_model(
         model_folder=model_folder,
         optimizer=OptimizerConfig(),
         max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, longest),
+        training=settings.training,
         dtype=settings.dtype,
         head="scalar",
     )
-    values = Policy(session, settings.training, setup).get_values(batch)["values"]
+    values = Policy(session, setup).get_values(batch)["values"]
     scores = values.gather(1, batch["input_lengths"][:, None] - 1).view(-1, 2)
     texts = tokenizer.batch_decode(
         [example.token_ids for pair in found for example in (pair.chosen, pair.rejected)],

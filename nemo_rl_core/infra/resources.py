@@ -1,42 +1,88 @@
-"""Does this machine have what a recipe asks for? Asked first, since Ray would wait for ever."""
+"""Is there what a recipe asks for? Asked first, since Ray would wait for ever."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from nemo_rl_core.errors import ResourceError
 
+Resource = Literal["CPU", "GPU", "memory"]
+"""CPU cores, GPUs, and main memory in GiB; the first two as Ray spells them."""
 
-def check_shape(num_cpus: int, *, num_gpus: int = 0, memory_gib: float = 0.0) -> None:
-    """Refuses a cluster shape that this machine cannot hold.
+_SHOWN = {"CPU": "{:g} CPU cores", "GPU": "{:g} GPUs", "memory": "{:.6g} GiB memory"}
+
+
+class ResourceManager:
+    """What a machine or a cluster has, and what it lacks for a request.
 
     Args:
-        num_cpus: Cores the shape asks for.
-        num_gpus: GPUs the shape asks for.
-        memory_gib: Main memory the shape asks for.
+        count: How much of a resource there is; asked only for what a request names, since counting
+            GPUs may start a program.
+        name: Of what has them, for messages.
 
-    Raises:
-        ResourceError: Names all that is missing, and the shape to choose.
+    Example:
+        >>> node = ResourceManager({"CPU": 8, "GPU": 1, "memory": 64}.__getitem__, name="the node")
+        >>> node.missing({"CPU": 4, "GPU": 2})
+        {'GPU': 1}
     """
-    cores, memory = os.cpu_count() or 1, total_memory_gib()
-    gpus = count_gpus() if num_gpus else 0
-    wanted = (
-        (cores >= num_cpus, f"{num_cpus} CPU cores", f"{cores} CPU cores"),
-        (gpus >= num_gpus, f"{num_gpus} GPUs", f"{gpus} GPUs"),
-        (memory >= memory_gib, f"{memory_gib:g} GiB memory", f"{memory:.1f} GiB memory"),
-    )
-    missing = [(expected, got) for enough, expected, got in wanted if not enough]
-    if missing:
-        needs_fewer_gpus = gpus < num_gpus
-        raise ResourceError(
-            "this machine is smaller than the cluster that the recipe asks for",
-            expected=", ".join(expected for expected, _ in missing),
-            got=", ".join(got for _, got in missing) + _why_no_gpus(gpus, num_gpus),
-            fix="set `cluster: {shape: laptop}`, which needs no GPU, or use a larger machine"
-            if needs_fewer_gpus
-            else "use a larger machine (`cluster: {shape: laptop}` is the smallest shape)",
-        )
+
+    def __init__(self, count: Callable[[Resource], float], *, name: str) -> None:
+        self._count = count
+        self.name = name
+
+    @classmethod
+    def of_this_machine(cls) -> "ResourceManager":
+        """The machine that this process runs on, or its container."""
+        return cls(_count_here, name="this machine")
+
+    @classmethod
+    def of_ray(cls, resources: Mapping[str, float], *, name: str) -> "ResourceManager":
+        """What Ray reports, as `ray.cluster_resources()` or `ray.available_resources()` gives."""
+        unit = {"memory": 2**30}  # Ray counts bytes
+        return cls(lambda key: resources.get(key, 0.0) / unit.get(key, 1), name=name)
+
+    def missing(self, request: Mapping[Resource, float]) -> dict[Resource, float]:
+        """How much there is of each resource of which there is less than asked for."""
+        found = {resource: self._count(resource) for resource, wanted in request.items() if wanted}
+        return {resource: has for resource, has in found.items() if has < request[resource]}
+
+    def check(self, request: Mapping[Resource, float], *, fix: str | None = None) -> None:
+        """Refuses a request that can never be met.
+
+        Args:
+            request: How much of each resource.
+            fix: What to do about it; by default, to choose a smaller shape.
+
+        Raises:
+            ResourceError: Names all that is missing.
+        """
+        if missing := self.missing(request):
+            raise ResourceError(
+                f"{self.name} is smaller than the cluster that is asked for",
+                expected=", ".join(_SHOWN[key].format(request[key]) for key in missing),
+                got=", ".join(_SHOWN[key].format(has) for key, has in missing.items())
+                + (_why_no_gpus() if "GPU" in missing else ""),
+                fix=fix or _smaller(missing),
+            )
+
+
+def _smaller(missing: Mapping[Resource, float]) -> str:
+    if "GPU" in missing:
+        return "set `cluster: {shape: laptop}`, which needs no GPU, or use a larger machine"
+    return "use a larger machine, or fewer workers (`cluster: {shape: laptop}` is the smallest)"
+
+
+def _count_here(resource: Resource) -> float:
+    match resource:
+        case "CPU":
+            return os.cpu_count() or 1
+        case "GPU":
+            return count_gpus()
+        case "memory":
+            return total_memory_gib()
 
 
 def count_gpus() -> int:
@@ -66,9 +112,9 @@ def _count_by_nvidia_smi() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def _why_no_gpus(gpus: int, num_gpus: int) -> str:
+def _why_no_gpus() -> str:
     torch = sys.modules.get("torch")
-    if gpus < num_gpus and torch is not None and torch.version.cuda is None:
+    if torch is not None and torch.version.cuda is None:
         return " (the installed torch is built for CPUs only)"
     return ""
 

@@ -1,1 +1,25 @@
-"""The controller's side of policies and generation: they drive worker groups."""
+"""The controller's side of policies and generation: they drive worker groups.
+
+The names below are imported when first asked for, as those of `nemo_rl_core` are, and for the same
+reasons.
+"""
+
+from typing import Any
+
+_PUBLIC = {
+    "GenerationInterface": ".interfaces",
+    "HuggingFacePolicy": ".policy.short_forms",
+    "MegatronPolicy": ".policy.short_forms",
+    "Policy": ".policy.lm_policy",
+    "PolicyInterface": ".interfaces",
+    "VllmGeneration": ".generation",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        import importlib
+
+        return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

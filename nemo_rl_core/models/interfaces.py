@@ -11,17 +11,9 @@ class PolicyInterface(ABC):
     """A model that can be trained, and asked for logprobs or, with a scalar head, for values.
 
     Every algorithm trains; which of the others an algorithm asks for is its own affair: PPO asks a
-    critic for values, distillation a teacher for its likeliest tokens. The abstract methods are
-    those that most ask for; the others are for you to add where your algorithm needs them.
+    critic for values, distillation a teacher for its likeliest tokens. So only `train` must be
+    there; the others are for you to add where your algorithm needs them.
     """
-
-    @abstractmethod
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """`logprobs [B, T-1]` of the next tokens where `token_mask` is set, else 0."""
-
-    @abstractmethod
-    def get_reference_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """As `get_logprobs`, under the reference policy."""
 
     @abstractmethod
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
@@ -33,6 +25,18 @@ class PolicyInterface(ABC):
                 the loss together; `topk_ids [B, T-1, K]` reach it with `current_topk_logprobs`.
             loss_fn: A `LossFunction`: yours may be a plain function of that signature.
         """
+
+    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+        """Completes `input_ids [B, T]`; engines do that faster (`GenerationInterface`)."""
+        raise NotImplementedError(f"{type(self).__name__} has no generate")
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`logprobs [B, T-1]` of the next tokens where `token_mask` is set, else 0."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_logprobs")
+
+    def get_reference_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """As `get_logprobs`, under the reference policy."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_reference_logprobs")
 
     def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
         """`topk_ids` and `topk_logprobs [B, T-1, k]`, likeliest first; 0 where masked."""

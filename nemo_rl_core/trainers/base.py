@@ -20,6 +20,7 @@ from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.timer import Timer
@@ -31,7 +32,8 @@ from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
 from nemo_rl_core.trainers.validation import ValidationRunner
 
 # Relative on purpose: a stage's source digest follows absolute imports, and what only `fit` needs
-# (readers of data, makers of models) must not make a stage that calls `run` run again.
+# (readers of data, makers of models, short forms) must not make a stage that calls `run` run again.
+from ..models.policy.short_forms import PretrainedPolicy
 from .fitting import FitRequest, TrainResult, fit
 
 S = TypeVar("S", bound=TrainerSettings)
@@ -80,8 +82,11 @@ class BaseTrainer(ABC, Generic[S, C]):
     Args:
         settings: An instance of `settings_class`, or what makes one: a mapping with the section of
             the algorithm, and `seed`, `cluster`, `training` and so on where they are not the
-            defaults.
-        session: Where the workers run; by default that of the settings' cluster.
+            defaults. A `HuggingFacePolicy` or `MegatronPolicy` stands for its model and options;
+            after `fit` it has what was learnt.
+        session: Where the workers run, or a cluster of your own; by default that of the policy,
+            or of the settings' cluster.
+        **overrides: Settings by name, beside a policy; as those of `from_pretrained`.
 
     Attributes:
         algorithm: The name of the section, and of the algorithm; by default that of the class,
@@ -117,10 +122,23 @@ class BaseTrainer(ABC, Generic[S, C]):
             cls.settings_class = plain_settings(cls.algorithm)
 
     def __init__(
-        self, settings: TrainerSettings | Mapping[str, Any], session: ClusterSession | None = None
+        self,
+        settings: TrainerSettings | Mapping[str, Any] | PretrainedPolicy,
+        session: ClusterSession | RayVirtualCluster | None = None,
+        **overrides: Any,
     ) -> None:
+        self._given = settings if isinstance(settings, PretrainedPolicy) else None
+        session = session or (self._given.cluster if self._given else None)
+        self._session = (
+            ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
+        )
+        if isinstance(settings, PretrainedPolicy):
+            self.model = settings.model_name
+            cluster = self._session.cluster if self._session else None
+            overrides = settings.words(cluster) | overrides
+            settings = self._build_config_from_pretrained(self.model, **overrides)
+        refuse_unclaimed(self.settings_class, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
-        self._session = session
 
     @classmethod
     def _checked(cls, settings: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
@@ -208,7 +226,14 @@ class BaseTrainer(ABC, Generic[S, C]):
         request = FitRequest(
             self.model, dataset, validation, reward_fn, reference, tuple(callbacks), name
         )
-        return fit(self, request)
+        result = fit(self, request)
+        if self._given is not None:
+            self._given.go_on_from(result.checkpoint)
+        return result
+
+    def train(self, dataset: Any, **options: Any) -> TrainResult:
+        """As `fit`, by the name that it has beside a policy: `DPOTrainer(policy).train(rows)`."""
+        return self.fit(dataset, **options)
 
     def job(self, artifacts: Mapping[str, Path], work: Path, *, scorer: Scorer | None) -> Job:
         """The job of a first iteration on artifacts by role, as `fit` has them."""
@@ -300,7 +325,7 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         """Makes ready whatever steps need; `resources` ends with the run."""
         self._batches = self._load(job)  # first: rows of a wrong kind must start no worker
-        self.policy = Policy(self.session, self.settings.training, self._training_setup(job))
+        self.policy = Policy(self.session, self._training_setup(job))
         if job.resume is not None:
             self.policy.load_checkpoint(job.resume)
 
@@ -309,6 +334,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             model_folder=job.start,
             optimizer=self.config,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            training=self.settings.training,
             dtype=self.settings.dtype,
             seed=self.settings.seed,
         )

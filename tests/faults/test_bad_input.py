@@ -62,7 +62,10 @@ def runs(store: Path) -> list[Path]:
             ["only 10000 different sums exist", "fix:"],
         ),
         ({"data": {"num_train": 9}}, ["data: must say of which kind it is", "fix:"]),
-        ({"cluster": {"shape": "lapto"}}, ["cluster.shape", "'laptop' or 'one_gpu'", "got:"]),
+        (
+            {"cluster": {"shape": "lapto"}},
+            ["cluster.shape", "'laptop', 'one_gpu' or 'gpus'", "got:"],
+        ),
         ({"recipe": "grpo_arithmetik"}, ["no recipe 'grpo_arithmetik'", "grpo_arithmetic"]),
         (
             {"model": {"name": "/no/such/folder"}},

@@ -11,7 +11,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import ModelFromConfig
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -80,7 +80,7 @@ class MakePolicy:
         self._setup = setup
 
     def __call__(self, **changes: object) -> Policy:
-        return Policy(self._session, DTensorTraining(), replace(self._setup, **changes))
+        return Policy(self._session, replace(self._setup, **changes))
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
 ) -> None:
     trainer = dpo()
     pairs = load_pairs(pairs_job.train, load_tokenizer(pairs_job.start))
-    policy = Policy(session, trainer.settings.training, trainer._training_setup(pairs_job))
+    policy = Policy(session, trainer._training_setup(pairs_job))
     batch = pair_batch(pairs)
     rows = policy.get_logprobs(batch)["logprobs"]
     masks = batch["token_mask"]

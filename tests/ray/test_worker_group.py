@@ -74,6 +74,8 @@ def test_what_a_worker_raises_names_worker_and_cause(group: RayWorkerGroup) -> N
         group.run_single_worker("divide", 0)
     assert caught.value.problem.startswith("worker 0 of 'echo' raised ZeroDivisionError: division")
     assert "log" in caught.value.fix
+    assert caught.value.got.startswith("on host ")
+    assert ", in divide" in caught.value.got
     assert len(str(caught.value).splitlines()) < 10
     assert group.run_single_worker("divide", 4) == 0.25
 
@@ -82,6 +84,7 @@ def test_an_error_of_ours_is_raised_as_it_was(group: RayWorkerGroup) -> None:
     with pytest.raises(DataError) as caught:
         group.run_all_workers_single_data("refuse")
     assert str(caught.value) == "row 7 is empty\n  expected: text\n  got: ''\n  fix: fill it"
+    assert caught.value.__notes__[0].startswith("raised by worker 0 of 'echo' on host ")
 
 
 def test_a_worker_that_dies_is_an_error_not_a_hang(session: ClusterSession) -> None:
@@ -115,14 +118,18 @@ def test_a_worker_is_kept_until_its_key_changes(session: ClusterSession) -> None
 
 @pytest.mark.parametrize(
     ("bundles", "use_gpus", "missing"),
-    [([1], True, "1 GPU"), ([10_000], False, "10000 CPU"), ([5_000, 5_000], False, "10000 CPU")],
+    [
+        ([1], True, "1 GPUs"),
+        ([10_000], False, "10000 CPU cores"),
+        ([5_000, 5_000], False, "10000 CPU cores"),
+    ],
 )
 def test_what_the_cluster_will_never_have_is_refused_at_once(
     session: ClusterSession, bundles: list[int], use_gpus: bool, missing: str
 ) -> None:
     start = time.monotonic()
-    with pytest.raises(ResourceError, match="the cluster has too few of") as caught:
-        RayVirtualCluster(bundles, use_gpus=use_gpus).placement_groups()
+    with pytest.raises(ResourceError, match="the cluster is smaller than") as caught:
+        RayVirtualCluster(bundles, use_gpus=use_gpus).bundles()
     assert time.monotonic() - start < 10
     assert caught.value.expected == missing
     assert "CPU" in caught.value.got
@@ -132,12 +139,12 @@ def test_what_the_cluster_will_never_have_is_refused_at_once(
 def test_bundles_that_others_hold_are_waited_for_and_then_refused(session: ClusterSession) -> None:
     import ray
 
-    session.cluster.placement_groups()
+    session.cluster.bundles()
     cores = int(ray.cluster_resources()["CPU"])
     with pytest.raises(ResourceError, match=r"did not free \d+ bundles") as caught:
         # All cores, of which the session holds one.
-        RayVirtualCluster([cores], use_gpus=False, wait_seconds=1).placement_groups()
-    assert caught.value.got.startswith("available now: ")
+        RayVirtualCluster([cores], use_gpus=False, wait_seconds=1).bundles()
+    assert caught.value.got.endswith(f"of {cores} CPU")
 
 
 def test_a_group_too_many_is_refused_and_not_waited_for(session: ClusterSession) -> None:
@@ -156,6 +163,8 @@ def test_a_cluster_counts_its_bundles() -> None:
     cluster = RayVirtualCluster([2, 0, 3], use_gpus=False)
     assert (cluster.world_size, cluster.node_count) == (5, 2)
     cluster.shutdown()
+    with pytest.raises(ResourceError, match="too few GPUs for its bundles"):
+        RayVirtualCluster([4, 8], num_gpus_per_node=4)
 
 
 def test_a_session_is_shared_by_equal_shapes(session: ClusterSession) -> None:

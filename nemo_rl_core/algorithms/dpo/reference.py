@@ -31,11 +31,11 @@ def reference_logprobs(
     longest = max(len(pair.chosen.token_ids) + len(pair.rejected.token_ids) for pair in pairs)
     policy = Policy(
         session,
-        settings.training,
         TrainingSetup(
             model_folder=model_folder,
             optimizer=OptimizerConfig(),
             max_tokens_per_microbatch=max(_MICROBATCH_TOKENS, 2 * longest),
+            training=settings.training,
             dtype=settings.dtype,
         ),
     )

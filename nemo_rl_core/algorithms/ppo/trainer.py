@@ -51,9 +51,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         self._rollouts = job.work / "rollouts"
         self._policy_loss = PPOLossFn(self.config.loss)
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
-        self.critic = Policy(
-            self.session, self.settings.training, self._critic_setup(job), name=CRITIC
-        )
+        self.critic = Policy(self.session, self._critic_setup(job), name=CRITIC)
         if job.resume is not None:
             self.critic.load_checkpoint(job.resume / CRITIC)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import ResourceError
-from nemo_rl_core.infra.resources import check_shape, count_gpus, total_memory_gib
+from nemo_rl_core.infra.resources import ResourceManager, count_gpus, total_memory_gib
 
 CORES = os.cpu_count() or 1
 
@@ -17,13 +17,16 @@ echo "GPU 1: NVIDIA H200 (UUID: GPU-2)"
 """
 
 
+HERE = ResourceManager.of_this_machine()
+
+
 def test_this_machine_holds_what_it_has() -> None:
-    check_shape(CORES, num_gpus=0, memory_gib=total_memory_gib())
+    HERE.check({"CPU": CORES, "GPU": 0, "memory": total_memory_gib()})
 
 
 def test_all_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ResourceError) as caught:
-        check_shape(CORES + 1, num_gpus=64, memory_gib=2**20)
+        HERE.check({"CPU": CORES + 1, "GPU": 64, "memory": 2**20})
     text = str(caught.value)
     assert f"{CORES + 1} CPU cores, 64 GPUs, 1.04858e+06 GiB memory" in text
     assert "shape: laptop" in text
@@ -32,10 +35,21 @@ def test_all_that_is_missing_is_named_at_once() -> None:
 
 def test_only_what_is_missing_is_named() -> None:
     with pytest.raises(ResourceError) as caught:
-        check_shape(CORES + 1)
+        HERE.check({"CPU": CORES + 1, "memory": 0.1})
     assert "GPUs" not in (caught.value.expected or "")
     assert "memory" not in (caught.value.expected or "")
     assert "larger machine" in (caught.value.fix or "")
+
+
+def test_what_a_ray_cluster_lacks() -> None:
+    cluster = ResourceManager.of_ray({"CPU": 4.0, "memory": 2.0**34}, name="the cluster")
+    assert cluster.missing({"CPU": 4, "GPU": 0}) == {}
+    assert cluster.missing({"CPU": 5, "GPU": 1}) == {"CPU": 4.0, "GPU": 0.0}
+    assert cluster.missing({"memory": 17}) == {"memory": 16.0}
+    with pytest.raises(ResourceError, match="the cluster is smaller") as caught:
+        cluster.check({"CPU": 1, "GPU": 2}, fix="ask for none")
+    assert caught.value.expected == "2 GPUs"
+    assert caught.value.fix == "ask for none"
 
 
 def test_memory_is_a_plausible_amount() -> None:
@@ -47,7 +61,7 @@ def test_an_imported_torch_is_asked() -> None:
     assert count_gpus() == torch.cuda.device_count()
     if torch.version.cuda is None:
         with pytest.raises(ResourceError, match="built for CPUs only"):
-            check_shape(1, num_gpus=1)
+            HERE.check({"CPU": 1, "GPU": 1})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Ranks on a grid with named axes: who shares what with whom."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nemo_rl_core.config.training import Parallelism
+
+PIPELINE, DATA, CONTEXT, TENSOR = (
+    "pipeline_parallel",
+    "data_parallel",
+    "context_parallel",
+    "tensor_parallel",
+)
+
+
+class NamedSharding:
+    """An array of ranks whose axes have names.
+
+    Args:
+        layout: Every rank from 0 up to the number of ranks, once, in an array of any shape.
+        names: One for each axis of the array, slowest first.
+
+    Raises:
+        ValueError: If names and axes differ in number, or a rank is missing or stands twice.
+
+    Example:
+        >>> grid = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
+        >>> grid.coordinates(2)
+        {'data_parallel': 1, 'tensor_parallel': 0}
+        >>> grid.ranks_along("data_parallel", 3)
+        [1, 3]
+    """
+
+    def __init__(self, layout: Sequence[object] | np.ndarray, names: Sequence[str]) -> None:
+        self._layout = np.asarray(layout, dtype=np.int64)
+        self.names = tuple(names)
+        if len(self.names) != self._layout.ndim or len(set(self.names)) != len(self.names):
+            raise ValueError(
+                f"a layout of {self._layout.ndim} axes needs as many different names, "
+                f"got {list(self.names)}"
+            )
+        if sorted(self._layout.flat) != list(range(self._layout.size)):
+            raise ValueError(
+                f"a layout holds each rank from 0 to {self._layout.size - 1} once, "
+                f"got {self._layout.tolist()}"
+            )
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The length of each axis, slowest first."""
+        return dict(zip(self.names, self._layout.shape, strict=True))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return int(self._layout.size)
+
+    def axis_size(self, name: str) -> int:
+        """The length of an axis.
+
+        Raises:
+            ValueError: If there is no such axis; lists those there are.
+        """
+        return int(self._layout.shape[self._axis(name)])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        (place,) = np.argwhere(self._layout == rank)
+        return dict(zip(self.names, place.tolist(), strict=True))
+
+    def ranks(self, **coordinates: int) -> list[int]:
+        """The ranks that stand at these coordinates, in the layout's order.
+
+        Example:
+            >>> grid = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
+            >>> grid.ranks(data_parallel=1), grid.ranks(tensor_parallel=1), grid.ranks()
+            ([2, 3], [1, 3], [0, 1, 2, 3])
+        """
+        index: list[int | slice] = [slice(None)] * self._layout.ndim
+        for name, coordinate in coordinates.items():
+            index[self._axis(name)] = coordinate
+        return [int(rank) for rank in self._layout[tuple(index)].flat]
+
+    def ranks_along(self, name: str, rank: int) -> list[int]:
+        """The ranks that differ from `rank` in no coordinate but this one, itself included."""
+        others = self.coordinates(rank)
+        self._axis(name)
+        del others[name]
+        return self.ranks(**others)
+
+    def _axis(self, name: str) -> int:
+        if name not in self.names:
+            raise ValueError(f"there is no axis {name!r}; the axes are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def __repr__(self) -> str:
+        return f"NamedSharding({_product(self.shape)})"
+
+
+def training_sharding(training: Parallelism, num_workers: int) -> NamedSharding:
+    """The grid of a training backend's ranks: pipeline slowest, then data, context, tensor.
+
+    Tensor parallelism talks most, so that its ranks are neighbours; pipelines talk least.
+
+    Args:
+        training: Over how many ranks one copy of the model is spread.
+        num_workers: Ranks in all.
+
+    Raises:
+        ConfigError: If they do not hold whole copies of the model.
+    """
+    tensor, context = training.tensor_parallel_size, training.context_parallel_size
+    pipeline = training.ranks_per_replica // (tensor * context)
+    data = training.data_parallel_size(num_workers)
+    layout = np.arange(num_workers).reshape(pipeline, data, context, tensor)
+    return NamedSharding(layout, (PIPELINE, DATA, CONTEXT, TENSOR))
+
+
+def _product(shape: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in shape.items())

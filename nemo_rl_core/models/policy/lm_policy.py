@@ -1,0 +1,175 @@
+"""A policy whose training backend runs in Ray workers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.named_sharding import (
+    CONTEXT,
+    DATA,
+    PIPELINE,
+    TENSOR,
+    training_sharding,
+)
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.sharding import Shards, shard_for_training
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.models.interfaces import PolicyInterface
+
+_WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
+
+
+class Policy(PolicyInterface):
+    """Trains through a worker group over the whole cluster, with the backend that the setup names.
+
+    Every copy of the model gets its shard of a batch's rows, and what it computes is put back in
+    the batch's order. The workers outlive the policy and serve the next stage.
+
+    Args:
+        cluster: A session with its running workers, or a cluster of your own.
+        setup: Model, backend, head, optimizer and budgets.
+        name: Of the worker group. Policies of one name share workers, so that the later one takes
+            them over; a policy and a critic that live side by side need two names.
+
+    Raises:
+        ConfigError: If the cluster's workers do not hold whole copies of the model.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSession | RayVirtualCluster,
+        setup: TrainingSetup,
+        *,
+        name: str = "training",
+    ) -> None:
+        session = ClusterSession(cluster) if isinstance(cluster, RayVirtualCluster) else cluster
+        training = setup.training
+        backend = get_training_backend(training.backend)
+        sharding = training_sharding(training, session.cluster.world_size)
+        # The set-up is no part of the key: workers are set up anew for every policy.
+        self._workers, _ = session.workers(
+            backend, name=name, key=training.backend, sharding=sharding
+        )
+        self._session, self._name = session, name
+        self._generates = hasattr(backend, "generate")
+        self._num_copies = sharding.axis_size(DATA)
+        self._max_tokens = setup.max_tokens_per_microbatch
+        self._shares_rows = _shares_rows(setup.model_folder)
+        self._workers.run_all_workers_single_data("setup", setup)
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`logprobs [B, T-1]` under the weights being trained."""
+        return self._computed("get_logprobs", data, ["logprobs"])
+
+    def get_reference_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`logprobs [B, T-1]` under the reference policy."""
+        return self._computed("get_reference_logprobs", data, ["logprobs"])
+
+    def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+        """`topk_ids` and `topk_logprobs [B, T-1, k]` under the reference policy."""
+        names = ["topk_ids", "topk_logprobs"]
+        return self._computed("get_reference_topk_logprobs", data, names, k=k)
+
+    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`values [B, T]` under the weights being trained, of a model with a scalar head."""
+        return self._computed("get_values", data, ["values"])
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
+        """One optimizer step over the whole batch."""
+        answers = self._workers.run_all_workers_sharded_data(
+            "train_step",
+            in_sharded_axes=[DATA],
+            replicate_on_axes=_WITHIN_A_COPY,
+            output_is_replicated=[DATA, *_WITHIN_A_COPY],
+            common_kwargs={"loss_fn": loss_fn},
+            batch=self._shards(data),
+        )
+        metrics: dict[str, Any] = answers[0]
+        return metrics
+
+    def _computed(
+        self, method: str, data: BatchedDataDict, names: list[str], **options: Any
+    ) -> BatchedDataDict:
+        """What the ranks compute of their rows, in the batch's order, as columns of these names."""
+        shards = self._shards(data)
+        answers = self._workers.run_all_workers_sharded_data(
+            method,
+            in_sharded_axes=[DATA],
+            replicate_on_axes=_WITHIN_A_COPY,
+            output_is_replicated=_WITHIN_A_COPY,
+            common_kwargs=options,
+            batch=shards,
+        )
+        columns = [answer if len(names) > 1 else (answer,) for answer in answers]
+        return shards.restored(
+            [BatchedDataDict(zip(names, values, strict=True)) for values in columns]
+        )
+
+    def _shards(self, data: BatchedDataDict) -> Shards:
+        if self._num_copies == 1:  # which plans its micro-batches itself
+            return Shards((data,), (tuple(range(data.size)),))
+        return shard_for_training(
+            data,
+            num_ranks=self._num_copies,
+            max_tokens=self._max_tokens,
+            share_rows=self._shares_rows,
+        )
+
+    def generate(self, data: BatchedDataDict, greedy: bool, **options: Any) -> BatchedDataDict:
+        """Completes prompts in the training worker: slow, but with no engine.
+
+        Args:
+            data: `input_ids [B, T]`, and what the backend's `generate` reads besides.
+            greedy: The likeliest token at every step, in place of a sample.
+            **options: As the backend's `generate` takes them.
+
+        Raises:
+            NotImplementedError: If the backend does not generate, or the model has several ranks.
+        """
+        if not self._generates or self._workers.world_size > 1:
+            raise NotImplementedError(
+                f"{self._workers.world_size} ranks of this backend do not generate: give the "
+                "weights to an engine, VllmGeneration(...).update_weights(policy)"
+            )
+        output: BatchedDataDict = self._workers.run_single_worker(
+            "generate", data, greedy=greedy, **options
+        )
+        return output
+
+    def send_weights(self) -> tuple[Any, str]:
+        """A reference to all weights in shared memory, and the digest of what was put there."""
+        # Every rank takes part in gathering them; the first one has them all then.
+        started = [
+            self._workers.start_single_worker("weight_buckets", num_returns=2, rank=rank)
+            for rank in range(self._workers.world_size)
+        ]
+        digests = self._workers.finish([digest for _, digest in started])
+        return started[0][0], digests[0]
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes weights and trainer state into an existing folder that all ranks see."""
+        self._workers.run_all_workers_single_data("save_checkpoint", path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on from a saved state."""
+        self._workers.run_all_workers_single_data("load_checkpoint", path)
+
+    def peak_memory_gib(self) -> float:
+        """The most memory that all workers together have held."""
+        return float(sum(self._workers.run_all_workers_single_data("peak_memory_gib")))
+
+    def shutdown(self) -> None:
+        """Ends the workers, where no other policy is to take them over; may be called again."""
+        self._session.discard(self._name)
+
+
+def _shares_rows(model_folder: Path) -> bool:
+    """Whether sequences of this model may share a row: not where it sees images as well.
+
+    Positions of such a model have several dimensions, off which transformers does not read where
+    a sequence begins.
+    """
+    return "vision_config" not in json.loads((model_folder / "config.json").read_text())

@@ -1,0 +1,275 @@
+"""A policy from the name of a model and a few words; workers start when it is first asked.
+
+The words are those of the settings, and besides them the ones that users of transformers and of
+Megatron know: `torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` and so on.
+"""
+
+import difflib
+import itertools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.base import describe
+from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.training import (
+    DTensorTraining,
+    LoRAConfig,
+    MegatronTraining,
+    OptimizerConfig,
+)
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.session import ClusterSession, connect
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.infra.resources import count_gpus
+from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.models.policy.lm_policy import Policy
+
+_LOG = logging.getLogger(__name__)
+_numbers = itertools.count(1)
+
+
+class PolicyOptions(OptimizerConfig):
+    """What a short form takes besides the settings of its backend."""
+
+    dtype: DType = "float32"
+    seed: NonNegativeInt = 0
+    temperature: PositiveFloat = 1.0
+    max_tokens_per_microbatch: PositiveInt = 8192
+    max_new_tokens: PositiveInt = 100
+
+
+class PretrainedPolicy(PolicyInterface):
+    """A policy by the name of its model; the model as it was is its reference.
+
+    Args:
+        model_name: A hub name, or a folder in the transformers layout.
+        cluster: Where the workers run; by default on this machine, as many as hold one copy.
+        **options: Settings of the backend (`tensor_parallel_size`, `lora`, ...), of the optimizer
+            (`learning_rate`, ...), and those of `PolicyOptions`.
+
+    Attributes:
+        model_name: As given.
+        cluster: As given.
+
+    Raises:
+        ConfigError: For an option that does not exist (names the nearest one) or does not fit.
+        ModelError: When first asked, if there is no such model.
+    """
+
+    training_class: ClassVar[type[DTensorTraining] | type[MegatronTraining]]
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Words of other libraries for settings of this one."""
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """Words that are accepted, and why they change nothing."""
+
+    def __init__(
+        self,
+        model_name: str | Path,
+        cluster: ClusterSession | RayVirtualCluster | None = None,
+        **options: Any,
+    ) -> None:
+        self.model_name = str(model_name)
+        self.cluster = cluster
+        named = self._renamed(options)
+        backend = self.training_class.model_fields
+        _refuse_unknown(named, {*backend, *PolicyOptions.model_fields} - {"backend"})
+        try:
+            self._training = self.training_class.model_validate(
+                {key: value for key, value in named.items() if key in backend}
+            )
+            self._options = PolicyOptions.model_validate(
+                {key: value for key, value in named.items() if key not in backend}
+            )
+        except ValidationError as error:
+            raise describe(error) from error
+        self._options_given = {
+            key: getattr(self._options, key) for key in named if key not in backend
+        }
+        self._name = f"{type(self).__name__} {next(_numbers)}"
+        self._trained: Path | None = None
+        self._running: Policy | None = None
+
+    def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        named = {}
+        for word, value in options.items():
+            if word in self.without_effect:
+                _LOG.warning("%s has no effect: %s", word, self.without_effect[word])
+            else:
+                named[self.aliases.get(word, word)] = value
+        if "dtype" in named:  # a name, or the type itself
+            named["dtype"] = str(named["dtype"]).removeprefix("torch.")
+        return named
+
+    @property
+    def policy(self) -> Policy:
+        """The policy proper; its workers are started, or taken, when first asked for."""
+        if self._running is None:
+            cluster = self.cluster or connect(self._one_copy())
+            self._running = Policy(cluster, self._setup(), name=self._name)
+        return self._running
+
+    def _one_copy(self) -> ClusterConfig:
+        shape: ShapeName = "gpus" if count_gpus() else "laptop"
+        return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
+
+    def words(self, cluster: RayVirtualCluster | None = None) -> dict[str, Any]:
+        """The options as a trainer's `from_pretrained` takes them.
+
+        Args:
+            cluster: That the trainer was given; None where it has none, and trains one copy of the
+                model on this machine.
+        """
+        config = self._one_copy()
+        if cluster is not None:
+            shape: ShapeName = "gpus" if cluster.use_gpus else "laptop"
+            config = ClusterConfig(shape=shape, num_workers=cluster.world_size)
+        return {"training": self._training, "cluster": config, **self._options_given}
+
+    def _setup(self) -> TrainingSetup:
+        base = _local_folder(self.model_name)
+        options = self._options
+        return TrainingSetup(
+            model_folder=self._trained or base,
+            reference_folder=base,
+            optimizer=options,
+            training=self._training,
+            max_tokens_per_microbatch=options.max_tokens_per_microbatch,
+            temperature=options.temperature,
+            dtype=options.dtype,
+            seed=options.seed,
+        )
+
+    def go_on_from(self, model_folder: Path) -> None:
+        """Takes over trained weights, with a new optimizer, when asked next.
+
+        Args:
+            model_folder: In the transformers layout; of the same architecture.
+        """
+        self.shutdown()
+        self._trained = model_folder
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`logprobs [B, T-1]` under the weights being trained."""
+        return self.policy.get_logprobs(data)
+
+    def get_reference_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """`logprobs [B, T-1]` under the model as it was."""
+        return self.policy.get_reference_logprobs(data)
+
+    def get_reference_topk_logprobs(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+        """`topk_ids` and `topk_logprobs [B, T-1, k]` under the model as it was."""
+        return self.policy.get_reference_topk_logprobs(data, k)
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
+        """One optimizer step over the whole batch."""
+        return self.policy.train(data, loss_fn)
+
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
+        """Completes `input_ids [B, T]`, whose lengths `attention_mask [B, T]` may say too."""
+        if "input_lengths" not in data:
+            data = BatchedDataDict({**data, "input_lengths": data["attention_mask"].sum(dim=1)})
+        return self.policy.generate(data, greedy, max_new_tokens=self._options.max_new_tokens)
+
+    def shutdown(self) -> None:
+        """Ends the workers; what they learnt since is gone. May be called again."""
+        if self._running is not None:
+            self._running.shutdown()
+        self._running = None
+
+
+class HuggingFacePolicy(PretrainedPolicy):
+    """Any transformers model, on the `dtensor` backend; options as `PretrainedPolicy` has them.
+
+    `load_in_8bit` and `load_in_4bit` load frozen quantised weights and train adapters on them.
+
+    Example:
+        >>> policy = HuggingFacePolicy("org/model", torch_dtype="bfloat16", tensor_parallel_size=2)
+        >>> words = policy.words(RayVirtualCluster([4]))
+        >>> words["training"].tensor_parallel_size, words["cluster"].num_workers, words["dtype"]
+        (2, 4, 'bfloat16')
+    """
+
+    training_class = DTensorTraining
+    aliases: ClassVar[Mapping[str, str]] = {
+        "torch_dtype": "dtype",
+        "tensor_model_parallel_size": "tensor_parallel_size",
+    }
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "device_map": "the cluster says where the ranks run",
+        "trust_remote_code": "code that comes with a model is never run",
+    }
+
+    def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        named = super()._renamed(options)
+        chosen = [word for word in ("8bit", "4bit") if named.pop(f"load_in_{word}", False)]
+        if len(chosen) > 1:
+            raise ConfigError(
+                "weights are loaded in one type",
+                expected="load_in_8bit or load_in_4bit",
+                got="both",
+                fix="leave one of them out",
+            )
+        if chosen:
+            named = {"lora": LoRAConfig(), **named, "weights": chosen[0]}
+        return named
+
+
+class MegatronPolicy(PretrainedPolicy):
+    """A model that Megatron-core knows, on the `megatron` backend, with Megatron's own words.
+
+    Example:
+        >>> policy = MegatronPolicy("org/model", pipeline_model_parallel_size=4)
+        >>> policy.words()["training"].pipeline_parallel_size
+        4
+    """
+
+    training_class = MegatronTraining
+    aliases: ClassVar[Mapping[str, str]] = {
+        "torch_dtype": "dtype",
+        "tensor_model_parallel_size": "tensor_parallel_size",
+        "pipeline_model_parallel_size": "pipeline_parallel_size",
+        "virtual_pipeline_model_parallel_size": "virtual_pipeline_size",
+        "expert_model_parallel_size": "expert_parallel_size",
+    }
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "use_flash_attention": "the fastest attention that is installed is taken anyway",
+    }
+
+
+def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
+    for word in named:
+        if word not in choices:
+            nearest = difflib.get_close_matches(word, sorted(choices), n=1, cutoff=0.5)
+            raise ConfigError(
+                f"a policy has no option {word!r}",
+                expected=f"one of {', '.join(sorted(choices))}",
+                got=word,
+                fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
+            )
+
+
+def _local_folder(model_name: str) -> Path:
+    """The model's folder; one from the hub is downloaded, or found where it was before."""
+    folder = Path(model_name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_name, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ModelError(
+            f"the model {model_name!r} cannot be loaded",
+            expected="a hub name, or a folder with config.json and *.safetensors",
+            got=str(error).splitlines()[0][:200],
+            fix="correct model_name; without a network, name a folder on this machine",
+        ) from error

@@ -1,0 +1,179 @@
+"""A policy over two ranks: rows go out by data parallelism and come back in order.
+
+The backend is a small one of this file, whose answers can be computed by hand: rank and row decide
+them. What real backends compute over ranks is tested beside them, without Ray.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
+from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync import combined_digest, make_buckets
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.models.policy import Policy
+
+
+class SumBackend:
+    """A training backend whose model is one number: the logprob of token i is `-weight * i`."""
+
+    def setup(self, setup: TrainingSetup) -> None:
+        join_process_group(timeout_seconds=60)
+        self.weight = torch.ones(1)
+        self.data_axis = setup.training.tensor_parallel_size == 1
+
+    def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        return -self.weight * batch["input_ids"][:, 1:] * batch["token_mask"]
+
+    def get_reference_topk_logprobs(self, batch: BatchedDataDict, k: int) -> Any:
+        ids = batch["input_ids"][:, 1:, None].expand(-1, -1, k)
+        return ids, -ids.float()
+
+    def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
+        # Which rank computed a row, and how many micro-batches it was given.
+        place = rank() + 10 * len(batch.microbatches or ())
+        return torch.full(batch["input_ids"].shape, float(place))
+
+    def train_step(self, batch: BatchedDataDict, loss_fn: Any) -> dict[str, float]:
+        total = torch.tensor(float(loss_fn(batch)))
+        if self.data_axis:
+            torch.distributed.all_reduce(total)
+        self.weight += total
+        return {"loss": total.item()}
+
+    def weight_buckets(self) -> Any:
+        torch.distributed.all_reduce(torch.ones(1))  # a collective: all ranks must be asked
+        buckets = list(make_buckets([("weight", self.weight)])) if rank() == 0 else []
+        return buckets, combined_digest(bucket.digest for bucket in buckets)
+
+    def save_checkpoint(self, path: Path) -> None:
+        (path / f"rank_{rank()}_of_{world_size()}").write_text(str(self.weight.item()))
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.weight = torch.tensor([float(next(path.glob(f"rank_{rank()}_*")).read_text())])
+
+    def peak_memory_gib(self) -> float:
+        return 1.0
+
+
+def batch_of(size: int, *, pairs: bool = False) -> BatchedDataDict:
+    """Rows of different lengths; row i holds the token i + 1, so that sums tell rows apart."""
+    lengths = torch.tensor([3 + (5 * row) % 4 for row in range(size)], dtype=torch.long)
+    places = torch.arange(6)
+    ids = torch.where(places < lengths[:, None], torch.arange(1, size + 1)[:, None], 0)
+    columns = {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": places[1:] < lengths[:, None],
+        "sample_mask": torch.ones(size),
+    }
+    if pairs:
+        columns["pair_ids"] = torch.arange(size) // 2
+    return BatchedDataDict(columns)
+
+
+def total_of_firsts(batch: BatchedDataDict) -> torch.Tensor:
+    return batch["input_ids"][:, 0].sum()
+
+
+@pytest.fixture(scope="module")
+def setup(tiny_model: Path) -> TrainingSetup:
+    return TrainingSetup(
+        model_folder=tiny_model, optimizer=OptimizerConfig(), max_tokens_per_microbatch=12
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(session: ClusterSession) -> Iterator[RayVirtualCluster]:
+    with RayVirtualCluster([2], use_gpus=False, num_cpus_per_bundle=0.01) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def small_backend() -> Iterator[None]:
+    _TRAINING_BACKENDS["dtensor"] = SumBackend  # the built-in one is found again afterwards
+    yield
+    del _TRAINING_BACKENDS._registered["dtensor"]
+
+
+@pytest.fixture(scope="module")
+def policy(
+    small_backend: None, cluster: RayVirtualCluster, setup: TrainingSetup
+) -> Iterator[Policy]:
+    policy = Policy(cluster, setup)
+    yield policy
+    policy.shutdown()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_rows_come_back_in_order(policy: Policy, size: int) -> None:
+    batch = batch_of(size)
+    expected = -batch["input_ids"][:, 1:].float() * batch["token_mask"]
+    logprobs = policy.get_logprobs(batch)["logprobs"]
+    assert torch.equal(logprobs / logprobs[0, 0], expected / expected[0, 0])
+    top = policy.get_reference_topk_logprobs(batch, 2)
+    assert torch.equal(top["topk_ids"], batch["input_ids"][:, 1:, None].expand(-1, -1, 2))
+    assert torch.equal(top["topk_logprobs"], -top["topk_ids"].float())
+
+
+def test_both_ranks_work_as_many_microbatches_and_pairs_stay_together(policy: Policy) -> None:
+    values = policy.get_values(batch_of(8, pairs=True))["values"]
+    ranks, counts = values[:, 0] % 10, values[:, 0] // 10
+    assert set(ranks.tolist()) == {0, 1}
+    assert counts.unique().numel() == 1
+    assert counts[0] >= 1
+    assert torch.equal(ranks[0::2], ranks[1::2])
+
+
+def test_a_step_is_one_step_of_all_ranks(policy: Policy, tmp_path: Path) -> None:
+    before = policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item()
+    assert policy.train(batch_of(7), total_of_firsts) == {"loss": 28.0}  # 1 + 2 + ... + 7
+    after = policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item()
+    assert after == before - 28.0
+    assert policy.peak_memory_gib() == 2.0
+    policy.save_checkpoint(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["rank_0_of_2", "rank_1_of_2"]
+    policy.train(batch_of(1), total_of_firsts)
+    policy.load_checkpoint(tmp_path)
+    assert policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item() == after
+
+
+def test_the_first_rank_sends_all_weights(policy: Policy) -> None:
+    import ray
+
+    reference, digest = policy.send_weights()
+    (bucket,) = ray.get(reference)
+    assert digest == combined_digest([bucket.digest])
+    assert [name for name, _ in bucket.named_tensors()] == ["weight"]
+
+
+def test_ranks_of_one_copy_see_the_same_rows(
+    small_backend: None, policy: Policy, setup: TrainingSetup, cluster: RayVirtualCluster
+) -> None:
+    policy.shutdown()
+    whole = Policy(cluster, replace(setup, training=DTensorTraining(tensor_parallel_size=2)))
+    batch = batch_of(5)
+    assert torch.equal(
+        whole.get_logprobs(batch)["logprobs"], -batch["input_ids"][:, 1:] * batch["token_mask"]
+    )
+    assert whole.train(batch, total_of_firsts) == {"loss": 15.0}
+    with pytest.raises(NotImplementedError, match="give the weights to an engine"):
+        whole.generate(batch, greedy=True)
+    whole.shutdown()
+    whole.shutdown()
+
+
+def test_part_of_a_copy_is_refused_before_anything_starts(setup: TrainingSetup) -> None:
+    two = RayVirtualCluster([2], use_gpus=False)
+    with pytest.raises(ConfigError, match="2 workers cannot hold whole copies"):
+        Policy(two, replace(setup, training=DTensorTraining(tensor_parallel_size=4)))

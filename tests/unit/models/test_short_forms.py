@@ -1,0 +1,89 @@
+"""Policies by the name of a model: which settings their words stand for; no worker starts."""
+
+import logging
+
+import pytest
+import torch
+
+from nemo_rl_core.algorithms import DPOTrainer
+from nemo_rl_core.distributed import RayVirtualCluster
+from nemo_rl_core.errors import ConfigError, ModelError
+from nemo_rl_core.models import HuggingFacePolicy, MegatronPolicy
+
+
+def test_the_words_of_the_documents_stand_for_settings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        policy = HuggingFacePolicy(
+            "org/model",
+            torch_dtype=torch.bfloat16,
+            device_map="auto",
+            trust_remote_code=True,
+            load_in_8bit=False,
+            load_in_4bit=True,
+            learning_rate=1e-5,
+        )
+    words = policy.words()
+    assert words["dtype"] == "bfloat16"
+    assert words["learning_rate"] == 1e-5
+    assert words["training"].weights == "4bit"
+    assert words["training"].lora.rank == 16
+    assert words["cluster"].num_workers == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert any("device_map has no effect: the cluster says" in text for text in said)
+    assert any("trust_remote_code has no effect" in text for text in said)
+
+
+def test_megatrons_words_stand_for_settings() -> None:
+    policy = MegatronPolicy(
+        model_name="llama3.1-8b",
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        sequence_parallel=True,
+        use_flash_attention=True,
+    )
+    training = policy.words()["training"]
+    assert training.backend == "megatron"
+    assert training.tensor_parallel_size == 2
+    assert training.pipeline_parallel_size == 4
+    assert training.sequence_parallel
+    assert policy.words()["cluster"].num_workers == 8
+    assert policy.words(RayVirtualCluster([8, 8]))["cluster"].num_workers == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "fix"),
+    [
+        ({"lerning_rate": 1.0}, "no option 'lerning_rate'", "learning_rate"),
+        ({"backend": "megatron"}, "no option 'backend'", "leave it out"),
+        ({"torch_dtype": "float8"}, "is not valid", "change the named value"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "one type", "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict, message: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        HuggingFacePolicy("org/model", **options)
+    assert fix in caught.value.fix
+
+
+def test_a_model_that_is_not_there_is_refused_when_asked() -> None:
+    policy = HuggingFacePolicy("no/such/model/anywhere")
+    with pytest.raises(ModelError, match="'no/such/model/anywhere' cannot be loaded"):
+        _ = policy.policy
+    policy.shutdown()
+
+
+def test_a_trainer_reads_a_policys_words() -> None:
+    policy = HuggingFacePolicy("org/model", dtype="bfloat16", learning_rate=1e-5, seed=3)
+    trainer = DPOTrainer(policy, RayVirtualCluster([4], use_gpus=False))
+    assert trainer.model == "org/model"
+    assert trainer.settings.dtype == "bfloat16"
+    assert trainer.settings.seed == 3
+    assert trainer.config.learning_rate == 1e-5
+    assert trainer.settings.cluster.num_workers == trainer.session.cluster.world_size == 4
+    own = RayVirtualCluster([2], use_gpus=False)
+    assert DPOTrainer(HuggingFacePolicy("org/model", own)).session.cluster is own
+    assert DPOTrainer(policy, num_pairs_per_step=7).config.num_pairs_per_step == 7
+    with pytest.raises(ConfigError, match="no setting 'num_pairs'"):
+        DPOTrainer(policy, num_pairs=7)
+    with pytest.raises(ConfigError, match="no setting 'temperature'"):
+        DPOTrainer(HuggingFacePolicy("org/model", temperature=0.5))
