@@ -1,6 +1,5 @@
 """The training worker for transformers models."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
@@ -15,18 +15,13 @@ from nemo_rl_core.backends.training.dtensor.loading import (
 )
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
+from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.checkpointing import (
-    load_tensors,
-    optimizer_tensors,
-    restore_optimizer,
-    save_tensors,
-)
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 _PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
@@ -49,15 +44,9 @@ class DTensorBackend:
         self._policy.refuse_unless_faithful()
         self._reference: LogprobModel | None = None
         self._plans: dict[_PlanKey, list[Microbatch]] = {}
-        options = setup.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._policy.model.parameters(),
-            lr=options.learning_rate,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_epsilon,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        trained = dict(self._policy.model.named_parameters())
+        self._optimizer = build_optimizer(trained.items(), setup.optimizer)
+        self._trainer_state = TrainerState(self._optimizer, trained)
 
     def _language_model(self, folder: Path) -> LogprobModel:
         return LogprobModel(
@@ -119,9 +108,8 @@ class DTensorBackend:
                 "logprob that is not finite",
             )
         self._num_updates += 1
-        warmup = min(1.0, self._num_updates / max(options.num_warmup_steps, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * warmup
+            group["lr"] = learning_rate_at(self._num_updates, options)
         self._optimizer.step()
         return float(norm)
 
@@ -245,23 +233,29 @@ class DTensorBackend:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
-        self._policy.save(path / "model", load_tokenizer(self._setup.model_folder))
-        trainer = path / "trainer"
-        trainer.mkdir()
-        tensors = optimizer_tensors(self._optimizer, dict(self._policy.model.named_parameters()))
-        save_tensors(trainer / "optimizer.safetensors", tensors)
-        save_tensors(trainer / "random.safetensors", {"cpu": torch.get_rng_state()})
-        (trainer / "state.json").write_text(json.dumps({"num_updates": self._num_updates}))
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        tokenizer = load_tokenizer(self._setup.model_folder)
+        self._policy.save(path / "model", tokenizer, self.named_weights())
+        (path / "trainer").mkdir(exist_ok=True)
+        self._trainer_state.start_saving(path / "trainer", num_updates=self._num_updates)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        return self._trainer_state.is_saved()
+
+    def finish_checkpoint(self) -> None:
+        """Waits for what `start_checkpoint` began; the folder is whole then."""
+        self._trainer_state.finish_saving()
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
         self._policy.model.load_state_dict(load(path / "model").state_dict())
-        trainer = path / "trainer"
-        tensors = load_tensors(trainer / "optimizer.safetensors")
-        restore_optimizer(self._optimizer, dict(self._policy.model.named_parameters()), tensors)
-        torch.set_rng_state(load_tensors(trainer / "random.safetensors")["cpu"])
-        self._num_updates = json.loads((trainer / "state.json").read_text())["num_updates"]
+        self._num_updates = self._trainer_state.load(path / "trainer")
 
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""
