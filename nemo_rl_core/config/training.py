@@ -127,6 +127,15 @@ class DTensorTraining(Parallelism):
     weights: Literal["full", "8bit", "4bit"] = "full"
 
     @model_validator(mode="after")
+    def _adapters_are_not_split(self) -> "DTensorTraining":
+        if self.lora is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "adapters are not split over the ranks of tensor parallelism: "
+                "leave tensor_parallel_size at 1 (FSDP shards them), or leave lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _quantized_weights_are_frozen(self) -> "DTensorTraining":
         if self.weights != "full" and self.lora is None:
             raise ValueError(
