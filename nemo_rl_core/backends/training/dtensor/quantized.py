@@ -6,9 +6,13 @@ from typing import Any, Literal
 import torch
 
 from nemo_rl_core.backends.training.optimizers import require_bitsandbytes
+from nemo_rl_core.distributed.process_group import world_size
+from nemo_rl_core.errors import ConfigError
+
+Precision = Literal["full", "8bit", "4bit"]
 
 
-def loading_options(weights: Literal["full", "8bit", "4bit"]) -> dict[str, Any]:
+def loading_options(weights: Precision) -> dict[str, Any]:
     """What `from_pretrained` is told besides; nothing for full weights.
 
     Four bits are NormalFloat with the quantization constants quantized as well: Dettmers et al.
@@ -16,21 +20,29 @@ def loading_options(weights: Literal["full", "8bit", "4bit"]) -> dict[str, Any]:
 
     Raises:
         ResourceError: If bitsandbytes or a GPU is missing; nothing has been loaded then.
+        ConfigError: If there are several ranks.
     """
     if weights == "full":
         return {}
+    if world_size() > 1:
+        raise ConfigError(
+            f"weights: {weights} cannot be sharded over ranks",
+            expected="one rank",
+            got=f"{world_size()} ranks",
+            fix="set cluster.num_workers to 1, or leave training.weights out",
+        )
     require_bitsandbytes(f"weights: {weights}")
     from transformers import BitsAndBytesConfig
 
-    if weights == "8bit":
-        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    return {"quantization_config": config}
+    four_bits = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    }
+    config = BitsAndBytesConfig(**(four_bits if weights == "4bit" else {"load_in_8bit": True}))
+    # Quantized while being read: such a model cannot be moved afterwards.
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
 
 
 def dequantized_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
