@@ -1,8 +1,5 @@
 """The trainer's state: on other numbers of ranks, in the background, killed, damaged, foreign."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +65,9 @@ def save_on_ranks(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     train(model, optimizer, 3)
     state.finish_saving()
     assert state.is_saved()
-    assert not torch.equal(state_of(model, optimizer)["0.weight.exp_avg"], saved["0.weight.exp_avg"])
+    assert not torch.equal(
+        state_of(model, optimizer)["0.weight.exp_avg"], saved["0.weight.exp_avg"]
+    )
     return saved, random
 
 
@@ -179,5 +178,5 @@ def test_state_of_other_parameters_is_refused(saved: Path) -> None:
             TrainerState(optimizer, dict(model.named_parameters())).load(saved)
         assert not optimizer.state
     model = make_model()
-    with pytest.raises(StoreError, match="other weights, such as 0.bias"):
+    with pytest.raises(StoreError, match=r"other weights, such as 0\.bias"):
         saver(model, adamw(model)).load(saved)

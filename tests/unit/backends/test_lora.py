@@ -28,9 +28,7 @@ def make_batch() -> BatchedDataDict:
     return collate(rows, [[place > 0 for place in range(length)] for length in lengths])
 
 
-def make_backend(
-    folder: Path, training: DTensorTraining = LORA, **changes: Any
-) -> DTensorBackend:
+def make_backend(folder: Path, training: DTensorTraining = LORA, **changes: Any) -> DTensorBackend:
     backend = DTensorBackend()
     optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, adam_epsilon=EPSILON)
     backend.setup(
