@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.loading import (
@@ -13,11 +14,18 @@ from nemo_rl_core.backends.training.dtensor.loading import (
     load_scalar_model,
     shared_vocabulary_size,
 )
+from nemo_rl_core.backends.training.dtensor.mesh import join_mesh, local_device
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Part
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
-from nemo_rl_core.data.packing import Microbatch, plan_microbatches
+from nemo_rl_core.backends.training.dtensor.parallelize import parallelize, release, whole_tensor
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.optimizers import build_optimizer
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
@@ -29,40 +37,47 @@ from nemo_rl_core.infra.checkpointing import (
 )
 from nemo_rl_core.infra.timer import peak_memory_gib
 
-_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
-
 
 class DTensorBackend:
-    """One rank that trains a transformers model with AdamW (a `TrainingBackend`)."""
+    """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
+
+    Which ranks there are is read off the environment, and their axes off `TrainingSetup.training`.
+    """
 
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model, checks that it computes right when packed, and makes an optimizer."""
         torch.manual_seed(setup.seed)
         torch.use_deterministic_algorithms(True)
-        self._setup = setup
+        assert isinstance(setup.training, DTensorTraining)
+        self._setup, self._training = setup, setup.training
+        self._mesh = join_mesh(self._training)
         self._num_updates = 0
         self._policy: PackedModel
         if setup.head == "scalar":
-            self._policy = ScoreModel(load_scalar_model(setup.model_folder), dtype=setup.dtype)
+            model = self._parallel(load_scalar_model, setup.model_folder)
+            self._policy = ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
         else:
             self._policy = self._language_model(setup.model_folder)
-        self._policy.refuse_unless_faithful()
+        self._check(self._policy)
         self._reference: LogprobModel | None = None
-        self._plans: dict[_PlanKey, list[Microbatch]] = {}
-        options = setup.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._policy.model.parameters(),
-            lr=options.learning_rate,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_epsilon,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
+        self._optimizer = build_optimizer(self._policy.model.named_parameters(), setup.optimizer)
 
     def _language_model(self, folder: Path) -> LogprobModel:
         return LogprobModel(
-            load_causal_model(folder), temperature=self._setup.temperature, dtype=self._setup.dtype
+            self._parallel(load_causal_model, folder),
+            temperature=self._setup.temperature,
+            dtype=self._setup.dtype,
+            mesh=self._mesh,
         )
+
+    def _parallel(self, load: Callable[[Path], Any], folder: Path) -> Any:
+        check_tensor_parallel(folder, self._training)
+        return parallelize(load(folder), self._training, self._mesh, dtype=self._setup.dtype)
+
+    def _check(self, model: PackedModel) -> None:
+        model.refuse_unless_faithful()
+        release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step over the whole batch, split into micro-batches.
@@ -82,12 +97,15 @@ class DTensorBackend:
             ConsistencyError: If the gradient is not finite; the weights stay as they were.
         """
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
-        global_valid_tokens = mask.sum().float()
-        global_valid_seqs = batch["sample_mask"].sum().float()
+        global_valid_tokens = self._over_ranks(mask.sum().float())
+        global_valid_seqs = self._over_ranks(batch["sample_mask"].sum().float())
         totals: dict[str, torch.Tensor] = {}
         self._optimizer.zero_grad(set_to_none=True)
-        for part, microbatch in self._microbatches(self._policy, batch):
-            outputs, part_of_loss = self._policy.loss_inputs(part, microbatch)
+        for part in self._parts(self._policy, batch):
+            outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.plan)
+            if part.is_filler:
+                torch.autograd.backward(outputs.sum() * 0)
+                continue
             loss, metrics = loss_fn(
                 outputs,
                 part_of_loss,
@@ -98,18 +116,23 @@ class DTensorBackend:
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         norm = self._update()
+        summed = {name: value.item() for name, value in totals.items()}
         return {
-            **{name: value.item() for name, value in totals.items()},
+            **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
             "grad_norm": norm,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "num_valid_tokens": global_valid_tokens.item(),
         }
 
+    def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self._mesh is None else self._mesh.data_sum(value)
+
     def _update(self) -> float:
         options = self._setup.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._policy.model.parameters(), options.max_grad_norm
-        ).item()
+        parameters = [p for p in self._policy.model.parameters() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        norm = total.item()
         if not norm < float("inf"):
             raise ConsistencyError(
                 f"the gradient of optimizer step {self._num_updates + 1} is not finite",
@@ -118,6 +141,7 @@ class DTensorBackend:
                 fix="lower learning_rate, or look at the completions of this step for a reward or "
                 "logprob that is not finite",
             )
+        torch.nn.utils.clip_grads_with_norm_(parameters, options.max_grad_norm, total)
         self._num_updates += 1
         warmup = min(1.0, self._num_updates / max(options.num_warmup_steps, 1))
         for group in self._optimizer.param_groups:
@@ -192,9 +216,12 @@ class DTensorBackend:
         into: Sequence[torch.Tensor],
     ) -> None:
         """Writes what each micro-batch gives into the rows of tensors `[B, ...]` on the CPU."""
-        for part, microbatch in self._microbatches(model, batch):
-            for whole, values in zip(into, compute(part, microbatch), strict=True):
-                whole[microbatch.indices, : values.shape[1]] = values.cpu()
+        for part in self._parts(model, batch):
+            computed = compute(part.batch, part.plan)
+            if not part.is_filler:
+                for whole, values in zip(into, computed, strict=True):
+                    whole[part.plan.indices, : values.shape[1]] = values.cpu()
+        release(model.model)
 
     def _with_lm_head(self) -> LogprobModel:
         if not isinstance(self._policy, LogprobModel):
@@ -208,38 +235,33 @@ class DTensorBackend:
                 raise ValueError("logprobs of the reference need a setup with a reference_folder")
             self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
             self._reference = self._language_model(folder)
-            self._reference.refuse_unless_faithful()
+            self._check(self._reference)
         return self._reference
 
-    def _microbatches(
-        self, model: PackedModel, batch: BatchedDataDict
-    ) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
-        lengths = tuple(batch["input_lengths"].tolist())
-        pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        key = lengths, pairs, model.shares_rows
-        if key not in self._plans:
-            # A step asks three times with the same lengths: old logprobs, reference, training.
-            budget = self._setup.max_tokens_per_microbatch
-            plan = plan_microbatches(
-                lengths, max_tokens=budget, bundles=pairs, share_rows=model.shares_rows
-            )
-            self._plans = {key: plan}
-        for microbatch in self._plans[key]:
-            part = batch.select_indices(microbatch.indices).to(model.model.device)
-            width = int(part["input_lengths"].max())
-            yield _cropped(part, width), microbatch
+    def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[Part]:
+        return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as the transformers checkpoint names them, tied ones once."""
+        """Whole weights, one at a time, as the transformers checkpoint names them; tied ones once.
+
+        A collective: every rank must go through all of it.
+        """
         seen: set[int] = set()
         for name, tensor in self._policy.model.state_dict(keep_vars=True).items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield name, tensor.detach()
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, whole_tensor(tensor)
 
     def weight_buckets(self) -> tuple[list[WeightBucket], str]:
-        """The weights in the type the engine computes with, and the digest of all of them."""
+        """The weights in the type the engine computes with, and the digest of all of them.
+
+        A collective; ranks other than 0 get no buckets.
+        """
         dtype = getattr(torch, self._setup.dtype)
+        if rank() != 0:
+            for _ in self.named_weights():
+                pass
+            return [], combined_digest([])
         buckets = list(make_buckets((name, w.to(dtype)) for name, w in self.named_weights()))
         return buckets, combined_digest(bucket.digest for bucket in buckets)
 
@@ -279,20 +301,3 @@ def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
         got=f"head={got!r}",
         fix=f"set TrainingSetup.head to {expected!r}, or ask another model",
     )
-
-
-def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches.
-
-    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
-    what has another width does not run along the tokens.
-    """
-    padded = part["input_ids"].shape[1]
-    widths = {padded: width, padded - 1: width - 1}
-
-    def crop(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value[:, : widths.get(value.shape[1])]
-        return value
-
-    return type(part)({name: crop(value) for name, value in part.items()})
