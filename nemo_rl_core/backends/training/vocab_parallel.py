@@ -46,7 +46,7 @@ def vocab_parallel_logprobs_from_hidden(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight_shard = hidden.to(dtype), weight_shard.to(dtype)
         bias_shard = None if bias_shard is None else bias_shard.to(dtype)
-    logprobs: Tensor = _VocabParallelLogprobs.apply(
+    logprobs: Tensor = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight_shard, bias_shard, token_ids, (group, vocab_start, temperature, chunk_size)
     )
     return logprobs
@@ -104,7 +104,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     """Keeps `[N]` log-sums of the forward pass and makes the logits of a chunk again."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,

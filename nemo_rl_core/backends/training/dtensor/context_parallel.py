@@ -80,7 +80,7 @@ def gathered_parts(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tenso
 
 def sum_parts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks that each hold some places and 0 at the others; used alike by all."""
-    total: Tensor = _SumParts.apply(values, group)
+    total: Tensor = _SumParts.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -88,7 +88,7 @@ class _SumParts(torch.autograd.Function):
     """The gradient of a place goes to all; only the rank that computed it has a use for it."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = values.clone()
         dist.all_reduce(total, group=group)
         return total
@@ -102,15 +102,15 @@ class _WholeRows(torch.autograd.Function):
     """`[R, H, L / ranks, E]` of each rank to `[R, H, L, E]`; gradients add up over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return gathered_parts(part, group, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        parts = torch.stack(gradients[0].chunk(dist.get_world_size(ctx.group), dim=2))
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts, group=ctx.group)
+        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=2)
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_single(own, torch.cat(parts), group=ctx.group)
         return own, None
 
 
@@ -132,5 +132,13 @@ def _attend_to_whole_rows(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    key, value = (_WholeRows.apply(part, module.context_group) for part in (key, value))
-    return sdpa_attention_forward(module, query, key, value, *arguments, **options)
+    key, value = (_whole_rows(part, module.context_group) for part in (key, value))
+    attended: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, *arguments, **options
+    )
+    return attended
+
+
+def _whole_rows(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole: Tensor = _WholeRows.apply(part, group)  # type: ignore[no-untyped-call]
+    return whole

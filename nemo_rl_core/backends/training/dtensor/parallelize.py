@@ -23,6 +23,8 @@ from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
 
+_WITHIN = "call_within_root"
+
 
 def parallelize(
     model: Any, training: DTensorTraining, mesh: RankMesh | None, *, dtype: DType
@@ -83,8 +85,8 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
             # The loss is divided by the numbers of the whole step: gradients add up.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
-    model.within = MethodType(_within, model)
-    register_fsdp_forward_method(model, "within")
+    setattr(model, _WITHIN, MethodType(_within, model))
+    register_fsdp_forward_method(model, _WITHIN)
     return model if training.cpu_offload else model.to(local_device())
 
 
@@ -99,7 +101,7 @@ def run_within(model: Any, function: Any) -> Any:
     Under FSDP2 only modules that are called have whole weights; `function` may use those of all
     modules outside the decoder's layers. What it returns must be one tensor or a tuple of them.
     """
-    return model.within(function) if isinstance(model, FSDPModule) else function()
+    return getattr(model, _WITHIN)(function) if isinstance(model, FSDPModule) else function()
 
 
 def release(model: Any) -> None:
@@ -127,5 +129,6 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     # Shards kept on the CPU travel over the mesh's own device.
-    whole: torch.Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
-    return whole
+    shards = tensor.detach().to(tensor.device_mesh.device_type)
+    assert isinstance(shards, DTensor)
+    return shards.full_tensor()

@@ -36,8 +36,7 @@ _LINEAR_LAYERS: dict[str, Direction] = {
     "*.mlp.down_proj": "rowwise",
 }
 """Blocks of the Llama, Mistral, Qwen2, Qwen3 and Gemma types, which name them alike."""
-_HEAD_NORMS = ("q_norm", "k_norm")
-_TOKENS = Shard(1)
+_TOKENS, _HEADS = Shard(1), Shard(2)
 
 
 class _WholeWeights(ParallelStyle):
@@ -60,9 +59,8 @@ class _WholeWeights(ParallelStyle):
         first, *others = inputs
         return DTensor.from_local(first, mesh, [self._layout], run_check=False), *others
 
-    def _local_output(self, _: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-        local: Tensor = output.redistribute(mesh, [self._output]).to_local()
-        return local
+    def _local_output(self, _: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(mesh, [self._output]).to_local()
 
 
 def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
@@ -115,46 +113,52 @@ def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMes
 def _plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
     residual: Placement = _TOKENS if training.sequence_parallel else Replicate()
     linear = training.tensor_parallel_plan or _LINEAR_LAYERS
-    decoder = model.get_decoder()
-    special: dict[nn.Module, ParallelStyle] = {
-        model.get_input_embeddings(): RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Replicate()
-        ),
-        decoder.norm: _WholeWeights(residual, output=Replicate()),
-    }
-    if (head := model.get_output_embeddings()) is not None:
-        special[head] = ColwiseParallel(output_layouts=Replicate())
-    if (scalar := getattr(model, SCALAR_HEAD, None)) is not None:
-        special[scalar] = _WholeWeights(Replicate())
+    special = _outside_layers(model, residual)
     plan: dict[str, ParallelStyle] = {}
     unknown: list[str] = []
     for name, module in model.named_modules():
         direction = next((style for pattern, style in linear.items() if fnmatch(name, pattern)), "")
-        leaf = name.rpartition(".")[2]
         if module in special:
             plan[name] = special[module]
         elif direction == "colwise":
             plan[name] = ColwiseParallel()
         elif direction == "rowwise":
             plan[name] = RowwiseParallel(output_layouts=residual)
-        elif leaf == "self_attn":
-            plan[name] = PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": residual},
-                desired_input_kwarg_layouts={"hidden_states": Replicate()},
-            )
-        elif leaf == "mlp":
-            plan[name] = PrepareModuleInput(
-                input_layouts=residual, desired_input_layouts=Replicate()
-            )
-        elif leaf in _HEAD_NORMS:
-            plan[name] = _WholeWeights(Shard(2))
-        elif _is_layer_norm(name, module):
-            plan[name] = _WholeWeights(residual)
+        elif (style := _inside_layer(name, module, residual)) is not None:
+            plan[name] = style
         elif list(module.parameters(recurse=False)):
             unknown.append(name)
     if unknown:
         raise _unknown_layers(type(model).__name__, unknown)
     return plan
+
+
+def _outside_layers(model: Any, residual: Placement) -> dict[nn.Module | None, ParallelStyle]:
+    """Embedding and head over the vocabulary; what the head reads is whole again."""
+    whole = Replicate()
+    return {
+        model.get_output_embeddings(): ColwiseParallel(output_layouts=whole),
+        getattr(model, SCALAR_HEAD, None): _WholeWeights(whole),
+        model.get_input_embeddings(): RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        getattr(model.get_decoder(), "norm", None): _WholeWeights(residual, output=whole),
+    }
+
+
+def _inside_layer(name: str, module: nn.Module, residual: Placement) -> ParallelStyle | None:
+    """The style of what is no linear layer, or None where there is nothing to do, or no known."""
+    whole = Replicate()
+    match name.rpartition(".")[2]:
+        case "self_attn":
+            return PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": residual},
+                desired_input_kwarg_layouts={"hidden_states": whole},
+            )
+        case "mlp":
+            return PrepareModuleInput(input_layouts=residual, desired_input_layouts=whole)
+        case "q_norm" | "k_norm":
+            return _WholeWeights(_HEADS)
+        case _:
+            return _WholeWeights(residual) if _is_layer_norm(name, module) else None
 
 
 def _is_layer_norm(name: str, module: nn.Module) -> bool:
