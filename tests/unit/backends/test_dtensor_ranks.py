@@ -54,33 +54,45 @@ def rows_of(data_rank: int, num_data_ranks: int) -> list[int]:
     return list(range(bounds[data_rank], bounds[data_rank + 1]))
 
 
-def trained(folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What each layout gives on this rank, from logprobs to the weights after the last step."""
+def make_backend(folder: Path, axes: dict[str, Any]) -> DTensorBackend:
+    optimizer = OptimizerConfig(
+        learning_rate=1e-2, weight_decay=0.1, num_warmup_steps=2, adam_epsilon=EPSILON
+    )
+    backend = DTensorBackend()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            optimizer=optimizer,
+            training=DTensorTraining(**axes),
+            max_tokens_per_microbatch=24,
+            reference_folder=folder,
+        )
+    )
+    return backend
+
+
+def make_shard(axes: dict[str, Any]) -> tuple[list[int], BatchedDataDict]:
+    ranks_per_replica = DTensorTraining(**axes).ranks_per_replica
+    rows = rows_of(rank() // ranks_per_replica, world_size() // ranks_per_replica)
+    return rows, make_batch().select_indices(rows)
+
+
+def trained(folder: Path, layouts: dict[str, dict[str, Any]], saved: Path) -> dict[str, Any]:
+    """What each layout gives on this rank, from logprobs to the weights after the last step.
+
+    What they have then is saved, and the next layout takes one more step from there.
+    """
     results: dict[str, Any] = {}
+    names = list(layouts)
     for name, axes in layouts.items():
-        training = DTensorTraining(**axes)
-        backend = DTensorBackend()
-        backend.setup(
-            TrainingSetup(
-                model_folder=folder,
-                optimizer=OptimizerConfig(
-                    learning_rate=1e-2,
-                    weight_decay=0.1,
-                    num_warmup_steps=2,
-                    adam_epsilon=EPSILON,
-                ),
-                training=training,
-                max_tokens_per_microbatch=24,
-                reference_folder=folder,
-            )
-        )
-        rows = rows_of(
-            rank() // training.ranks_per_replica, world_size() // training.ranks_per_replica
-        )
-        shard = make_batch().select_indices(rows)
+        backend = make_backend(folder, axes)
+        rows, shard = make_shard(axes)
         logprobs = backend.get_logprobs(shard)
         reference = backend.get_reference_topk_logprobs(shard, 3)
         steps = [backend.train_step(shard, NLLLoss()) for _ in range(NUM_STEPS)]
+        checkpoint = saved / name
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        backend.save_checkpoint(checkpoint)
         results[name] = {
             "rows": rows,
             "logprobs": logprobs,
@@ -91,6 +103,11 @@ def trained(folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "buckets": len(backend.weight_buckets()[0]),
         }
         backend.shutdown()
+        other = layouts[names[(names.index(name) + 1) % len(names)]]
+        resumed = make_backend(folder, other)
+        resumed.load_checkpoint(checkpoint)
+        steps.append(resumed.train_step(make_shard(other)[1], NLLLoss()))
+        resumed.shutdown()
     return results
 
 
@@ -116,7 +133,10 @@ def plain_training(folder: Path) -> dict[str, Any]:
     )
     first = plain_logprobs(model, batch).detach()
     steps = []
-    for step in range(NUM_STEPS):
+    for step in range(NUM_STEPS + 1):
+        if step == NUM_STEPS:
+            weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            last = plain_logprobs(model, batch).detach()
         optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
         optimizer.zero_grad()
         loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
@@ -124,13 +144,7 @@ def plain_training(folder: Path) -> dict[str, Any]:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps.append((loss.item(), norm.item()))
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    return {
-        "logprobs": first,
-        "steps": steps,
-        "weights": weights,
-        "last": plain_logprobs(model, batch).detach(),
-    }
+    return {"logprobs": first, "steps": steps, "weights": weights, "last": last}
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -148,12 +162,15 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_every_layout_follows_the_plain_loop(
-    tiny_model: Path, num_ranks: int, layouts: dict[str, dict[str, Any]]
+    tiny_model: Path, tmp_path: Path, num_ranks: int, layouts: dict[str, dict[str, Any]]
 ) -> None:
     expected = plain_training(tiny_model)
-    alone = trained(tiny_model, {"alone": {}})["alone"]
+    alone = trained(tiny_model, {"alone": {}}, tmp_path)["alone"]
     compare(alone, expected)
-    for place, results in enumerate(run_ranks(trained, tiny_model, layouts, world_size=num_ranks)):
+    found_by_rank = run_ranks(
+        trained, tiny_model, layouts, tmp_path, world_size=num_ranks, timeout_seconds=900.0
+    )
+    for place, results in enumerate(found_by_rank):
         for found in results.values():
             compare(found, expected)
             ids, logprobs = found["reference"]

@@ -1,7 +1,7 @@
 """The training worker for transformers models."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
     shared_vocabulary_size,
 )
+from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh, local_device
 from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Part
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
-from nemo_rl_core.backends.training.dtensor.parallelize import parallelize, release, whole_tensor
+from nemo_rl_core.backends.training.dtensor.parallelize import (
+    load_whole,
+    parallelize,
+    release,
+    whole_tensor,
+)
+from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
-from nemo_rl_core.backends.training.optimizers import build_optimizer
+from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -29,12 +37,6 @@ from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.checkpointing import (
-    load_tensors,
-    optimizer_tensors,
-    restore_optimizer,
-    save_tensors,
-)
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 
@@ -54,26 +56,36 @@ class DTensorBackend:
         self._num_updates = 0
         self._policy: PackedModel
         if setup.head == "scalar":
-            model = self._parallel(load_scalar_model, setup.model_folder)
+            model = self._trainable(load_scalar_model)
             self._policy = ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
         else:
-            self._policy = self._language_model(setup.model_folder)
+            self._policy = self._language_model(self._trainable(load_causal_model))
         self._check(self._policy)
         self._reference: LogprobModel | None = None
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
-        self._optimizer = build_optimizer(self._policy.model.named_parameters(), setup.optimizer)
+        adapters = self._adapters.trained if self._adapters else None
+        trained = adapters or dict(self._policy.model.named_parameters())
+        self._optimizer = build_optimizer(trained.items(), setup.optimizer)
+        self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
 
-    def _language_model(self, folder: Path) -> LogprobModel:
+    def _trainable(self, load: Callable[..., Any]) -> Any:
+        training, folder = self._training, self._setup.model_folder
+        check_tensor_parallel(folder, training)
+        model = load(folder, weights=training.weights)
+        lora = training.lora
+        self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
+        return self._parallel(model)
+
+    def _parallel(self, model: Any) -> Any:
+        return parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
+
+    def _language_model(self, model: Any) -> LogprobModel:
         return LogprobModel(
-            self._parallel(load_causal_model, folder),
+            model,
             temperature=self._setup.temperature,
             dtype=self._setup.dtype,
             mesh=self._mesh,
         )
-
-    def _parallel(self, load: Callable[[Path], Any], folder: Path) -> Any:
-        check_tensor_parallel(folder, self._training)
-        return parallelize(load(folder), self._training, self._mesh, dtype=self._setup.dtype)
 
     def _check(self, model: PackedModel) -> None:
         model.refuse_unless_faithful()
@@ -143,9 +155,8 @@ class DTensorBackend:
             )
         torch.nn.utils.clip_grads_with_norm_(parameters, options.max_grad_norm, total)
         self._num_updates += 1
-        warmup = min(1.0, self._num_updates / max(options.num_warmup_steps, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * warmup
+            group["lr"] = learning_rate_at(self._num_updates, options)
         self._optimizer.step()
         return float(norm)
 
@@ -155,7 +166,8 @@ class DTensorBackend:
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
-        return self._all_logprobs(self._loaded_reference(), batch)
+        with self._reference_model() as reference:
+            return self._all_logprobs(reference, batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
@@ -170,25 +182,26 @@ class DTensorBackend:
             ModelError: If the reference has another vocabulary.
             ConfigError: If there are fewer than k tokens.
         """
-        trained, reference = self._with_lm_head(), self._loaded_reference()
-        # Rows that only one of the heads has stand for no token; the student could not learn them.
-        num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
-        if not 1 <= k <= num_ids:
-            raise ConfigError(
-                f"the {k} likeliest tokens cannot be chosen",
-                expected=f"k from 1 to the vocabulary's {num_ids} tokens",
-                got=str(k),
-                fix="change k",
+        trained = self._with_lm_head()
+        with self._reference_model() as reference:
+            # Rows that only one head has stand for no token; the student could not learn them.
+            num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
+            if not 1 <= k <= num_ids:
+                raise ConfigError(
+                    f"the {k} likeliest tokens cannot be chosen",
+                    expected=f"k from 1 to the vocabulary's {num_ids} tokens",
+                    got=str(k),
+                    fix="change k",
+                )
+            shape = (*batch["token_mask"].shape, k)
+            ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+            self._compute(
+                reference,
+                batch,
+                lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
+                into=(ids, logprobs),
             )
-        shape = (*batch["token_mask"].shape, k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        self._compute(
-            reference,
-            batch,
-            lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
-            into=(ids, logprobs),
-        )
-        return ids, logprobs
+            return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T]` values under the weights being trained; reads only ids and lengths."""
@@ -228,26 +241,42 @@ class DTensorBackend:
             raise _wrong_head("logprobs", expected="lm", got="scalar")
         return self._policy
 
-    def _loaded_reference(self) -> LogprobModel:
+    @contextmanager
+    def _reference_model(self) -> Iterator[LogprobModel]:
+        """The reference, loaded when first asked for: the base under adapters, where it is that."""
+        folder = self._setup.reference_folder
+        if folder is None:
+            raise ValueError("logprobs of the reference need a setup with a reference_folder")
+        self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
+        if self._adapters and self._adapters.base_is(folder):
+            with self._adapters.off():
+                yield self._with_lm_head()
+            return
         if self._reference is None:
-            folder = self._setup.reference_folder
-            if folder is None:
-                raise ValueError("logprobs of the reference need a setup with a reference_folder")
-            self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
-            self._reference = self._language_model(folder)
+            check_tensor_parallel(folder, self._training)
+            model = self._parallel(load_causal_model(folder))
+            self._reference = self._language_model(model)
             self._check(self._reference)
-        return self._reference
+        yield self._reference
 
     def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[Part]:
         return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights, one at a time, as the transformers checkpoint names them; tied ones once.
+        """Whole weights as the transformers checkpoint names them, adapters merged, tied ones once.
 
-        A collective: every rank must go through all of it.
+        One at a time, and a collective: every rank must go through all of it.
         """
+        weights = self._own_weights()
+        return self._adapters.merged(weights) if self._adapters else weights
+
+    def _own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self._policy.model
+        if getattr(model, "is_quantized", False):
+            yield from dequantized_weights(model)
+            return
         seen: set[int] = set()
-        for name, tensor in self._policy.model.state_dict(keep_vars=True).items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, whole_tensor(tensor)
@@ -267,23 +296,35 @@ class DTensorBackend:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
-        self._policy.save(path / "model", load_tokenizer(self._setup.model_folder))
-        trainer = path / "trainer"
-        trainer.mkdir()
-        tensors = optimizer_tensors(self._optimizer, dict(self._policy.model.named_parameters()))
-        save_tensors(trainer / "optimizer.safetensors", tensors)
-        save_tensors(trainer / "random.safetensors", {"cpu": torch.get_rng_state()})
-        (trainer / "state.json").write_text(json.dumps({"num_updates": self._num_updates}))
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        tokenizer = load_tokenizer(self._setup.model_folder)
+        self._policy.save(path / "model", tokenizer, self.named_weights())
+        (path / "trainer").mkdir(exist_ok=True)
+        if self._adapters:
+            self._adapters.save(path / "trainer")
+        self._trainer_state.start_saving(path / "trainer", num_updates=self._num_updates)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        return self._trainer_state.is_saved()
+
+    def finish_checkpoint(self) -> None:
+        """Waits for what `start_checkpoint` began; the folder is whole then."""
+        self._trainer_state.finish_saving()
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
-        self._policy.model.load_state_dict(load(path / "model").state_dict())
-        trainer = path / "trainer"
-        tensors = load_tensors(trainer / "optimizer.safetensors")
-        restore_optimizer(self._optimizer, dict(self._policy.model.named_parameters()), tensors)
-        torch.set_rng_state(load_tensors(trainer / "random.safetensors")["cpu"])
-        self._num_updates = json.loads((trainer / "state.json").read_text())["num_updates"]
+        if self._adapters is None:
+            load_whole(self._policy.model, load(path / "model").state_dict())
+        elif not self._adapters.base_is(path / "trainer" / "base"):
+            base = path / "trainer" / "base"
+            self._adapters.replace_base(base, load(base).state_dict())
+        self._num_updates = self._trainer_state.load(path / "trainer")
 
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""

@@ -5,6 +5,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -58,7 +59,8 @@ def parallelize(
         if training.compile:
             layer.compile()
     if mesh is None:
-        return model.to(local_device())
+        # Quantized weights are on the device already, and cannot be moved.
+        return model if getattr(model, "is_quantized", False) else model.to(local_device())
     return _shard(model, training, mesh, dtype)
 
 
@@ -109,6 +111,11 @@ def release(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def load_whole(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """As `load_state_dict` of whole weights that every rank has; each keeps its shards."""
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
 
 
 @torch.no_grad()

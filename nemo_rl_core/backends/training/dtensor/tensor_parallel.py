@@ -67,13 +67,20 @@ def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
     """Refuses, before weights are read, a model whose heads the ranks cannot divide evenly.
 
     Raises:
-        ConfigError: Naming the number of heads.
+        ConfigError: Naming the number of heads; or if adapters are trained.
     """
     from transformers import AutoConfig
 
     size = training.tensor_parallel_size
     if size == 1:
         return
+    if training.lora is not None:
+        raise ConfigError(
+            "adapters cannot be split by tensor parallelism",
+            expected="lora with tensor_parallel_size: 1",
+            got=f"tensor_parallel_size: {size}",
+            fix="set tensor_parallel_size to 1: frozen weights are sharded over data ranks as well",
+        )
     config = AutoConfig.from_pretrained(folder).get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None) or size
