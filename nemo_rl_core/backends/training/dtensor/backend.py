@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.backends.training.dtensor.generation import generate
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
@@ -31,9 +32,9 @@ from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.distributed.process_group import rank, world_size
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
@@ -211,6 +212,46 @@ class DTensorBackend:
         values = torch.zeros(batch["input_ids"].shape)
         self._compute(model, batch, lambda part, plan: (model.values(part, plan),), into=(values,))
         return values
+
+    def generate(
+        self,
+        batch: BatchedDataDict,
+        *,
+        greedy: bool,
+        max_new_tokens: int,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> BatchedDataDict:
+        """Completes prompts under the weights being trained, by transformers' loop; see `generate`.
+
+        Args:
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`.
+            greedy: The likeliest token each time.
+            max_new_tokens: Of a completion.
+            temperature: Of the draws; that of the setup where None.
+            seed: Of the draws.
+
+        Raises:
+            ConfigError: If the weights are spread over several ranks.
+        """
+        model = self._with_lm_head().model
+        if self._mesh is not None:
+            raise ConfigError(
+                "transformers' generation loop runs on one rank with whole weights",
+                expected="one rank without cpu_offload",
+                got=f"{world_size()} ranks",
+                fix="generate with vLLM (generation.backend: vllm), or train on one rank",
+            )
+        folder = self._setup.model_folder
+        return generate(
+            model,
+            batch,
+            greedy=greedy,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature or self._setup.temperature,
+            stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
+            seed=seed,
+        )
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
