@@ -6,63 +6,91 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.backends.training.dtensor.generation import generate
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
     shared_vocabulary_size,
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
+from nemo_rl_core.backends.training.dtensor.mesh import join_mesh, local_device
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Part
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
+from nemo_rl_core.backends.training.dtensor.parallelize import (
+    load_whole,
+    parallelize,
+    release,
+    whole_tensor,
+)
 from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.packing import Microbatch, plan_microbatches
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.packing import Microbatch
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import rank, world_size
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.infra.timer import peak_memory_gib
 
-_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
-
 
 class DTensorBackend:
-    """One rank that trains a transformers model with AdamW (a `TrainingBackend`)."""
+    """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
+
+    Which ranks there are is read off the environment, and their axes off `TrainingSetup.training`.
+    """
 
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model, checks that it computes right when packed, and makes an optimizer."""
         torch.manual_seed(setup.seed)
         torch.use_deterministic_algorithms(True)
-        self._setup = setup
+        assert isinstance(setup.training, DTensorTraining)
+        self._setup, self._training = setup, setup.training
+        self._mesh = join_mesh(self._training)
         self._num_updates = 0
         self._policy: PackedModel
         if setup.head == "scalar":
-            self._policy = ScoreModel(self._trainable(load_scalar_model), dtype=setup.dtype)
+            model = self._trainable(load_scalar_model)
+            self._policy = ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
         else:
             self._policy = self._language_model(self._trainable(load_causal_model))
-        self._policy.refuse_unless_faithful()
+        self._check(self._policy)
         self._reference: LogprobModel | None = None
-        self._plans: dict[_PlanKey, list[Microbatch]] = {}
+        self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
         adapters = self._adapters.trained if self._adapters else None
         trained = adapters or dict(self._policy.model.named_parameters())
         self._optimizer = build_optimizer(trained.items(), setup.optimizer)
         self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
 
     def _trainable(self, load: Callable[..., Any]) -> Any:
-        training, folder = self._setup.training, self._setup.model_folder
-        assert isinstance(training, DTensorTraining)
+        training, folder = self._training, self._setup.model_folder
+        check_tensor_parallel(folder, training)
         model = load(folder, weights=training.weights)
         lora = training.lora
         self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
-        return model
+        return self._parallel(model)
+
+    def _parallel(self, model: Any) -> Any:
+        return parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
 
     def _language_model(self, model: Any) -> LogprobModel:
-        return LogprobModel(model, temperature=self._setup.temperature, dtype=self._setup.dtype)
+        return LogprobModel(
+            model,
+            temperature=self._setup.temperature,
+            dtype=self._setup.dtype,
+            mesh=self._mesh,
+        )
+
+    def _check(self, model: PackedModel) -> None:
+        model.refuse_unless_faithful()
+        release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step over the whole batch, split into micro-batches.
@@ -82,12 +110,15 @@ class DTensorBackend:
             ConsistencyError: If the gradient is not finite; the weights stay as they were.
         """
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
-        global_valid_tokens = mask.sum().float()
-        global_valid_seqs = batch["sample_mask"].sum().float()
+        global_valid_tokens = self._over_ranks(mask.sum().float())
+        global_valid_seqs = self._over_ranks(batch["sample_mask"].sum().float())
         totals: dict[str, torch.Tensor] = {}
         self._optimizer.zero_grad(set_to_none=True)
-        for part, microbatch in self._microbatches(self._policy, batch):
-            outputs, part_of_loss = self._policy.loss_inputs(part, microbatch)
+        for part in self._parts(self._policy, batch):
+            outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.plan)
+            if part.is_filler:
+                torch.autograd.backward(outputs.sum() * 0)
+                continue
             loss, metrics = loss_fn(
                 outputs,
                 part_of_loss,
@@ -98,18 +129,23 @@ class DTensorBackend:
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         norm = self._update()
+        summed = {name: value.item() for name, value in totals.items()}
         return {
-            **{name: value.item() for name, value in totals.items()},
+            **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
             "grad_norm": norm,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "num_valid_tokens": global_valid_tokens.item(),
         }
 
+    def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self._mesh is None else self._mesh.data_sum(value)
+
     def _update(self) -> float:
         options = self._setup.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._policy.model.parameters(), options.max_grad_norm
-        ).item()
+        parameters = [p for p in self._policy.model.parameters() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        norm = total.item()
         if not norm < float("inf"):
             raise ConsistencyError(
                 f"the gradient of optimizer step {self._num_updates + 1} is not finite",
@@ -118,6 +154,7 @@ class DTensorBackend:
                 fix="lower learning_rate, or look at the completions of this step for a reward or "
                 "logprob that is not finite",
             )
+        torch.nn.utils.clip_grads_with_norm_(parameters, options.max_grad_norm, total)
         self._num_updates += 1
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(self._num_updates, options)
@@ -148,7 +185,7 @@ class DTensorBackend:
         """
         trained = self._with_lm_head()
         with self._reference_model() as reference:
-            # Rows that only one of the heads has stand for no token; the student could not learn them.
+            # Rows that only one head has stand for no token; the student could not learn them.
             num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
             if not 1 <= k <= num_ids:
                 raise ConfigError(
@@ -176,6 +213,46 @@ class DTensorBackend:
         self._compute(model, batch, lambda part, plan: (model.values(part, plan),), into=(values,))
         return values
 
+    def generate(
+        self,
+        batch: BatchedDataDict,
+        *,
+        greedy: bool,
+        max_new_tokens: int,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> BatchedDataDict:
+        """Completes prompts under the weights being trained, by transformers' loop; see `generate`.
+
+        Args:
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`.
+            greedy: The likeliest token each time.
+            max_new_tokens: Of a completion.
+            temperature: Of the draws; that of the setup where None.
+            seed: Of the draws.
+
+        Raises:
+            ConfigError: If the weights are spread over several ranks.
+        """
+        model = self._with_lm_head().model
+        if self._mesh is not None:
+            raise ConfigError(
+                "transformers' generation loop runs on one rank with whole weights",
+                expected="one rank without cpu_offload",
+                got=f"{world_size()} ranks",
+                fix="generate with vLLM (generation.backend: vllm), or train on one rank",
+            )
+        folder = self._setup.model_folder
+        return generate(
+            model,
+            batch,
+            greedy=greedy,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature or self._setup.temperature,
+            stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
+            seed=seed,
+        )
+
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
         self._compute(
@@ -193,9 +270,12 @@ class DTensorBackend:
         into: Sequence[torch.Tensor],
     ) -> None:
         """Writes what each micro-batch gives into the rows of tensors `[B, ...]` on the CPU."""
-        for part, microbatch in self._microbatches(model, batch):
-            for whole, values in zip(into, compute(part, microbatch), strict=True):
-                whole[microbatch.indices, : values.shape[1]] = values.cpu()
+        for part in self._parts(model, batch):
+            computed = compute(part.batch, part.plan)
+            if not part.is_filler:
+                for whole, values in zip(into, computed, strict=True):
+                    whole[part.plan.indices, : values.shape[1]] = values.cpu()
+        release(model.model)
 
     def _with_lm_head(self) -> LogprobModel:
         if not isinstance(self._policy, LogprobModel):
@@ -214,30 +294,20 @@ class DTensorBackend:
                 yield self._with_lm_head()
             return
         if self._reference is None:
-            self._reference = self._language_model(load_causal_model(folder))
-            self._reference.refuse_unless_faithful()
+            check_tensor_parallel(folder, self._training)
+            model = self._parallel(load_causal_model(folder))
+            self._reference = self._language_model(model)
+            self._check(self._reference)
         yield self._reference
 
-    def _microbatches(
-        self, model: PackedModel, batch: BatchedDataDict
-    ) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
-        lengths = tuple(batch["input_lengths"].tolist())
-        pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        key = lengths, pairs, model.shares_rows
-        if key not in self._plans:
-            # A step asks three times with the same lengths: old logprobs, reference, training.
-            budget = self._setup.max_tokens_per_microbatch
-            plan = plan_microbatches(
-                lengths, max_tokens=budget, bundles=pairs, share_rows=model.shares_rows
-            )
-            self._plans = {key: plan}
-        for microbatch in self._plans[key]:
-            part = batch.select_indices(microbatch.indices).to(model.model.device)
-            width = int(part["input_lengths"].max())
-            yield _cropped(part, width), microbatch
+    def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[Part]:
+        return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as the transformers checkpoint names them, adapters merged, tied ones once."""
+        """Whole weights as the transformers checkpoint names them, adapters merged, tied ones once.
+
+        One at a time, and a collective: every rank must go through all of it.
+        """
         weights = self._own_weights()
         return self._adapters.merged(weights) if self._adapters else weights
 
@@ -248,13 +318,20 @@ class DTensorBackend:
             return
         seen: set[int] = set()
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield name, tensor.detach()
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, whole_tensor(tensor)
 
     def weight_buckets(self) -> tuple[list[WeightBucket], str]:
-        """The weights in the type the engine computes with, and the digest of all of them."""
+        """The weights in the type the engine computes with, and the digest of all of them.
+
+        A collective; ranks other than 0 get no buckets.
+        """
         dtype = getattr(torch, self._setup.dtype)
+        if rank() != 0:
+            for _ in self.named_weights():
+                pass
+            return [], combined_digest([])
         buckets = list(make_buckets((name, w.to(dtype)) for name, w in self.named_weights()))
         return buckets, combined_digest(bucket.digest for bucket in buckets)
 
@@ -284,7 +361,7 @@ class DTensorBackend:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
         if self._adapters is None:
-            self._policy.model.load_state_dict(load(path / "model").state_dict())
+            load_whole(self._policy.model, load(path / "model").state_dict())
         elif not self._adapters.base_is(path / "trainer" / "base"):
             base = path / "trainer" / "base"
             self._adapters.replace_base(base, load(base).state_dict())
@@ -306,20 +383,3 @@ def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
         got=f"head={got!r}",
         fix=f"set TrainingSetup.head to {expected!r}, or ask another model",
     )
-
-
-def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches.
-
-    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
-    what has another width does not run along the tokens.
-    """
-    padded = part["input_ids"].shape[1]
-    widths = {padded: width, padded - 1: width - 1}
-
-    def crop(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value[:, : widths.get(value.shape[1])]
-        return value
-
-    return type(part)({name: crop(value) for name, value in part.items()})

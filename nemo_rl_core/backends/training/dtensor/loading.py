@@ -15,7 +15,7 @@ SCALAR_HEAD = "score"
 
 
 def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
-    """Loads a transformers folder with float32 parameters, in evaluation mode (no dropout).
+    """Loads a transformers folder on the CPU, in float32, in evaluation mode (no dropout).
 
     A model that also reads images is loaded whole. `weights` other than `full` are quantized while
     they are read.
@@ -31,7 +31,7 @@ def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
         folder, dtype=torch.float32, output_loading_info=True, **loading_options(weights)
     )
     _refuse_missing(report["missing_keys"], folder)
-    return _on_device(model)
+    return model.eval()
 
 
 def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
@@ -45,7 +45,8 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
         weights: Other than `full`, quantized while they are read.
 
     Returns:
-        An `AutoModelForSequenceClassification` with float32 parameters, in evaluation mode.
+        An `AutoModelForSequenceClassification` with float32 parameters on the CPU, in
+        evaluation mode.
 
     Raises:
         ModelError: If the architecture has no scalar head without bias, if the folder holds a
@@ -73,7 +74,7 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
     _refuse_missing(missing - names, folder)
     if missing:
         torch.nn.init.zeros_(getattr(model, SCALAR_HEAD).weight)
-    return _on_device(model)
+    return model.eval()
 
 
 def scoring_pad_token_id(folder: Path) -> int:
@@ -127,12 +128,6 @@ def _declared(folder: Path) -> dict[str, Any]:
 
 def _architecture(folder: Path) -> str:
     return str((_declared(folder).get("architectures") or [""])[0])
-
-
-def _on_device(model: Any) -> Any:
-    if getattr(model, "is_quantized", False):  # there already
-        return model.eval()
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _refuse_missing(names: set[str], folder: Path) -> None:
