@@ -116,7 +116,8 @@ class Adapters:
         adapter, base = folder / "adapter", folder / "base"
         adapter.mkdir()
         save_tensors(adapter / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
-        described: dict[str, Any] = self._config.to_dict() | {"inference_mode": True}
+        described: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
+        described["inference_mode"] = True
         if hasattr(self._model, SCALAR_HEAD):
             described["modules_to_save"] = [SCALAR_HEAD]
         (adapter / "adapter_config.json").write_text(
