@@ -160,6 +160,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
         close(weight, expected["weights"][name], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_every_layout_follows_the_plain_loop(
     tiny_model: Path, tmp_path: Path, num_ranks: int, layouts: dict[str, dict[str, Any]]

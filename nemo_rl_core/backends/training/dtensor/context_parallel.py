@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.errors import ConfigError
 
 _ATTENTION = "context_parallel_sdpa"
@@ -28,11 +29,19 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
         group: The ranks of the context axis.
 
     Raises:
-        ConfigError: If some layers attend to a window, which the explicit mask has not.
+        ConfigError: If some layers attend to a window, which the explicit mask has not; or if the
+            model has a scalar head or reads images, whose own forward pass needs whole rows.
     """
     from transformers import AttentionInterface
 
     decoder = model.get_decoder()
+    if hasattr(model, SCALAR_HEAD) or decoder is not model.base_model:
+        raise ConfigError(
+            f"context parallelism cannot split {type(model).__name__}",
+            expected="a causal model of text",
+            got="a scalar head" if hasattr(model, SCALAR_HEAD) else "a model that reads images",
+            fix="set context_parallel_size to 1",
+        )
     kinds = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Completions by transformers' own loop: for a policy without an inference engine, and for tests."""
+"""Completions by transformers' own loop, for a policy without an inference engine."""
 
 from collections.abc import Collection
 from typing import Any

@@ -9,7 +9,9 @@ import torch
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import DataError
 
+_REFUSED = 2**62
 _PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
 
 
@@ -53,16 +55,36 @@ class Microbatches:
                 together; B may be 0. Where it carries its plan, that is used.
             share_rows: Whether a row may hold several sequences.
             device: Where the tensors are wanted.
+
+        Raises:
+            DataError: If a sequence of any data rank does not fit; on every one of them, since the
+                others would wait for it.
         """
-        plan = getattr(batch, "microbatches", None)
-        if plan is None:
-            plan = self._plan(batch, share_rows)
-        most = len(plan) if self._mesh is None else self._mesh.data_max(len(plan))
+        plan, most = self._agreed_plan(batch, share_rows)
         for microbatch in plan:
             part = batch.select_indices(microbatch.indices).to(device)
             yield Part(_cropped(part, int(part["input_lengths"].max())), microbatch)
         for _ in range(most - len(plan)):
             yield _filler(device)
+
+    def _agreed_plan(
+        self, batch: BatchedDataDict, share_rows: bool
+    ) -> tuple[list[Microbatch], int]:
+        """This rank's micro-batches, and how many the data rank with most has."""
+        try:
+            plan: list[Microbatch] | None = getattr(batch, "microbatches", None)
+            plan = self._plan(batch, share_rows) if plan is None else plan
+        except DataError:
+            if self._mesh is not None:
+                self._mesh.data_max(_REFUSED)
+            raise
+        most = len(plan) if self._mesh is None else self._mesh.data_max(len(plan))
+        if most == _REFUSED:
+            raise DataError(
+                "the rows of another data rank do not fit into its micro-batches",
+                fix="see that rank's message; raise max_tokens_per_microbatch",
+            )
+        return plan, most
 
     def _plan(self, batch: BatchedDataDict, share_rows: bool) -> list[Microbatch]:
         lengths = tuple(batch["input_lengths"].tolist())

@@ -30,7 +30,7 @@ _WITHIN = "call_within_root"
 def parallelize(
     model: Any, training: DTensorTraining, mesh: RankMesh | None, *, dtype: DType
 ) -> Any:
-    """Splits the model over tensor and context ranks, then shards it over data ranks, in place.
+    """Splits the model over context and tensor ranks, then shards it over data ranks, in place.
 
     The order matters: what is recomputed and compiled is the layer as it is split, and FSDP2 shards
     what is left of each weight.
@@ -45,10 +45,11 @@ def parallelize(
     Returns:
         The model, on this rank's device.
     """
+    if mesh is not None and training.context_parallel_size > 1:
+        # First, so that what sequence parallelism splits further is a part of the row.
+        apply_context_parallel(model, mesh.context_group)
     if mesh is not None and training.tensor_parallel_size > 1:
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
-    if mesh is not None and training.context_parallel_size > 1:
-        apply_context_parallel(model, mesh.context_group)
     layers = model.get_decoder().layers
     for layer in layers:
         if training.activation_checkpointing:
