@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and tensors on disk without pickle.
+"""Checkpoints that survive a kill at any moment.
 
 One process at a time saves to, or recovers from, a checkpoint folder: the store's lock on the
 stage's work folder sees to that.
@@ -6,17 +6,16 @@ stage's work folder sees to that.
 
 import json
 import logging
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.infra import files
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +37,39 @@ def save_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     Raises:
         StoreError: If the disk refuses. Whatever `write` raises passes. The old folder then stays.
     """
-    aside, old = _aside(folder), _old(folder)
+    aside = _begin(folder)
+    try:
+        with files.storage_errors(folder):
+            write(aside)
+            _replace(folder)
+    except BaseException:
+        _abandon(folder)
+        raise
+
+
+def _begin(folder: Path) -> Path:
+    aside = _aside(folder)
     with files.storage_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         recover(folder)
         aside.mkdir()
-        try:
-            write(aside)
-            files.fsync_tree(aside)
-            if folder.exists():
-                folder.rename(old)
-            aside.rename(folder)
-            files.fsync(folder.parent)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            recover(folder)
-            raise
-        if old.exists():
-            files.discard(old)
+    return aside
+
+
+def _replace(folder: Path) -> None:
+    aside, old = _aside(folder), _old(folder)
+    files.fsync_tree(aside)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    files.fsync(folder.parent)
+    if old.exists():
+        files.discard(old)
+
+
+def _abandon(folder: Path) -> None:
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+    recover(folder)
 
 
 def recover(folder: Path) -> None:
@@ -80,12 +94,20 @@ def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}{_OLD}")
 
 
+@dataclass
+class _Pending:
+    step: int
+    metrics: Mapping[str, float]
+    published: "Future[None] | None" = None
+
+
 class CheckpointManager:
     """The numbered checkpoints of one run, each with the sha256 of its files.
 
     Args:
         root: Holds one folder a checkpoint.
         keep_latest: How many to keep. With one, a disk that damages it leaves no other.
+        keep_best: Which to keep besides, by one of the metrics they were saved with.
 
     Example:
         >>> manager = CheckpointManager(folder / "checkpoints")                # doctest: +SKIP
@@ -94,19 +116,27 @@ class CheckpointManager:
         (10, PosixPath('.../checkpoints/step-00000010'))
     """
 
-    def __init__(self, root: Path, keep_latest: int = 1) -> None:
+    def __init__(self, root: Path, keep_latest: int = 1, keep_best: KeepBest | None = None) -> None:
         if keep_latest < 1:
             raise ValueError(f"keep_latest must be 1 or more, not {keep_latest}")
-        self.root, self.keep_latest = root, keep_latest
+        self.root, self.keep_latest, self.keep_best = root, keep_latest, keep_best
+        self._pending: _Pending | None = None
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Saves a checkpoint, then drops all but the latest up to this step.
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Saves a checkpoint, then drops those that need not be kept.
 
         Later steps go too: a run that saves 15 after 20 went back because 20 was refused.
 
         Args:
             step: Replaces an older checkpoint of the same step.
             write: Gets an empty folder to fill; the name `manifest.json` is taken.
+            metrics: What `keep_best` and `best` compare.
 
         Returns:
             The checkpoint's folder.
@@ -114,21 +144,115 @@ class CheckpointManager:
         Raises:
             StoreError: If the disk refuses; older checkpoints then stay.
         """
-        path = self._path(step)
+        self.begin(step, write, metrics=metrics)
+        self.publish()
+        self.finish()
+        return self.path(step)
 
-        def write_with_manifest(folder: Path) -> None:
-            write(folder)
-            if (folder / MANIFEST).exists():
+    def begin(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """As `save`, but nothing is seen of the checkpoint before `publish`.
+
+        What `write` leaves to others to fill may still be written meanwhile. One checkpoint at a
+        time: an earlier one is finished first.
+        """
+        self.finish()
+        aside = _begin(self.path(step))
+        # From here on `_abandon` tidies up, whoever raises.
+        self._pending = _Pending(step, dict(metrics or {}))
+        try:
+            with files.storage_errors(aside):
+                write(aside)
+            if (aside / MANIFEST).exists():
                 raise ValueError(f"{MANIFEST} is the checkpoint manager's own file")
-            files.write_atomic(folder / MANIFEST, _manifest(step, folder))
+        except BaseException:
+            self._drop_pending()
+            raise
 
-        save_atomic(path, write_with_manifest)
-        kept = [saved for saved in self.steps() if saved <= step][-self.keep_latest :]
+    def publish(self) -> None:
+        """Makes a checkpoint that is written in whole one of the run's, in the background.
+
+        Its files are hashed and synced, it takes its name, and those that need not be kept go.
+        """
+        pending = self._pending
+        assert pending is not None
+        assert pending.published is None
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        pending.published = executor.submit(self._publish, pending.step, pending.metrics)
+        executor.shutdown(wait=False)
+
+    @property
+    def pending_step(self) -> int | None:
+        """The step that was begun and is not finished."""
+        return self._pending.step if self._pending else None
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether `publish` has been called for the step that is pending."""
+        return self._pending is not None and self._pending.published is not None
+
+    def is_published(self) -> bool:
+        """Whether `finish` would not have to wait; also after a failure."""
+        future = self._pending.published if self._pending else None
+        return future is not None and future.done()
+
+    def finish(self) -> None:
+        """Waits for `publish`. A checkpoint that was begun and never published is given up.
+
+        Raises:
+            StoreError: If the disk refuses; older checkpoints then stay.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            if pending.published is not None:
+                pending.published.result()
+        finally:
+            self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        _abandon(self.path(pending.step))
+
+    def _publish(self, step: int, metrics: Mapping[str, float]) -> None:
+        path = self.path(step)
+        aside = _aside(path)
+        with files.storage_errors(path):
+            files.write_atomic(aside / MANIFEST, _manifest(step, aside, metrics))
+            _replace(path)
+        kept = self._kept(step)
         for saved in self.steps():
             if saved not in kept:
-                files.discard(self._path(saved))
+                files.discard(self.path(saved))
         files.sweep_discarded(self.root)
-        return path
+
+    def _kept(self, step: int) -> set[int]:
+        saved = [earlier for earlier in self.steps() if earlier <= step]
+        best = self._ranked(saved)[: self.keep_best.count] if self.keep_best else []
+        return {*saved[-self.keep_latest :], *best}
+
+    def _ranked(self, steps: Iterable[int]) -> list[int]:
+        """Steps that have the metric, best first; of equals, the newer."""
+        assert self.keep_best is not None
+        sign = 1.0 if self.keep_best.mode == "max" else -1.0
+        values = {step: self._metric(step, self.keep_best.metric) for step in steps}
+        ranked = [(sign * value, step) for step, value in values.items() if value is not None]
+        return [step for _, step in sorted(ranked, reverse=True)]
+
+    def _metric(self, step: int, name: str) -> float | None:
+        try:
+            metrics = json.loads((self.path(step) / MANIFEST).read_text())["metrics"]
+            value = float(metrics[name])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # a damaged one, or one of a step that was not validated
+        return None if math.isnan(value) else value
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged or not, in ascending order."""
@@ -142,8 +266,19 @@ class CheckpointManager:
             verify: Compare the content of every file with its sha256, not its size alone.
         """
         self._recover()
-        for step in reversed(self.steps()):
-            path = self._path(step)
+        return self._first_whole(reversed(self.steps()), verify=verify)
+
+    def best(self, *, verify: bool = True) -> tuple[int, Path] | None:
+        """The whole checkpoint with the best metric of `keep_best`; refused ones are logged.
+
+        None where no checkpoint was saved with that metric.
+        """
+        self._recover()
+        return self._first_whole(self._ranked(self.steps()), verify=verify)
+
+    def _first_whole(self, steps: Iterable[int], *, verify: bool) -> tuple[int, Path] | None:
+        for step in steps:
+            path = self.path(step)
             try:
                 _check(step, path, verify=verify)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -154,26 +289,26 @@ class CheckpointManager:
                 return step, path
         return None
 
-    @staticmethod
-    def folder_name(step: int) -> str:
-        """What the checkpoint of a step is called in `root`."""
-        return f"step-{step:08d}"
-
-    def _path(self, step: int) -> Path:
-        return self.root / self.folder_name(step)
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, or would."""
+        return self.root / f"step-{step:08d}"
 
     def _recover(self) -> None:
         for old in self.root.glob(f".step-*{_OLD}"):
             recover(self.root / old.name.removeprefix(".").removesuffix(_OLD))
+        if self._pending is None:
+            # A killed process was writing these; nobody may ever save their steps again.
+            for aside in self.root.glob(f".step-*.new{files.ASIDE}"):
+                shutil.rmtree(aside, ignore_errors=True)
 
 
-def _manifest(step: int, folder: Path) -> str:
+def _manifest(step: int, folder: Path, metrics: Mapping[str, float]) -> str:
     paths = {name: folder / name for name in files.list_files(folder)}
     entries = {
         name: {"sha256": files.hash_file(path), "bytes": path.stat().st_size}
         for name, path in paths.items()
     }
-    return json.dumps({"step": step, "files": entries}, indent=1)
+    return json.dumps({"step": step, "metrics": dict(metrics), "files": entries}, indent=1)
 
 
 def _check(step: int, folder: Path, *, verify: bool) -> None:
@@ -187,114 +322,3 @@ def _check(step: int, folder: Path, *, verify: bool) -> None:
             raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
         if verify and files.hash_file(folder / name) != entry["sha256"]:
             raise ValueError(f"the content of {name} has changed since it was saved")
-
-
-def save_tensors(path: Path, tensors: Mapping[str, "Tensor"]) -> None:
-    """Writes tensors of any shape and device to a safetensors file, atomically.
-
-    Tensors that share memory (tied embeddings) are written, and come back, as separate ones.
-
-    Raises:
-        StoreError: If the disk refuses; an older file then stays.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    plain: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        copy = tensor.detach().cpu().contiguous()
-        address = copy.untyped_storage().data_ptr()
-        plain[name] = copy.clone() if address in seen else copy
-        seen.add(address)
-    with files.written_aside(path) as aside:
-        try:
-            save_file(plain, aside)
-        except SafetensorError as error:
-            raise StoreError(
-                f"cannot write the tensors of {path}",
-                got=str(error),
-                fix="free some space, or point NEMO_RL_HOME at another disk",
-            ) from error
-
-
-def load_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Reads a safetensors file to the CPU.
-
-    Raises:
-        StoreError: If the file is missing, or is no whole safetensors file.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise StoreError(
-            f"cannot read tensors from {path}",
-            expected="a whole safetensors file",
-            got=f"{type(error).__name__}: {error}",
-            fix="remove the folder it lies in, and run the stage again",
-        ) from error
-
-
-def optimizer_tensors(optimizer: "Optimizer", names: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """An AdamW's state as flat tensors named `<parameter>.<state>`, such as `lm_head.weight.step`.
-
-    The groups' settings (learning rate, betas) are left out: they come from the config and the
-    schedule, which know them from the step.
-
-    Args:
-        optimizer: One whose state holds tensors only, as AdamW's does.
-        names: The trained parameters by name: `dict(model.named_parameters())`.
-
-    Raises:
-        ValueError: If the optimizer trains a parameter that `names` lacks.
-    """
-    name_of = {parameter: name for name, parameter in names.items()}
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        if parameter not in name_of:
-            raise ValueError(f"no name for a trained parameter of shape {tuple(parameter.shape)}")
-        for key, value in state.items():
-            tensors[f"{name_of[parameter]}.{key}"] = value
-    return tensors
-
-
-def restore_optimizer(
-    optimizer: "Optimizer", names: Mapping[str, "Tensor"], tensors: Mapping[str, "Tensor"]
-) -> None:
-    """Gives an optimizer the state that `optimizer_tensors` took, equal to the bit.
-
-    Set directly and not through `load_state_dict`, which knows parameters by index and casts.
-
-    Raises:
-        StoreError: If the tensors are those of other parameters; the optimizer is then unchanged.
-    """
-    settings = {
-        parameter: group for group in optimizer.param_groups for parameter in group["params"]
-    }
-    restored: dict[Tensor, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        parameter = names.get(name)
-        if parameter is None or parameter not in settings:
-            raise _foreign_state(f"{full_name}, and no such parameter is trained")
-        if key != "step" and tensor.shape != parameter.shape:
-            shapes = f"{tuple(tensor.shape)}, and the parameter {tuple(parameter.shape)}"
-            raise _foreign_state(f"{full_name} has shape {shapes}")
-        group = settings[parameter]
-        on_device = key != "step" or group.get("capturable") or group.get("fused")
-        device = parameter.device if on_device else "cpu"
-        restored.setdefault(parameter, {})[key] = tensor.detach().to(device, copy=True)
-    optimizer.state.clear()
-    optimizer.state.update(restored)
-
-
-def _foreign_state(got: str) -> StoreError:
-    return StoreError(
-        "the saved optimizer state does not fit this model",
-        expected="the state of the same parameters",
-        got=got,
-        fix="resume with the model config that the checkpoint was made with",
-    )

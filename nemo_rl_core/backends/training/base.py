@@ -43,14 +43,21 @@ class TrainingSetup:
 
 
 class TrainingBackend(Protocol):
-    """One rank of training; batches are padded views, whatever the layout inside."""
+    """One rank of training; batches are padded views, whatever the layout inside.
+
+    Where there are several ranks, all of them call each method together, each with the rows of its
+    data-parallel shard (maybe none); ranks that share a replica give the same rows. A shard may
+    carry its plan as an attribute `microbatches`, as long on every rank.
+    """
 
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model and makes an optimizer; may be called again to start over."""
         ...
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step over the whole batch.
+        """One optimizer step over the whole batch, that of all shards.
+
+        The metrics are those of the whole step on every rank.
 
         With a scalar head the loss's first argument is `[B, T]` values in place of logprobs. Where
         the batch has `topk_ids [B, T-1, K]`, the loss also finds `current_topk_logprobs
@@ -78,7 +85,7 @@ class TrainingBackend(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the layout of the transformers checkpoint."""
+        """Whole weights, one at a time, as the transformers checkpoint names them."""
         ...
 
     def save_checkpoint(self, path: Path) -> None:

@@ -9,20 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra import files
-from nemo_rl_core.infra.checkpointing import (
-    CheckpointManager,
-    load_tensors,
-    optimizer_tensors,
-    recover,
-    restore_optimizer,
-    save_atomic,
-    save_tensors,
-)
+from nemo_rl_core.infra.checkpointing import CheckpointManager, recover, save_atomic
+from nemo_rl_core.infra.tensors import save_tensors
 
 KilledAt = Callable[[str, int, Path], bool]
 
@@ -237,126 +229,100 @@ def _touch_manifest(folder: Path) -> None:
     (folder / "manifest.json").touch()
 
 
-def test_tensors_round_trip_with_shared_sliced_and_empty_ones(tmp_path: Path) -> None:
-    base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    tensors = {
-        "embed": base,
-        "tied": base,
-        "turned": base.T,
-        "part": base[1:, ::2],
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
-        "half": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
-        "count": torch.tensor(7),
-        "none": torch.zeros(0, 3),
-        "trained": torch.nn.Parameter(torch.ones(2)),
-    }
-    save_tensors(tmp_path / "t.safetensors", tensors)
-    loaded = load_tensors(tmp_path / "t.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name].nan_to_num(9), tensor.detach().nan_to_num(9)), name
-    assert torch.signbit(loaded["nan"][1])
-    assert loaded["embed"].data_ptr() != loaded["tied"].data_ptr()
+def _save(manager: CheckpointManager, step: int, **metrics: float) -> None:
+    manager.save(step, _writer(str(step)), metrics=metrics)
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbage", "missing"])
-def test_damaged_tensors_are_refused(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "t.safetensors"
-    save_tensors(path, {"a": torch.ones(100)})
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-7])
-    elif damage == "garbage":
-        path.write_bytes(b"\x80\x04pickle?" * 9)
-    else:
-        path.unlink()
-    with pytest.raises(StoreError, match="cannot read tensors"):
-        load_tensors(path)
+def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
+    keep = KeepBest(metric="loss", mode="min", count=2)
+    manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=keep)
+    assert manager.best() is None
+    for step, loss in enumerate([0.5, 0.2, 0.9, 0.3, 0.3, float("nan")], start=1):
+        _save(manager, step, loss=loss, other=step)
+    _save(manager, 7)
+    # 0.2, then 0.3 at the newer of two equal steps; one that has no number ranks nowhere.
+    assert manager.steps() == [2, 5, 7]
+    assert manager.best() == (2, tmp_path / "step-00000002")
+    assert manager.latest() == (7, tmp_path / "step-00000007")
+    _flip(tmp_path / "step-00000002" / "a")
+    assert manager.best() == (5, tmp_path / "step-00000005")
 
 
-def _model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+def test_the_highest_is_the_best_where_more_is_better(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_best=KeepBest(metric="accuracy", mode="max"))
+    for step, accuracy in ((1, 0.1), (2, 0.4), (3, 0.3)):
+        _save(manager, step, accuracy=accuracy)
+    assert manager.steps() == [2, 3]
 
 
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        loss = model(torch.randn(5, 3, generator=generator)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def test_a_checkpoint_that_was_begun_is_seen_once_it_is_published(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    _save(manager, 1)
+    folders: list[Path] = []
+    manager.begin(2, folders.append)
+    assert (manager.pending_step, manager.is_published()) == (2, False)
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    _writer("two")(folders[0])  # by somebody else, later
+    manager.publish()
+    manager.finish()
+    assert manager.pending_step is None
+    assert manager.latest() == (2, tmp_path / "step-00000002")
+    assert _text(tmp_path / "step-00000002") == "two"
+    assert _visible(tmp_path) == ["step-00000002"]
 
 
-def _adamw(
-    model: torch.nn.Module, *, reverse: bool = False, fused: bool = False
-) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(parameters[::-1] if reverse else parameters, lr=1e-2, fused=fused)
+def test_a_checkpoint_that_is_never_published_is_given_up(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    _save(manager, 1)
+    manager.begin(2, _writer("two"))
+    manager.finish()
+    assert _visible(tmp_path) == ["step-00000001"]
 
 
-@settings(max_examples=10, deadline=None)
-@given(before=st.integers(0, 4), after=st.integers(1, 4), fused=st.booleans())
-def test_a_resumed_optimizer_continues_to_the_bit(
-    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, fused: bool
+def test_what_publishing_raises_comes_out_at_finish(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    _save(manager, 1)
+    folders: list[Path] = []
+    manager.begin(2, folders.append)
+    (folders[0] / "manifest.json").mkdir()
+    manager.publish()
+    with pytest.raises(OSError, match="directory"):
+        manager.finish()
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    assert _visible(tmp_path) == ["step-00000001"]
+
+
+def test_killed_while_written_in_the_background_the_old_one_is_whole(
+    tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
-    folder = tmp_path_factory.mktemp("o")
-    straight = _model()
-    optimizer = _adamw(straight, fused=fused)
-    _train(straight, optimizer, range(before))
-    state = optimizer_tensors(optimizer, dict(straight.named_parameters()))
-    save_tensors(folder / "optimizer.safetensors", state)
-    save_tensors(folder / "model.safetensors", straight.state_dict())
-    _train(straight, optimizer, range(before, before + after))
-
-    resumed = _model(seed=9)
-    resumed.load_state_dict(load_tensors(folder / "model.safetensors"))
-    # In another order, since the names and not the places must count.
-    other = _adamw(resumed, reverse=True, fused=fused)
-    names = dict(resumed.named_parameters())
-    restore_optimizer(other, names, load_tensors(folder / "optimizer.safetensors"))
-    restored = optimizer_tensors(other, names)
-    assert restored.keys() == state.keys()
-    assert len(state) == (9 if before else 0)  # 3 parameters with (step, exp_avg, exp_avg_sq)
-    _train(resumed, other, range(before, before + after))
-    for name, value in straight.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    assert all(state["step"] == before + after for state in other.state.values())
-
-
-def test_restored_state_is_a_copy_and_replaces_the_old(tmp_path: Path) -> None:
-    model = _model()
-    optimizer, names = _adamw(model), dict(model.named_parameters())
-    _train(model, optimizer, range(2))
-    taken = {key: value.clone() for key, value in optimizer_tensors(optimizer, names).items()}
-    only_first = {key: value for key, value in taken.items() if key.startswith("0.weight.")}
-    restore_optimizer(optimizer, names, only_first)
-    assert set(optimizer_tensors(optimizer, names)) == set(only_first)
-    _train(model, optimizer, range(2, 3))
-    assert only_first["0.weight.step"] == 2
-
-
-@pytest.mark.parametrize(
-    ("foreign", "message"),
-    [
-        ({"9.weight.step": torch.tensor(1.0)}, "no such parameter is trained"),
-        ({"0.weight.exp_avg": torch.zeros(3, 4)}, r"shape \(3, 4\), and the parameter \(4, 3\)"),
-    ],
-)
-def test_foreign_optimizer_state_is_refused(foreign: dict[str, torch.Tensor], message: str) -> None:
-    model = _model()
-    optimizer, names = _adamw(model), dict(model.named_parameters())
-    _train(model, optimizer, range(1))
-    before = {key: value.clone() for key, value in optimizer_tensors(optimizer, names).items()}
-    with pytest.raises(StoreError, match=message):
-        restore_optimizer(optimizer, names, foreign)
-    after = optimizer_tensors(optimizer, names)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-
-
-def test_an_unnamed_parameter_is_refused() -> None:
-    model = _model()
-    optimizer = _adamw(model)
-    _train(model, optimizer, range(1))
-    with pytest.raises(ValueError, match="no name for a trained parameter"):
-        optimizer_tensors(optimizer, {})
+    """The trainer's state of two layers, being written by torch's thread when the process dies."""
+    script = """
+import sys, time
+from pathlib import Path
+import torch
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.infra.checkpointing import CheckpointManager
+model = torch.nn.Linear(2000, 2000)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 2000)).sum().backward()
+optimizer.step()
+state = TrainerState(optimizer, dict(model.named_parameters()))
+manager = CheckpointManager(Path(sys.argv[1]))
+for step in (1, 2):
+    manager.begin(step, lambda folder: state.start_saving(folder, num_updates=step))
+    if step == 2:
+        print("writing", flush=True)
+        time.sleep(600)
+    state.finish_saving()
+    manager.publish()
+    manager.finish()
+"""
+    child = spawn(script, tmp_path)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    child.kill()
+    child.communicate()
+    assert list(tmp_path.glob(".step-00000002*"))
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    assert _visible(tmp_path) == ["step-00000001"]

@@ -1,1 +1,1 @@
-"""Any transformers causal model, trained with torch alone; one rank so far."""
+"""Any transformers causal model, on one rank or over FSDP2, tensor and context parallelism."""

@@ -1,68 +1,96 @@
 """The training worker for transformers models."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.backends.training.dtensor.generation import generate
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
     shared_vocabulary_size,
 )
+from nemo_rl_core.backends.training.dtensor.lora import Adapters
+from nemo_rl_core.backends.training.dtensor.mesh import join_mesh, local_device
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Part
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
-from nemo_rl_core.data.packing import Microbatch, plan_microbatches
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.backends.training.dtensor.parallelize import (
+    load_whole,
+    parallelize,
+    release,
+    whole_tensor,
+)
+from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.data.packing import Microbatch
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import rank, world_size
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.checkpointing import (
-    load_tensors,
-    optimizer_tensors,
-    restore_optimizer,
-    save_tensors,
-)
 from nemo_rl_core.infra.timer import peak_memory_gib
-
-_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
 
 
 class DTensorBackend:
-    """One rank that trains a transformers model with AdamW (a `TrainingBackend`)."""
+    """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
+
+    Which ranks there are is read off the environment, and their axes off `TrainingSetup.training`.
+    """
 
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model, checks that it computes right when packed, and makes an optimizer."""
         torch.manual_seed(setup.seed)
         torch.use_deterministic_algorithms(True)
-        self._setup = setup
+        assert isinstance(setup.training, DTensorTraining)
+        self._setup, self._training = setup, setup.training
+        self._mesh = join_mesh(self._training)
         self._num_updates = 0
         self._policy: PackedModel
         if setup.head == "scalar":
-            self._policy = ScoreModel(load_scalar_model(setup.model_folder), dtype=setup.dtype)
+            model = self._trainable(load_scalar_model)
+            self._policy = ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
         else:
-            self._policy = self._language_model(setup.model_folder)
-        self._policy.refuse_unless_faithful()
+            self._policy = self._language_model(self._trainable(load_causal_model))
+        self._check(self._policy)
         self._reference: LogprobModel | None = None
-        self._plans: dict[_PlanKey, list[Microbatch]] = {}
-        options = setup.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._policy.model.parameters(),
-            lr=options.learning_rate,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_epsilon,
-            weight_decay=options.weight_decay,
-            fused=True,
+        self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
+        adapters = self._adapters.trained if self._adapters else None
+        trained = adapters or dict(self._policy.model.named_parameters())
+        self._optimizer = build_optimizer(trained.items(), setup.optimizer)
+        self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
+
+    def _trainable(self, load: Callable[..., Any]) -> Any:
+        training, folder = self._training, self._setup.model_folder
+        check_tensor_parallel(folder, training)
+        model = load(folder, weights=training.weights)
+        lora = training.lora
+        self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
+        return self._parallel(model)
+
+    def _parallel(self, model: Any) -> Any:
+        return parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
+
+    def _language_model(self, model: Any) -> LogprobModel:
+        return LogprobModel(
+            model,
+            temperature=self._setup.temperature,
+            dtype=self._setup.dtype,
+            mesh=self._mesh,
         )
 
-    def _language_model(self, folder: Path) -> LogprobModel:
-        return LogprobModel(
-            load_causal_model(folder), temperature=self._setup.temperature, dtype=self._setup.dtype
-        )
+    def _check(self, model: PackedModel) -> None:
+        model.refuse_unless_faithful()
+        release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step over the whole batch, split into micro-batches.
@@ -82,12 +110,15 @@ class DTensorBackend:
             ConsistencyError: If the gradient is not finite; the weights stay as they were.
         """
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
-        global_valid_tokens = mask.sum().float()
-        global_valid_seqs = batch["sample_mask"].sum().float()
+        global_valid_tokens = self._over_ranks(mask.sum().float())
+        global_valid_seqs = self._over_ranks(batch["sample_mask"].sum().float())
         totals: dict[str, torch.Tensor] = {}
         self._optimizer.zero_grad(set_to_none=True)
-        for part, microbatch in self._microbatches(self._policy, batch):
-            outputs, part_of_loss = self._policy.loss_inputs(part, microbatch)
+        for part in self._parts(self._policy, batch):
+            outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.plan)
+            if part.is_filler:
+                torch.autograd.backward(outputs.sum() * 0)
+                continue
             loss, metrics = loss_fn(
                 outputs,
                 part_of_loss,
@@ -98,18 +129,23 @@ class DTensorBackend:
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         norm = self._update()
+        summed = {name: value.item() for name, value in totals.items()}
         return {
-            **{name: value.item() for name, value in totals.items()},
+            **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
             "grad_norm": norm,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "num_valid_tokens": global_valid_tokens.item(),
         }
 
+    def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self._mesh is None else self._mesh.data_sum(value)
+
     def _update(self) -> float:
         options = self._setup.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._policy.model.parameters(), options.max_grad_norm
-        ).item()
+        parameters = [p for p in self._policy.model.parameters() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        norm = total.item()
         if not norm < float("inf"):
             raise ConsistencyError(
                 f"the gradient of optimizer step {self._num_updates + 1} is not finite",
@@ -118,10 +154,10 @@ class DTensorBackend:
                 fix="lower learning_rate, or look at the completions of this step for a reward or "
                 "logprob that is not finite",
             )
+        torch.nn.utils.clip_grads_with_norm_(parameters, options.max_grad_norm, total)
         self._num_updates += 1
-        warmup = min(1.0, self._num_updates / max(options.num_warmup_steps, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * warmup
+            group["lr"] = learning_rate_at(self._num_updates, options)
         self._optimizer.step()
         return float(norm)
 
@@ -131,7 +167,8 @@ class DTensorBackend:
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
-        return self._all_logprobs(self._loaded_reference(), batch)
+        with self._reference_model() as reference:
+            return self._all_logprobs(reference, batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
@@ -146,25 +183,26 @@ class DTensorBackend:
             ModelError: If the reference has another vocabulary.
             ConfigError: If there are fewer than k tokens.
         """
-        trained, reference = self._with_lm_head(), self._loaded_reference()
-        # Rows that only one of the heads has stand for no token; the student could not learn them.
-        num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
-        if not 1 <= k <= num_ids:
-            raise ConfigError(
-                f"the {k} likeliest tokens cannot be chosen",
-                expected=f"k from 1 to the vocabulary's {num_ids} tokens",
-                got=str(k),
-                fix="change k",
+        trained = self._with_lm_head()
+        with self._reference_model() as reference:
+            # Rows that only one head has stand for no token; the student could not learn them.
+            num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
+            if not 1 <= k <= num_ids:
+                raise ConfigError(
+                    f"the {k} likeliest tokens cannot be chosen",
+                    expected=f"k from 1 to the vocabulary's {num_ids} tokens",
+                    got=str(k),
+                    fix="change k",
+                )
+            shape = (*batch["token_mask"].shape, k)
+            ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+            self._compute(
+                reference,
+                batch,
+                lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
+                into=(ids, logprobs),
             )
-        shape = (*batch["token_mask"].shape, k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        self._compute(
-            reference,
-            batch,
-            lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
-            into=(ids, logprobs),
-        )
-        return ids, logprobs
+            return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T]` values under the weights being trained; reads only ids and lengths."""
@@ -174,6 +212,46 @@ class DTensorBackend:
         values = torch.zeros(batch["input_ids"].shape)
         self._compute(model, batch, lambda part, plan: (model.values(part, plan),), into=(values,))
         return values
+
+    def generate(
+        self,
+        batch: BatchedDataDict,
+        *,
+        greedy: bool,
+        max_new_tokens: int,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> BatchedDataDict:
+        """Completes prompts under the weights being trained, by transformers' loop; see `generate`.
+
+        Args:
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`.
+            greedy: The likeliest token each time.
+            max_new_tokens: Of a completion.
+            temperature: Of the draws; that of the setup where None.
+            seed: Of the draws.
+
+        Raises:
+            ConfigError: If the weights are spread over several ranks.
+        """
+        model = self._with_lm_head().model
+        if self._mesh is not None:
+            raise ConfigError(
+                "transformers' generation loop runs on one rank with whole weights",
+                expected="one rank without cpu_offload",
+                got=f"{world_size()} ranks",
+                fix="generate with vLLM (generation.backend: vllm), or train on one rank",
+            )
+        folder = self._setup.model_folder
+        return generate(
+            model,
+            batch,
+            greedy=greedy,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature or self._setup.temperature,
+            stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
+            seed=seed,
+        )
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
@@ -192,76 +270,102 @@ class DTensorBackend:
         into: Sequence[torch.Tensor],
     ) -> None:
         """Writes what each micro-batch gives into the rows of tensors `[B, ...]` on the CPU."""
-        for part, microbatch in self._microbatches(model, batch):
-            for whole, values in zip(into, compute(part, microbatch), strict=True):
-                whole[microbatch.indices, : values.shape[1]] = values.cpu()
+        for part in self._parts(model, batch):
+            computed = compute(part.batch, part.plan)
+            if not part.is_filler:
+                for whole, values in zip(into, computed, strict=True):
+                    whole[part.plan.indices, : values.shape[1]] = values.cpu()
+        release(model.model)
 
     def _with_lm_head(self) -> LogprobModel:
         if not isinstance(self._policy, LogprobModel):
             raise _wrong_head("logprobs", expected="lm", got="scalar")
         return self._policy
 
-    def _loaded_reference(self) -> LogprobModel:
+    @contextmanager
+    def _reference_model(self) -> Iterator[LogprobModel]:
+        """The reference, loaded when first asked for: the base under adapters, where it is that."""
+        folder = self._setup.reference_folder
+        if folder is None:
+            raise ValueError("logprobs of the reference need a setup with a reference_folder")
+        self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
+        if self._adapters and self._adapters.base_is(folder):
+            with self._adapters.off():
+                yield self._with_lm_head()
+            return
         if self._reference is None:
-            folder = self._setup.reference_folder
-            if folder is None:
-                raise ValueError("logprobs of the reference need a setup with a reference_folder")
-            self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
-            self._reference = self._language_model(folder)
-            self._reference.refuse_unless_faithful()
-        return self._reference
+            check_tensor_parallel(folder, self._training)
+            model = self._parallel(load_causal_model(folder))
+            self._reference = self._language_model(model)
+            self._check(self._reference)
+        yield self._reference
 
-    def _microbatches(
-        self, model: PackedModel, batch: BatchedDataDict
-    ) -> Iterator[tuple[BatchedDataDict, Microbatch]]:
-        lengths = tuple(batch["input_lengths"].tolist())
-        pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        key = lengths, pairs, model.shares_rows
-        if key not in self._plans:
-            # A step asks three times with the same lengths: old logprobs, reference, training.
-            budget = self._setup.max_tokens_per_microbatch
-            plan = plan_microbatches(
-                lengths, max_tokens=budget, bundles=pairs, share_rows=model.shares_rows
-            )
-            self._plans = {key: plan}
-        for microbatch in self._plans[key]:
-            part = batch.select_indices(microbatch.indices).to(model.model.device)
-            width = int(part["input_lengths"].max())
-            yield _cropped(part, width), microbatch
+    def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[Part]:
+        return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as the transformers checkpoint names them, tied ones once."""
+        """Whole weights as the transformers checkpoint names them, adapters merged, tied ones once.
+
+        One at a time, and a collective: every rank must go through all of it.
+        """
+        weights = self._own_weights()
+        return self._adapters.merged(weights) if self._adapters else weights
+
+    def _own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self._policy.model
+        if getattr(model, "is_quantized", False):
+            yield from dequantized_weights(model)
+            return
         seen: set[int] = set()
-        for name, tensor in self._policy.model.state_dict(keep_vars=True).items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield name, tensor.detach()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, whole_tensor(tensor)
 
     def weight_buckets(self) -> tuple[list[WeightBucket], str]:
-        """The weights in the type the engine computes with, and the digest of all of them."""
+        """The weights in the type the engine computes with, and the digest of all of them.
+
+        A collective; ranks other than 0 get no buckets.
+        """
         dtype = getattr(torch, self._setup.dtype)
+        if rank() != 0:
+            for _ in self.named_weights():
+                pass
+            return [], combined_digest([])
         buckets = list(make_buckets((name, w.to(dtype)) for name, w in self.named_weights()))
         return buckets, combined_digest(bucket.digest for bucket in buckets)
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
-        self._policy.save(path / "model", load_tokenizer(self._setup.model_folder))
-        trainer = path / "trainer"
-        trainer.mkdir()
-        tensors = optimizer_tensors(self._optimizer, dict(self._policy.model.named_parameters()))
-        save_tensors(trainer / "optimizer.safetensors", tensors)
-        save_tensors(trainer / "random.safetensors", {"cpu": torch.get_rng_state()})
-        (trainer / "state.json").write_text(json.dumps({"num_updates": self._num_updates}))
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        tokenizer = load_tokenizer(self._setup.model_folder)
+        self._policy.save(path / "model", tokenizer, self.named_weights())
+        (path / "trainer").mkdir(exist_ok=True)
+        if self._adapters:
+            self._adapters.save(path / "trainer")
+        self._trainer_state.start_saving(path / "trainer", num_updates=self._num_updates)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        return self._trainer_state.is_saved()
+
+    def finish_checkpoint(self) -> None:
+        """Waits for what `start_checkpoint` began; the folder is whole then."""
+        self._trainer_state.finish_saving()
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
-        self._policy.model.load_state_dict(load(path / "model").state_dict())
-        trainer = path / "trainer"
-        tensors = load_tensors(trainer / "optimizer.safetensors")
-        restore_optimizer(self._optimizer, dict(self._policy.model.named_parameters()), tensors)
-        torch.set_rng_state(load_tensors(trainer / "random.safetensors")["cpu"])
-        self._num_updates = json.loads((trainer / "state.json").read_text())["num_updates"]
+        if self._adapters is None:
+            load_whole(self._policy.model, load(path / "model").state_dict())
+        elif not self._adapters.base_is(path / "trainer" / "base"):
+            base = path / "trainer" / "base"
+            self._adapters.replace_base(base, load(base).state_dict())
+        self._num_updates = self._trainer_state.load(path / "trainer")
 
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""
@@ -279,20 +383,3 @@ def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
         got=f"head={got!r}",
         fix=f"set TrainingSetup.head to {expected!r}, or ask another model",
     )
-
-
-def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches.
-
-    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
-    what has another width does not run along the tokens.
-    """
-    padded = part["input_ids"].shape[1]
-    widths = {padded: width, padded - 1: width - 1}
-
-    def crop(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value[:, : widths.get(value.shape[1])]
-        return value
-
-    return type(part)({name: crop(value) for name, value in part.items()})

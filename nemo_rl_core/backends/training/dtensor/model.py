@@ -1,20 +1,20 @@
 """What is read off packed sequences: logprobs of next tokens, or a value for every prefix."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.head import HeadOptions, token_logprobs, topk_logprobs
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
+from nemo_rl_core.backends.training.dtensor.parallelize import fill_parameter
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.logprobs import (
-    logprobs_from_logits,
-    token_logprobs_from_hidden,
-    topk_logprobs_from_hidden,
-)
+from nemo_rl_core.functional.logprobs import logprobs_from_logits
 
 _LOGPROB_CHUNK_TOKENS = 1024
 
@@ -26,11 +26,18 @@ class LogprobModel(PackedModel):
         model: A transformers causal model.
         temperature: What logits are divided by.
         dtype: Type of the matrix products.
+        mesh: The ranks that the model is spread over; None where this one has all of it.
     """
 
-    def __init__(self, model: Any, *, temperature: float, dtype: DType) -> None:
-        super().__init__(model, dtype=dtype)
+    def __init__(
+        self, model: Any, *, temperature: float, dtype: DType, mesh: RankMesh | None = None
+    ) -> None:
+        super().__init__(model, dtype=dtype, mesh=mesh)
         self._temperature = temperature
+        self._options: HeadOptions = {
+            "temperature": temperature,
+            "chunk_size": _LOGPROB_CHUNK_TOKENS,
+        }
         self._head = model.get_output_embeddings()
 
     @property
@@ -71,16 +78,12 @@ class LogprobModel(PackedModel):
             normalized over the whole head; both 0 where the mask is not set.
         """
         wanted = _wanted(batch)
-        with self._autocast():
-            ids, logprobs = topk_logprobs_from_hidden(
-                self._hidden_states(batch, microbatch, wanted),
-                self._head.weight,
-                k=k,
-                num_ids=num_ids,
-                temperature=self._temperature,
-                chunk_size=_LOGPROB_CHUNK_TOKENS,
-                bias=getattr(self._head, "bias", None),
-            )
+
+        def likeliest(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with self._autocast():
+                return topk_logprobs(hidden, self._head, k=k, num_ids=num_ids, **self._options)
+
+        ids, logprobs = self._read(batch, microbatch, wanted, likeliest)
         return _spread(ids, wanted), _spread(logprobs, wanted)
 
     def _token_logprobs(
@@ -88,16 +91,13 @@ class LogprobModel(PackedModel):
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
         wanted = _wanted(batch)
-        with self._autocast():
-            values = token_logprobs_from_hidden(
-                self._hidden_states(batch, microbatch, wanted),
-                self._head.weight,
-                token_ids[wanted],
-                temperature=self._temperature,
-                chunk_size=_LOGPROB_CHUNK_TOKENS,
-                bias=getattr(self._head, "bias", None),
-            )
-        return _spread(values, wanted)
+        wanted_ids = token_ids[wanted]
+
+        def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with self._autocast():
+                return (token_logprobs(hidden, self._head, wanted_ids[numbers], **self._options),)
+
+        return _spread(self._read(batch, microbatch, wanted, chosen)[0], wanted)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
@@ -113,8 +113,7 @@ class LogprobModel(PackedModel):
         packed = self.logprobs(batch, microbatch)
         for row, length in enumerate(batch["input_lengths"].tolist()):
             sequence = batch["input_ids"][row : row + 1, :length]
-            with self._autocast():
-                logits = self.model(input_ids=sequence, use_cache=False).logits
+            logits = self._plain_logits(sequence)
             plain = logprobs_from_logits(
                 logits[:, :-1].float(), sequence[:, 1:], temperature=self._temperature
             )
@@ -129,10 +128,11 @@ class ScoreModel(PackedModel):
         model: A transformers model for sequence classification with one label.
         dtype: Type of the matrix products before the head, which is float32 always: a margin
             between two scores is small beside them.
+        mesh: The ranks that the model is spread over; None where this one has all of it.
     """
 
-    def __init__(self, model: Any, *, dtype: DType) -> None:
-        super().__init__(model, dtype=dtype)
+    def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
+        super().__init__(model, dtype=dtype, mesh=mesh)
         self._head: torch.nn.Linear = getattr(model, SCALAR_HEAD)
 
     def loss_inputs(
@@ -148,14 +148,19 @@ class ScoreModel(PackedModel):
             `[B, T]` float32; 0 past a sequence's end.
         """
         valid = valid_tokens(batch)
-        hidden = self._hidden_states(batch, microbatch, valid)
-        return _spread(self._head(hidden.float())[:, 0], valid)
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
+        def score(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (self._head(hidden.float())[:, 0],)
+
+        return _spread(self._read(batch, microbatch, valid, score)[0], valid)
+
+    def save(
+        self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
         """Writes the transformers folder, its tokenizer padding with what the model skips."""
         pad = self.model.config.get_text_config().pad_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-        super().save(folder, tokenizer)
+        super().save(folder, tokenizer, named_weights)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
@@ -171,13 +176,12 @@ class ScoreModel(PackedModel):
         batch, microbatch = self._probe(text.vocab_size, without=text.pad_token_id)
         own = self._head.weight.clone()
         random = torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
-        self._head.weight.copy_(random / own.shape[1] ** 0.5)
+        fill_parameter(self._head.weight, random / own.shape[1] ** 0.5)
         try:
             packed = self.values(batch, microbatch)
             for row, length in enumerate(batch["input_lengths"].tolist()):
                 sequence = batch["input_ids"][row : row + 1, :length]
-                with self._autocast():
-                    score = self.model(input_ids=sequence, use_cache=False).logits.float()
+                score = self._plain_logits(sequence).float()
                 difference = (packed[row, length - 1] - score[0, 0]).abs().item()
                 self._refuse_above(difference, "scores")
         finally:

@@ -1,12 +1,23 @@
 """Hidden states of sequences that share rows: what every head reads."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.context_parallel import (
+    gathered_parts,
+    own_part,
+    packed_causal_mask,
+    sum_parts,
+)
+from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
+from nemo_rl_core.backends.training.dtensor.parallelize import run_within
+from nemo_rl_core.backends.training.dtensor.saving import save_model
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.packing import Microbatch, pack
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -22,11 +33,13 @@ class PackedModel(ABC):
     Args:
         model: A transformers model around a decoder.
         dtype: Type of the matrix products.
+        mesh: The ranks that the model is spread over; None where this one has all of it.
     """
 
-    def __init__(self, model: Any, *, dtype: DType) -> None:
+    def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
         self.model = model
         self._dtype = dtype
+        self._mesh = mesh
         self._decoder = model.get_decoder()
 
     @property
@@ -52,33 +65,87 @@ class PackedModel(ABC):
             ModelError: If they differ.
         """
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
-        """Writes the transformers folder that the model can be loaded from again."""
-        self.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    def save(
+        self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Writes the transformers folder that the model is loaded from again; see `save_model`."""
+        save_model(folder, self.model, tokenizer, named_weights)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype == "float32":
             return nullcontext()
         return torch.autocast(device_type=self.model.device.type, dtype=torch.bfloat16)
 
-    def _hidden_states(
+    def _read(
+        self,
+        batch: BatchedDataDict,
+        microbatch: Microbatch,
+        wanted: torch.Tensor,
+        head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        """What a head reads off the hidden states of tokens; the same on all ranks of a replica.
+
+        Args:
+            batch: The micro-batch.
+            microbatch: Its plan.
+            wanted: `[B, T' <= T]` bool, set for N tokens.
+            head: Called with `[N, D]` hidden states and `[N]` indices of the tokens among those
+                wanted; under context parallelism, only with those of this rank.
+
+        Returns:
+            What the head gives, each `[N, ...]`.
+        """
+
+        def read() -> tuple[torch.Tensor, ...]:
+            num_wanted = int(wanted.sum())
+            numbers = torch.arange(num_wanted, device=wanted.device)
+            if images := _image_inputs(batch):
+                hidden = self._hidden_with_images(batch, images)[:, : wanted.shape[1]][wanted]
+                return head(hidden, numbers)
+            hidden, own = self._hidden_of_text(batch, microbatch, wanted)
+            if own is None:
+                return head(hidden, numbers)
+            parts = head(hidden, numbers[own])
+            return tuple(self._on_all_ranks(part, numbers[own], num_wanted) for part in parts)
+
+        values: tuple[torch.Tensor, ...] = run_within(self.model, read)
+        return values
+
+    def _hidden_of_text(
         self, batch: BatchedDataDict, microbatch: Microbatch, wanted: torch.Tensor
-    ) -> torch.Tensor:
-        """`[N, D]` final hidden states at the N tokens that `wanted [B, T' <= T]` is set for."""
-        width = wanted.shape[1]
-        images = _image_inputs(batch)
-        if images:
-            return self._hidden_with_images(batch, images)[:, :width][wanted]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[N, D]` hidden states; or those of the n tokens of this rank, and `[N]` which it has."""
+        mesh = self._mesh
+        if mesh is not None:
+            length = -(-microbatch.row_length // mesh.row_multiple) * mesh.row_multiple
+            microbatch = replace(microbatch, row_length=length)
         rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
+        split = mesh is not None and mesh.context_size > 1
+        mask = packed_causal_mask(rows.position_ids, mesh.context_group) if mesh and split else None
         with self._autocast():
             # Without a cache, transformers reads the borders of packed sequences off position ids
             # that restart; with one it would let them see each other.
             hidden = self._decoder(
-                input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False
+                input_ids=rows.input_ids,
+                position_ids=rows.position_ids,
+                attention_mask=mask,
+                use_cache=False,
             ).last_hidden_state
-        picked: torch.Tensor = hidden[rows.row[:, :width][wanted], rows.column[:, :width][wanted]]
-        return picked
+        width = wanted.shape[1]
+        row, column = rows.row[:, :width][wanted], rows.column[:, :width][wanted]
+        if mesh is None or not split:
+            return hidden[row, column], None
+        places = own_part(torch.arange(microbatch.row_length), mesh.context_group, dim=0)
+        first, last = int(places[0]), int(places[-1])
+        own = (column >= first) & (column <= last)
+        return hidden[row[own], column[own] - first], own
+
+    def _on_all_ranks(
+        self, part: torch.Tensor, numbers: torch.Tensor, num_wanted: int
+    ) -> torch.Tensor:
+        assert self._mesh is not None
+        whole = part.new_zeros(num_wanted, *part.shape[1:]).index_put((numbers,), part)
+        return sum_parts(whole, self._mesh.context_group)
 
     def _hidden_with_images(
         self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
@@ -99,6 +166,26 @@ class PackedModel(ABC):
                 **{name: value.to(self.model.device) for name, value in images.items()},
             ).last_hidden_state
         return hidden
+
+    def _plain_logits(self, sequence: torch.Tensor) -> torch.Tensor:
+        """The model's own `[1, T, V]` logits, or `[1, 1]` scores, of one sequence `[1, T]` alone.
+
+        Where ranks split rows, the sequence is filled up to a length that divides evenly; a causal
+        model's outputs before the filler are the same.
+        """
+        options: dict[str, Any] = {"use_cache": False}
+        group = None
+        if (mesh := self._mesh) is not None:
+            filler = -sequence.shape[1] % mesh.row_multiple
+            pad = self.model.config.get_text_config().pad_token_id or 0
+            sequence = torch.nn.functional.pad(sequence, (0, filler), value=pad)
+            if mesh.context_size > 1:
+                group = mesh.context_group
+                positions = torch.arange(sequence.shape[1], device=sequence.device)[None]
+                options["attention_mask"] = packed_causal_mask(positions, group)
+        with self._autocast():
+            logits: torch.Tensor = self.model(input_ids=sequence, **options).logits
+        return logits if group is None else gathered_parts(logits, group, dim=1)
 
     def _probe(
         self, vocab_size: int, without: int | None = None

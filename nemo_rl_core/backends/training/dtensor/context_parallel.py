@@ -1,0 +1,153 @@
+"""Context parallelism: each rank computes a part of every row's tokens.
+
+Queries stay where they are; attention gathers the keys and values of the whole row, as Llama 3 was
+trained (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). With an explicit mask every rank does
+the same work, so the row is cut into plain consecutive parts. Embeddings are looked up for the
+whole row on each rank: it is cheap, and leaves positions and masks as transformers makes them.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.errors import ConfigError
+
+_ATTENTION = "context_parallel_sdpa"
+
+
+def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
+    """Makes the decoder's layers work on this rank's part of each row, in place.
+
+    The decoder then needs the mask of `packed_causal_mask`, and gives hidden states
+    `[R, L / ranks, D]`.
+
+    Args:
+        model: A transformers model with full attention in every layer.
+        group: The ranks of the context axis.
+
+    Raises:
+        ConfigError: If some layers attend to a window, which the explicit mask has not; or if the
+            model has a scalar head or reads images, whose own forward pass needs whole rows.
+    """
+    from transformers import AttentionInterface
+
+    decoder = model.get_decoder()
+    if hasattr(model, SCALAR_HEAD) or decoder is not model.base_model:
+        raise ConfigError(
+            f"context parallelism cannot split {type(model).__name__}",
+            expected="a causal model of text",
+            got="a scalar head" if hasattr(model, SCALAR_HEAD) else "a model that reads images",
+            fix="set context_parallel_size to 1",
+        )
+    kinds = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(
+            f"context parallelism cannot split {type(model).__name__}",
+            expected="full attention in every layer",
+            got=f"layers of {', '.join(sorted(kinds))}",
+            fix="set context_parallel_size to 1",
+        )
+    AttentionInterface.register(_ATTENTION, _attend_to_whole_rows)
+    decoder.config._attn_implementation = _ATTENTION
+    for number, layer in enumerate(decoder.layers):
+        layer.self_attn.context_group = group
+        layer.register_forward_pre_hook(_own_tokens(group, first=number == 0), with_kwargs=True)
+
+
+def packed_causal_mask(position_ids: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Who may attend to whom, for this rank's queries and all keys of a row.
+
+    Args:
+        position_ids: `[R, L]`; restart at 0 with each sequence.
+        group: The ranks of the context axis; their number divides L.
+
+    Returns:
+        `[R, 1, L / ranks, L]` bool: the same sequence, and not later in it.
+    """
+    sequence = (position_ids == 0).cumsum(-1)
+    places = torch.arange(position_ids.shape[1], device=position_ids.device)
+    own = own_part(places, group, dim=0)
+    same = own_part(sequence, group, dim=1)[:, :, None] == sequence[:, None, :]
+    return (same & (places <= own[:, None]))[:, None]
+
+
+def own_part(values: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """This rank's consecutive part of a dimension along the tokens of a row."""
+    return values.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def gathered_parts(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """The whole dimension from the parts of all ranks, without gradients."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part, group=group)
+    return torch.cat(parts, dim)
+
+
+def sum_parts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks that each hold some places and 0 at the others; used alike by all."""
+    total: Tensor = _SumParts.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumParts(torch.autograd.Function):
+    """The gradient of a place goes to all; only the rank that computed it has a use for it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _WholeRows(torch.autograd.Function):
+    """`[R, H, L / ranks, E]` of each rank to `[R, H, L, E]`; gradients add up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered_parts(part, group, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=2)
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_single(own, torch.cat(parts), group=ctx.group)
+        return own, None
+
+
+def _own_tokens(group: dist.ProcessGroup, *, first: bool) -> Any:
+    """A hook before a layer: its part of the angles and, before the first, of the tokens."""
+
+    def cut(_: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+        hidden, *others = inputs
+        if first:
+            hidden = own_part(hidden, group, dim=1)
+        angles = tuple(own_part(part, group, dim=1) for part in options["position_embeddings"])
+        return (hidden, *others), {**options, "position_embeddings": angles}
+
+    return cut
+
+
+def _attend_to_whole_rows(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    key, value = (_whole_rows(part, module.context_group) for part in (key, value))
+    attended: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, *arguments, **options
+    )
+    return attended
+
+
+def _whole_rows(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole: Tensor = _WholeRows.apply(part, group)  # type: ignore[no-untyped-call]
+    return whole

@@ -1,0 +1,127 @@
+"""A rank's rows as micro-batches: planned under the token budget, as many on every data rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
+from nemo_rl_core.data.packing import Microbatch, plan_microbatches
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import DataError
+
+_REFUSED = 2**62
+_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch of a shard.
+
+    Attributes:
+        batch: Its rows, in the plan's order.
+        plan: Which of the shard's rows they are, and how they share rows.
+        is_filler: Whether it is there only so that all data ranks take part in the collectives.
+    """
+
+    batch: BatchedDataDict
+    plan: Microbatch
+    is_filler: bool = False
+
+
+class Microbatches:
+    """Plans, and remembers the last plan.
+
+    Args:
+        max_tokens: The budget of one micro-batch, filler included.
+        mesh: The ranks, or None where this one is alone.
+    """
+
+    def __init__(self, max_tokens: int, mesh: RankMesh | None) -> None:
+        self._max_tokens, self._mesh = max_tokens, mesh
+        self._plans: dict[_PlanKey, list[Microbatch]] = {}
+
+    def of(
+        self, batch: BatchedDataDict, *, share_rows: bool, device: torch.device
+    ) -> Iterator[Part]:
+        """The micro-batches of a shard, on a device.
+
+        Behind its own, a rank gets fillers until it has as many as the data rank with most: a
+        filler is one sequence of two tokens, none of them wanted.
+
+        Args:
+            batch: `input_ids [B, T]`, `input_lengths [B]`, maybe `pair_ids [B]` that keep rows
+                together; B may be 0. Where it carries its plan, that is used.
+            share_rows: Whether a row may hold several sequences.
+            device: Where the tensors are wanted.
+
+        Raises:
+            DataError: If a sequence of any data rank does not fit; on every one of them, since the
+                others would wait for it.
+        """
+        plan, most = self._agreed_plan(batch, share_rows)
+        for microbatch in plan:
+            part = batch.select_indices(microbatch.indices).to(device)
+            yield Part(_cropped(part, int(part["input_lengths"].max())), microbatch)
+        for _ in range(most - len(plan)):
+            yield _filler(device)
+
+    def _agreed_plan(
+        self, batch: BatchedDataDict, share_rows: bool
+    ) -> tuple[list[Microbatch], int]:
+        """This rank's micro-batches, and how many the data rank with most has."""
+        try:
+            plan: list[Microbatch] | None = getattr(batch, "microbatches", None)
+            plan = self._plan(batch, share_rows) if plan is None else plan
+        except DataError:
+            if self._mesh is not None:
+                self._mesh.data_max(_REFUSED)
+            raise
+        most = len(plan) if self._mesh is None else self._mesh.data_max(len(plan))
+        if most == _REFUSED:
+            raise DataError(
+                "the rows of another data rank do not fit into its micro-batches",
+                fix="see that rank's message; raise max_tokens_per_microbatch",
+            )
+        return plan, most
+
+    def _plan(self, batch: BatchedDataDict, share_rows: bool) -> list[Microbatch]:
+        lengths = tuple(batch["input_lengths"].tolist())
+        pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
+        key = lengths, pairs, share_rows
+        if key not in self._plans:
+            # A step asks three times with the same lengths: old logprobs, reference, training.
+            plan = plan_microbatches(
+                lengths, max_tokens=self._max_tokens, bundles=pairs, share_rows=share_rows
+            )
+            self._plans = {key: plan}
+        return self._plans[key]
+
+
+def _filler(device: torch.device) -> Part:
+    filler = BatchedDataDict(
+        {
+            "input_ids": torch.zeros(1, 2, dtype=torch.long),
+            "input_lengths": torch.tensor([2]),
+            "token_mask": torch.zeros(1, 1, dtype=torch.bool),
+        }
+    )
+    return Part(filler.to(device), Microbatch(rows=((0,),), row_length=2), is_filler=True)
+
+
+def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
+    """The batch without columns of padding that none of its sequences reaches.
+
+    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
+    what has another width does not run along the tokens.
+    """
+    padded = part["input_ids"].shape[1]
+    widths = {padded: width, padded - 1: width - 1}
+
+    def crop(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            return value[:, : widths.get(value.shape[1])]
+        return value
+
+    return type(part)({name: crop(value) for name, value in part.items()})

@@ -1,0 +1,142 @@
+"""One ordered function that spreads a model written for one device over the ranks."""
+
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.backends.training.dtensor.mesh import RankMesh, local_device
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_parallel
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.training import DTensorTraining
+
+_WITHIN = "call_within_root"
+
+
+def parallelize(
+    model: Any, training: DTensorTraining, mesh: RankMesh | None, *, dtype: DType
+) -> Any:
+    """Splits the model over context and tensor ranks, then shards it over data ranks, in place.
+
+    The order matters: what is recomputed and compiled is the layer as it is split, and FSDP2 shards
+    what is left of each weight.
+
+    Args:
+        model: A transformers model on the CPU, whole; each rank reads all of it, keeps its shards
+            and drops the rest.
+        training: How.
+        mesh: The ranks, or None for one rank with whole weights.
+        dtype: Type that sharded weights are gathered in for the matrix products.
+
+    Returns:
+        The model, on this rank's device.
+    """
+    if mesh is not None and training.context_parallel_size > 1:
+        # First, so that what sequence parallelism splits further is a part of the row.
+        apply_context_parallel(model, mesh.context_group)
+    if mesh is not None and training.tensor_parallel_size > 1:
+        apply_tensor_parallel(model, training, mesh.parameters["tensor"])
+    layers = model.get_decoder().layers
+    for layer in layers:
+        if training.activation_checkpointing:
+            # Inside the module's hooks: FSDP2 gathers the weights before they run again.
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        if training.compile:
+            layer.compile()
+    if mesh is None:
+        # Quantized weights are on the device already, and cannot be moved.
+        return model if getattr(model, "is_quantized", False) else model.to(local_device())
+    return _shard(model, training, mesh, dtype)
+
+
+def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) -> Any:
+    axes = ("replica", "shard") if training.data_parallel_replicas > 1 else ("shard",)
+    options: dict[str, Any] = {
+        "mesh": mesh.parameters[axes],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if dtype == "float32" else getattr(torch, dtype),
+            reduce_dtype=getattr(torch, training.reduce_dtype),
+            cast_forward_inputs=False,  # autocast sees to it, and leaves the residual as it is
+        ),
+        "offload_policy": CPUOffloadPolicy() if training.cpu_offload else OffloadPolicy(),
+    }
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, **options)
+    if (scalar := getattr(model, SCALAR_HEAD, None)) is not None:
+        # Its products are float32 always.
+        exact = MixedPrecisionPolicy(reduce_dtype=options["mp_policy"].reduce_dtype)
+        fully_shard(scalar, **{**options, "mp_policy": exact})
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the numbers of the whole step: gradients add up.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    setattr(model, _WITHIN, MethodType(_within, model))
+    register_fsdp_forward_method(model, _WITHIN)
+    return model if training.cpu_offload else model.to(local_device())
+
+
+def _within(_: Any, function: Any) -> Any:
+    """Calls `function` while the weights outside the layers (embedding, head) are whole."""
+    return function()
+
+
+def run_within(model: Any, function: Any) -> Any:
+    """Calls a function of no arguments that uses parts of the model, such as decoder and head.
+
+    Under FSDP2 only modules that are called have whole weights; `function` may use those of all
+    modules outside the decoder's layers. What it returns must be one tensor or a tuple of them.
+    """
+    return getattr(model, _WITHIN)(function) if isinstance(model, FSDPModule) else function()
+
+
+def release(model: Any) -> None:
+    """Drops what a forward pass without a backward pass has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def load_whole(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """As `load_state_dict` of whole weights that every rank has; each keeps its shards."""
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+@torch.no_grad()
+def fill_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies whole `values` that every rank has into a parameter, sharded or not."""
+    if isinstance(parameter, DTensor):
+        device = parameter.device_mesh.device_type
+        shard = distribute_tensor(
+            values.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        parameter.to_local().copy_(shard.to_local())
+    else:
+        parameter.copy_(values)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded; a collective of all ranks if it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # Shards kept on the CPU travel over the mesh's own device.
+    shards = tensor.detach().to(tensor.device_mesh.device_type)
+    assert isinstance(shards, DTensor)
+    return shards.full_tensor()

@@ -1,0 +1,198 @@
+"""Tensor parallelism of a transformers decoder: which module is split how.
+
+Every parameter becomes a DTensor over the tensor axis, split or whole, so that all have one mesh:
+sharding, the norm of gradients and fused optimizers then take them together. Gradients of whole
+parameters that each rank sees a part of (norms over split tokens or heads) are summed by DTensor.
+"""
+
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.errors import ConfigError
+
+Direction = Literal["colwise", "rowwise"]
+
+_LINEAR_LAYERS: dict[str, Direction] = {
+    "*.self_attn.q_proj": "colwise",
+    "*.self_attn.k_proj": "colwise",
+    "*.self_attn.v_proj": "colwise",
+    "*.self_attn.o_proj": "rowwise",
+    "*.mlp.gate_proj": "colwise",
+    "*.mlp.up_proj": "colwise",
+    "*.mlp.down_proj": "rowwise",
+}
+"""Blocks of the Llama, Mistral, Qwen2, Qwen3 and Gemma types, which name them alike."""
+_TOKENS, _HEADS = Shard(1), Shard(2)
+
+
+class _WholeWeights(ParallelStyle):
+    """A module whose weights every rank holds, over activations that may be split.
+
+    Args:
+        layout: How the module's first input, and its output, is split over the ranks.
+        output: How the output is wanted; as it comes where None.
+    """
+
+    def __init__(self, layout: Placement, output: Placement | None = None) -> None:
+        self._layout, self._output = layout, output or layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module, device_mesh, _replicate, self._distributed_inputs, self._local_output
+        )
+
+    def _distributed_inputs(self, _: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        first, *others = inputs
+        return DTensor.from_local(first, mesh, [self._layout], run_check=False), *others
+
+    def _local_output(self, _: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(mesh, [self._output]).to_local()
+
+
+def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
+    """Refuses, before weights are read, a model whose heads the ranks cannot divide evenly.
+
+    Raises:
+        ConfigError: Naming the number of heads; or if adapters are trained.
+    """
+    from transformers import AutoConfig
+
+    size = training.tensor_parallel_size
+    if size == 1:
+        return
+    if training.lora is not None:
+        raise ConfigError(
+            "adapters cannot be split by tensor parallelism",
+            expected="lora with tensor_parallel_size: 1",
+            got=f"tensor_parallel_size: {size}",
+            fix="set tensor_parallel_size to 1: frozen weights are sharded over data ranks as well",
+        )
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name, None) or size
+        if number % size:
+            raise ConfigError(
+                f"tensor parallelism cannot divide {name} of {folder.name!r}",
+                expected=f"a multiple of tensor_parallel_size = {size}",
+                got=f"{name} = {number}",
+                fix="choose a tensor_parallel_size that divides it; more ranks can share the data",
+            )
+
+
+def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMesh) -> None:
+    """Splits a transformers model over the ranks of one axis, in place.
+
+    Args:
+        model: With a decoder of `layers`, and a head or a scalar head.
+        training: Sizes; `tensor_parallel_plan` in place of the built-in one for linear layers.
+        mesh: The tensor axis alone.
+
+    Raises:
+        ConfigError: If a layer is of no known style, so that splitting its neighbours would make
+            its results wrong in silence.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    plan = _plan(model, training)
+    # Every rank has read the same weights: nothing needs to be sent.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    if tied:
+        head.weight = embedding.weight
+    if training.sequence_parallel:
+        first = model.get_decoder().layers[0]
+        first.register_forward_pre_hook(lambda _, inputs: (_split(inputs[0], mesh), *inputs[1:]))
+
+
+def _plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
+    residual: Placement = _TOKENS if training.sequence_parallel else Replicate()
+    linear = training.tensor_parallel_plan or _LINEAR_LAYERS
+    special = _outside_layers(model, residual)
+    plan: dict[str, ParallelStyle] = {}
+    unknown: list[str] = []
+    for name, module in model.named_modules():
+        direction = next((style for pattern, style in linear.items() if fnmatch(name, pattern)), "")
+        if module in special:
+            plan[name] = special[module]
+        elif direction == "colwise":
+            plan[name] = ColwiseParallel()
+        elif direction == "rowwise":
+            plan[name] = RowwiseParallel(output_layouts=residual)
+        elif (style := _inside_layer(name, module, residual)) is not None:
+            plan[name] = style
+        elif list(module.parameters(recurse=False)):
+            unknown.append(name)
+    if unknown:
+        raise _unknown_layers(type(model).__name__, unknown)
+    return plan
+
+
+def _outside_layers(model: Any, residual: Placement) -> dict[nn.Module | None, ParallelStyle]:
+    """Embedding and head over the vocabulary; what the head reads is whole again."""
+    whole = Replicate()
+    return {
+        model.get_output_embeddings(): ColwiseParallel(output_layouts=whole),
+        getattr(model, SCALAR_HEAD, None): _WholeWeights(whole),
+        model.get_input_embeddings(): RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        getattr(model.get_decoder(), "norm", None): _WholeWeights(residual, output=whole),
+    }
+
+
+def _inside_layer(name: str, module: nn.Module, residual: Placement) -> ParallelStyle | None:
+    """The style of what is no linear layer, or None where there is nothing to do, or no known."""
+    whole = Replicate()
+    match name.rpartition(".")[2]:
+        case "self_attn":
+            return PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": residual},
+                desired_input_kwarg_layouts={"hidden_states": whole},
+            )
+        case "mlp":
+            return PrepareModuleInput(input_layouts=residual, desired_input_layouts=whole)
+        case "q_norm" | "k_norm":
+            return _WholeWeights(_HEADS)
+        case _:
+            return _WholeWeights(residual) if _is_layer_norm(name, module) else None
+
+
+def _is_layer_norm(name: str, module: nn.Module) -> bool:
+    """Whether the module is a direct child of a decoder layer with vectors for weights."""
+    parameters = list(module.parameters(recurse=False))
+    in_layer = name.split(".")[-3:-2] == ["layers"]
+    return in_layer and bool(parameters) and all(weight.dim() == 1 for weight in parameters)
+
+
+def _unknown_layers(model: str, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"tensor parallelism does not know how to split {model}",
+        expected="attention and MLP of the Llama, Qwen2, Qwen3 or Gemma type",
+        got=f"{len(names)} other modules with weights, such as {', '.join(names[:3])}",
+        fix="name a style for each linear layer in tensor_parallel_plan, such as "
+        '{"*.fc1": colwise, "*.fc2": rowwise}, or set tensor_parallel_size to 1',
+    )
+
+
+def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, weight in list(module.named_parameters(recurse=False)):
+        whole = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+
+def _split(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`[R, L, D]` that every rank has, to each rank's `[R, L / ranks, D]`."""
+    whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    local: Tensor = whole.redistribute(mesh, [_TOKENS]).to_local()
+    return local

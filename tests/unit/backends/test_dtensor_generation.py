@@ -1,0 +1,72 @@
+"""Completions of the training worker itself."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+
+PROMPTS = [[5, 6, 7, 8], [9], [4, 4]]
+
+
+def make_prompts() -> BatchedDataDict:
+    return collate(PROMPTS, [[True] * len(prompt) for prompt in PROMPTS])
+
+
+def make_backend(folder: Path) -> DTensorBackend:
+    backend = DTensorBackend()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            optimizer=OptimizerConfig(),
+            max_tokens_per_microbatch=64,
+            temperature=0.7,
+        )
+    )
+    return backend
+
+
+def test_greedy_completions_take_the_likeliest_token_each_time(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    stops = stop_token_ids(tiny_model, load_tokenizer(tiny_model))
+    output = make_backend(tiny_model).generate(make_prompts(), greedy=True, max_new_tokens=5)
+    for row, prompt in enumerate(PROMPTS):
+        ids, logprobs = list(prompt), []
+        while len(logprobs) < 5 and not (logprobs and ids[-1] in stops):
+            distribution = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], -1)
+            ids.append(int(distribution.argmax()))
+            logprobs.append(float(distribution.max()))
+        length = int(output["unpadded_sequence_lengths"][row])
+        assert output["output_ids"][row, :length].tolist() == ids
+        assert output["generation_lengths"][row] == len(logprobs)
+        assert bool(output["truncated"][row]) == (ids[-1] not in stops)
+        found = output["logprobs"][row, len(prompt) : length]
+        torch.testing.assert_close(found, torch.tensor(logprobs), rtol=1e-5, atol=1e-5)
+        assert not output["logprobs"][row, : len(prompt)].any()
+
+
+def test_draws_repeat_under_a_seed_and_their_logprobs_are_the_trainers(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model)
+    before = torch.get_rng_state()
+    first = backend.generate(make_prompts(), greedy=False, max_new_tokens=12, seed=3)
+    again = backend.generate(make_prompts(), greedy=False, max_new_tokens=12, seed=3)
+    other = backend.generate(make_prompts(), greedy=False, max_new_tokens=12, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first["output_ids"], again["output_ids"])
+    assert first["output_ids"].tolist() != other["output_ids"].tolist()
+
+    lengths = first["unpadded_sequence_lengths"].tolist()
+    sequences = [row[:end].tolist() for row, end in zip(first["output_ids"], lengths, strict=True)]
+    masks = [
+        [place >= len(prompt) for place in range(end)]
+        for prompt, end in zip(PROMPTS, lengths, strict=True)
+    ]
+    batch = collate(sequences, masks)
+    trained = backend.get_logprobs(batch)
+    torch.testing.assert_close(first["logprobs"][:, 1:], trained, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,140 @@
+"""Tensor parallelism of several model types, and of scalar heads, against one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.backends.training.dtensor.mesh import check_sizes
+from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ConfigError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+LENGTHS = [7, 3, 6, 2]
+PLAN = {
+    "*.[qkv]_proj": "colwise",
+    "*.o_proj": "rowwise",
+    "*.gate_proj": "colwise",
+    "*.up_proj": "colwise",
+    "*.down_proj": "rowwise",
+}
+
+
+def make_model(kind: str, folder: Path, tokenizer: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def make_batch() -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(4, 19, (n,), generator=generator).tolist() for n in LENGTHS]
+    return collate(sequences, [[True] * n for n in LENGTHS])
+
+
+def mean_value(
+    values: torch.Tensor,
+    batch: BatchedDataDict,
+    *,
+    global_valid_seqs: torch.Tensor,
+    global_valid_tokens: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (values[:, 0] - 1).square().sum() / global_valid_seqs
+    return loss, {"loss": loss.detach()}
+
+
+def two_steps(folder: Path, axes: dict[str, Any], head: str) -> dict[str, Any]:
+    backend = DTensorBackend()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
+            training=DTensorTraining(**axes),
+            max_tokens_per_microbatch=16,
+            head=head,  # type: ignore[arg-type]
+        )
+    )
+    loss = mean_value if head == "scalar" else NLLLoss()
+    read = backend.get_values if head == "scalar" else backend.get_logprobs
+    steps = [backend.train_step(make_batch(), loss) for _ in range(2)]
+    return {
+        "steps": [(step["loss"], step["grad_norm"]) for step in steps],
+        "after": read(make_batch()),
+        "weights": dict(backend.named_weights()),
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_of_tensor_parallelism_agree_with_one(tiny_model: Path, tmp_path: Path) -> None:
+    axes: dict[str, Any] = {"tensor_parallel_size": 2}
+    split = {**axes, "sequence_parallel": True}
+    folders = {kind: make_model(kind, tmp_path / kind, tiny_model) for kind in CONFIGS}
+    cases = [
+        (folders["llama"], axes, "lm"),
+        (folders["llama"], {**split, "tensor_parallel_plan": PLAN}, "lm"),
+        (folders["qwen3"], split, "lm"),
+        (folders["gemma3"], split, "lm"),
+        (folders["llama"], split, "scalar"),
+        (folders["qwen3"], {}, "scalar"),
+    ]
+    cases_on_ranks = run_ranks(
+        lambda: [two_steps(*case) for case in cases], world_size=2, timeout_seconds=900.0
+    )
+    for number, (folder, _, head) in enumerate(cases):
+        alone = two_steps(folder, {}, head)
+        for results in cases_on_ranks:
+            found = results[number]
+            for (loss, norm), (want_loss, want_norm) in zip(
+                found["steps"], alone["steps"], strict=True
+            ):
+                assert loss == pytest.approx(want_loss, rel=1e-5), (folder.name, head)
+                assert norm == pytest.approx(want_norm, rel=1e-4), (folder.name, head)
+            torch.testing.assert_close(found["after"], alone["after"], rtol=1e-4, atol=1e-5)
+            for name, weight in alone["weights"].items():
+                torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **{**SIZES, "num_key_value_heads": 1}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="num_key_value_heads = 1"):
+        check_tensor_parallel(tmp_path, DTensorTraining(tensor_parallel_size=2))
+
+
+def test_ranks_that_do_not_fill_the_axes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a multiple of 4 ranks"):
+        check_sizes(DTensorTraining(tensor_parallel_size=2, data_parallel_replicas=2), 6)
+    check_sizes(DTensorTraining(tensor_parallel_size=2, data_parallel_replicas=2), 8)
