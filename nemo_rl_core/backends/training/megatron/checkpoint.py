@@ -1,0 +1,178 @@
+"""Checkpoints of the Megatron backend: `model/` for everyone, `trainer/` to go on from.
+
+`trainer/` is Megatron's own distributed format: each rank writes its shards, under names that do not
+depend on the layout, so that another layout can read them. Nothing random is kept: the models have
+no dropout, and draw nothing.
+
+Of the files that a load reads, two are pickles: `.metadata` and `common.pt`. The first is read once
+here with a list of the only things that it may name, before Megatron reads it; the second Megatron
+itself reads with torch's restricted unpickler. Objects inside the tensor files would be unpickled
+without restriction, so none are written, and none are asked for.
+"""
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.checkpointing import save_tensors
+
+# The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": False,
+}
+
+
+def save_trainer(folder: Path, chunks: list[Any], optimizer: Any, num_updates: int) -> None:
+    """Writes weights and optimizer, each rank its shards, into a folder that is made.
+
+    Args:
+        folder: Seen by all ranks.
+        chunks: This rank's wrapped chunks.
+        optimizer: Megatron's.
+        num_updates: Optimizer steps so far, off which the warm-up goes on.
+    """
+    _make_on_rank_0(folder)
+    dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(folder))
+    if dist.get_rank() == 0:
+        (folder / "state.json").write_text(json.dumps({"num_updates": num_updates}))
+    dist.barrier()
+
+
+def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
+    """Reads what `save_trainer` wrote, over any layout, to the bit.
+
+    Returns:
+        Optimizer steps so far.
+
+    Raises:
+        StoreError: If a file is missing, names something that a checkpoint need not name, or is
+            that of another model.
+    """
+    try:
+        _refuse_foreign_code(folder / ".metadata")
+        num_updates = int(json.loads((folder / "state.json").read_text())["num_updates"])
+        wanted = _sharded_state(chunks, optimizer, is_loading=True)
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    except (OSError, KeyError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise _unreadable(folder, error) from error
+    for index, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+    return num_updates
+
+
+def save_model(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> None:
+    """Writes the transformers folder, a shard at a time.
+
+    Args:
+        folder: Seen by all ranks, and made.
+        weights: Of all ranks together; every rank iterates.
+        source: The folder that the model was built from, for config and tokenizer.
+    """
+    _make_on_rank_0(folder)
+    if dist.get_rank() > 0:
+        for _ in weights:
+            pass
+    else:
+        from transformers import AutoConfig
+
+        _write_shards(folder, weights)
+        AutoConfig.from_pretrained(source).save_pretrained(folder)
+        load_tokenizer(source).save_pretrained(folder)
+    dist.barrier()
+
+
+_SHARD_BYTES = 2 * 1024**3
+
+
+def _write_shards(folder: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    shard: dict[str, torch.Tensor] = {}
+    shard_of: dict[str, str] = {}
+    num_bytes = total_bytes = num_shards = 0
+
+    def flush() -> None:
+        nonlocal num_bytes, num_shards
+        num_shards += 1
+        name = f"model-{num_shards:05d}.safetensors"
+        save_tensors(folder / name, shard)
+        shard_of.update(dict.fromkeys(shard, name))
+        shard.clear()
+        num_bytes = 0
+
+    for name, weight in weights:
+        if shard and num_bytes + weight.nbytes > _SHARD_BYTES:
+            flush()
+        shard[name] = weight.detach().to("cpu", copy=True)
+        num_bytes += weight.nbytes
+        total_bytes += weight.nbytes
+    flush()
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": shard_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _make_on_rank_0(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+
+
+def _sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        f"model{index}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+        for index, chunk in enumerate(chunks)
+    }
+    for name in list(state):
+        state[name] = {
+            key: value for key, value in state[name].items() if not isinstance(value, ShardedObject)
+        }
+    # The optimizer reads off the model's shards how its own lie in the whole.
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=dict(_METADATA)
+    )
+    return state
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's description of shards, and nothing that names other things."""
+
+    _ALLOWED = frozenset(
+        {
+            ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "Metadata"),
+            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def _refuse_foreign_code(path: Path) -> None:
+    with path.open("rb") as file:
+        _MetadataUnpickler(file).load()
+
+
+def _unreadable(folder: Path, error: Exception) -> StoreError:
+    return StoreError(
+        f"cannot go on from {folder}",
+        expected="the trainer folder of a megatron checkpoint of the same model",
+        got=f"{type(error).__name__}: {error}",
+        fix="resume from an older checkpoint, with the model config that it was made with",
+    )

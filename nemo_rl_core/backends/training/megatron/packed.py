@@ -1,0 +1,81 @@
+"""Hidden states of packed rows out of one chunk of a Megatron model.
+
+`GPTModel.forward` reads rope off the row's length and ends in logits; here its embedding and its
+decoder are called in its stead, so that rope restarts with each sequence and `[N, V]` never exists.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from nemo_rl_core.data.packing import PackedRows
+
+
+def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
+    """What a chunk of the model makes of packed rows, or of what the chunk before it sent.
+
+    Args:
+        model: A `GPTModel`, not wrapped.
+        rows: The micro-batch; ids are read by the first chunk only, positions by all.
+
+    Returns:
+        `[R, L, D]` final hidden states from the last chunk; from the others `[L, R, D]` to send on,
+        with `L / TP` in place of `L` under sequence parallelism.
+    """
+    embedded = None
+    if model.pre_process:
+        embedded = model.embedding(input_ids=rows.input_ids, position_ids=rows.position_ids)
+    num_positions = int(rows.position_ids.max()) + 1
+    # [P, 1, 1, d] of positions 0 to P-1; picked by position, [L, R, 1, d].
+    table = model.rotary_pos_emb(num_positions)
+    rope = table[rows.position_ids.T, 0]
+    hidden: torch.Tensor = model.decoder(
+        hidden_states=embedded,
+        attention_mask=other_sequences(rows.position_ids),
+        rotary_pos_emb=rope,
+    )
+    if not model.post_process:
+        return hidden
+    if model.config.sequence_parallel:
+        # The logprobs' gradient is whole on every rank, so each keeps its part and sums nothing.
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False
+        )
+    return hidden.transpose(0, 1)
+
+
+def other_sequences(position_ids: torch.Tensor) -> torch.Tensor:
+    """Which tokens of its row a token must not see: later ones, and those of other sequences.
+
+    Args:
+        position_ids: `[R, L]`; 0 begins a sequence.
+
+    Returns:
+        `[R, 1, L, L]` bool, query before key, True where attention is forbidden.
+    """
+    sequence = torch.cumsum(position_ids == 0, dim=1)
+    other = sequence[:, :, None] != sequence[:, None, :]
+    length = position_ids.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).triu(1)
+    return (other | later)[:, None]
+
+
+def output_weight(model: Any, vocab_size: int) -> tuple[torch.Tensor, int]:
+    """This rank's part of the head, and the token that its first row stands for.
+
+    Args:
+        model: The last chunk of the model, not wrapped.
+        vocab_size: Rows of the transformers head. Megatron fills up to a multiple of the ranks;
+            those rows stand for no token and would take probability from the others.
+
+    Returns:
+        `[V', D]`, and a token id.
+    """
+    weight = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
+    start = weight.shape[0] * parallel_state.get_tensor_model_parallel_rank()
+    return weight[: max(0, min(weight.shape[0], vocab_size - start))], start
