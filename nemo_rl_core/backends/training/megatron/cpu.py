@@ -24,6 +24,7 @@ _MODULES_THAT_NAME_CUDA = (
     "pipeline_parallel.schedules",  # the count of tokens in a step
     "tensor_parallel.data",  # sizes of what is broadcast
     "transformer.moe.moe_utils",  # the log of auxiliary losses
+    "utils",  # the norm of all gradients
 )
 _FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
