@@ -1,0 +1,179 @@
+"""Logprobs where the head is split over the vocabulary, a part on each rank of a group.
+
+No rank ever holds logits of the whole vocabulary, not even of a chunk of rows: maxima, sums and the
+chosen logits are reduced over the group instead (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def vocab_parallel_logprobs_from_hidden(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    token_ids: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    temperature: float,
+    chunk_size: int,
+    bias_shard: Tensor | None = None,
+) -> Tensor:
+    """Logprobs of several chosen tokens a row, as `token_logprobs_from_hidden` of the whole head.
+
+    A collective of the group, forward and backward. The ranks give the same rows and ids and use
+    the result alike; each then gets the whole gradient of `hidden`, and that of its own shard.
+
+    Args:
+        hidden: `[N, D]` final hidden states, the same on every rank.
+        weight_shard: `[V_local, D]`, this rank's rows of the head, in the dtype of `hidden`.
+        token_ids: `[N, K]` int64, in the whole vocabulary.
+        group: The ranks that hold the other rows.
+        vocab_start: The token that this rank's first row stands for.
+        temperature: What the logits are divided by, as in sampling.
+        chunk_size: Rows computed at once, at least 1; about three `[chunk_size, V_local]` tensors
+            exist at a time.
+        bias_shard: `[V_local]` bias of this rank's rows, where the head has one.
+
+    Returns:
+        `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs); the same on every rank.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight_shard = hidden.to(dtype), weight_shard.to(dtype)
+        bias_shard = None if bias_shard is None else bias_shard.to(dtype)
+    logprobs: Tensor = _VocabParallelLogprobs.apply(
+        hidden, weight_shard, bias_shard, token_ids, (group, vocab_start, temperature, chunk_size)
+    )
+    return logprobs
+
+
+@torch.no_grad()
+def vocab_parallel_topk_logprobs_from_hidden(  # noqa: PLR0913
+    hidden: Tensor,
+    weight_shard: Tensor,
+    *,
+    k: int,
+    num_ids: int,
+    group: dist.ProcessGroup,
+    vocab_start: int,
+    temperature: float,
+    chunk_size: int,
+    bias_shard: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row, as `topk_logprobs_from_hidden` of the whole head.
+
+    Each rank offers its own k likeliest; the k best of all offers are those of the whole.
+
+    Args:
+        hidden: `[N, D]` final hidden states, the same on every rank.
+        weight_shard: `[V_local, D]`, this rank's rows of the head.
+        k: How many tokens, at most `num_ids`.
+        num_ids: Only ids below it are chosen.
+        group: The ranks that hold the other rows.
+        vocab_start: The token that this rank's first row stands for.
+        temperature: What the logits are divided by, as in sampling.
+        chunk_size: Rows computed at once, at least 1.
+        bias_shard: `[V_local]` bias of this rank's rows, where the head has one.
+
+    Returns:
+        `[N, k]` int64 ids, likeliest first, and `[N, k]` logprobs in nats, normalized over all
+        rows of the head; the same on every rank.
+    """
+    ids, logprobs = [], []
+    for chunk in torch.split(hidden, chunk_size):
+        logits = _logits(chunk, weight_shard, bias_shard, temperature)
+        num_candidates = max(0, min(num_ids - vocab_start, logits.shape[1]))
+        # Every rank offers k, those that have fewer with logits that none can lose to.
+        best = logits.new_full((chunk.shape[0], k), float("-inf"))
+        best_ids = torch.zeros_like(best, dtype=torch.long)
+        own = torch.topk(logits[:, :num_candidates], min(k, num_candidates), dim=-1)
+        best[:, : own.values.shape[1]] = own.values
+        best_ids[:, : own.values.shape[1]] = own.indices + vocab_start
+        top = torch.topk(_gathered(best, group), k, dim=-1)
+        ids.append(_gathered(best_ids, group).gather(-1, top.indices))
+        logprobs.append(top.values - _logsumexp(logits, group)[:, None])
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """Keeps `[N]` log-sums of the forward pass and makes the logits of a chunk again."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        options: tuple[dist.ProcessGroup, int, float, int],
+    ) -> Tensor:
+        group, vocab_start, temperature, chunk_size = options
+        logprobs, log_sums = [], []
+        for chunk, ids in zip(
+            torch.split(hidden, chunk_size), torch.split(token_ids, chunk_size), strict=True
+        ):
+            logits = _logits(chunk, weight, bias, temperature)
+            log_sum = _logsumexp(logits, group)
+            local_ids, held = _local(ids, vocab_start, logits.shape[1])
+            chosen = logits.gather(-1, local_ids).masked_fill(~held, 0.0)
+            dist.all_reduce(chosen, group=group)
+            logprobs.append(chosen - log_sum[:, None])
+            log_sums.append(log_sum)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, torch.cat(log_sums))
+        ctx.options = options
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden, weight, bias, token_ids, log_sums = ctx.saved_tensors
+        group, vocab_start, temperature, chunk_size = ctx.options
+        hidden_gradient, weight_gradient = torch.zeros_like(hidden), torch.zeros_like(weight)
+        bias_gradient = None if bias is None else torch.zeros_like(bias)
+        for start in range(0, len(hidden), chunk_size):
+            rows = slice(start, start + chunk_size)
+            upstream = gradients[0][rows]
+            logits = _logits(hidden[rows], weight, bias, temperature)
+            local_ids, held = _local(token_ids[rows], vocab_start, logits.shape[1])
+            # d logprob(k) / d logit(v) = [v = k] - p(v), for every chosen k of the row.
+            gradient = logits.sub_(log_sums[rows, None]).exp_().mul_(-upstream.sum(-1, True))
+            gradient.scatter_add_(-1, local_ids, upstream.masked_fill(~held, 0.0))
+            gradient = gradient.div_(temperature).to(weight.dtype)
+            hidden_gradient[rows] = gradient @ weight
+            weight_gradient.addmm_(gradient.T, hidden[rows])
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0)
+        dist.all_reduce(hidden_gradient, group=group)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """`[chunk, V_local]`, a tensor of its own that may be written to."""
+    logits = F.linear(hidden, weight, bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def _logsumexp(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[chunk]` over the whole vocabulary."""
+    largest = logits.amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    total = (logits - largest[:, None]).exp_().sum(-1)
+    dist.all_reduce(total, group=group)
+    return total.log() + largest
+
+
+def _local(token_ids: Tensor, vocab_start: int, num_local: int) -> tuple[Tensor, Tensor]:
+    """Rows of this rank's shard, and where they mean anything: elsewhere the row is 0."""
+    held = (token_ids >= vocab_start) & (token_ids < vocab_start + num_local)
+    return (token_ids - vocab_start).masked_fill(~held, 0), held
+
+
+def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[chunk, k * ranks]`, rank by rank."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values, group=group)
+    return torch.cat(parts, dim=-1)
