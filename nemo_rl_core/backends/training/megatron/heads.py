@@ -7,9 +7,12 @@ from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.megatron.packed import output_weight
 from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
+from nemo_rl_core.backends.training.vocab_parallel import (
+    vocab_parallel_logprobs_from_hidden,
+    vocab_parallel_topk_logprobs_from_hidden,
+)
 from nemo_rl_core.data.packing import PackedRows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.logprobs import vocab_parallel_logprobs_from_hidden
 
 _LOGPROB_CHUNK_TOKENS = 1024
 
@@ -58,11 +61,16 @@ class LogprobHead:
         """
         wanted = wanted_positions(batch)
         weight, start = output_weight(self._model, self._vocab_size)
-        chunks = [
-            _topk_of_chunk(chunk, weight, start, k, num_ids, self._temperature)
-            for chunk in torch.split(_picked(hidden, rows, wanted), _LOGPROB_CHUNK_TOKENS)
-        ]
-        ids, logprobs = (torch.cat(column) for column in zip(*chunks, strict=True))
+        ids, logprobs = vocab_parallel_topk_logprobs_from_hidden(
+            _picked(hidden, rows, wanted),
+            weight,
+            k=k,
+            num_ids=num_ids,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_start=start,
+            temperature=self._temperature,
+            chunk_size=_LOGPROB_CHUNK_TOKENS,
+        )
         return spread(ids, wanted), spread(logprobs, wanted)
 
     def _token_logprobs(
@@ -91,31 +99,3 @@ def _picked(hidden: torch.Tensor, rows: PackedRows, wanted: torch.Tensor) -> tor
     """`[N, D]` of `hidden [R, L, D]`, at the N tokens that `wanted [B, T' <= T]` is set for."""
     width = wanted.shape[1]
     return hidden[rows.row[:, :width][wanted], rows.column[:, :width][wanted]]
-
-
-def _topk_of_chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    start: int,
-    k: int,
-    num_ids: int,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[N, k]` ids and logprobs: the likeliest of each rank's likeliest."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    logits = (hidden @ weight.T).float() / temperature
-    usable = logits[:, : max(0, num_ids - start)]
-    # Every rank offers k, so that all send as much; those that no token stands for never win.
-    padding = (0, max(0, k - usable.shape[1]))
-    offered = torch.nn.functional.pad(usable, padding, value=-torch.inf).topk(k)
-    normalizers = _gathered(torch.logsumexp(logits, dim=-1, keepdim=True), group)
-    logprobs = _gathered(offered.values, group) - normalizers.logsumexp(dim=-1, keepdim=True)
-    best = logprobs.topk(k)
-    return _gathered(offered.indices + start, group).gather(-1, best.indices), best.values
-
-
-def _gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """`[N, ranks * K]` of `[N, K]` from each rank, in rank order."""
-    parts = [torch.empty_like(values) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, values.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)

@@ -23,9 +23,7 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
         `[R, L, D]` final hidden states from the last chunk; from the others `[L, R, D]` to send on,
         with `L / TP` in place of `L` under sequence parallelism.
     """
-    embedded = None
-    if model.pre_process:
-        embedded = model.embedding(input_ids=rows.input_ids, position_ids=rows.position_ids)
+    embedded = _embedded(model, rows) if model.pre_process else None
     num_positions = int(rows.position_ids.max()) + 1
     # [P, 1, 1, d] of positions 0 to P-1; picked by position, [L, R, 1, d].
     table = model.rotary_pos_emb(num_positions)
@@ -43,6 +41,23 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
             hidden, tensor_parallel_output_grad=False
         )
     return hidden.transpose(0, 1)
+
+
+def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
+    """`[L, R, D]`, this rank's part of L under sequence parallelism."""
+    embedded: torch.Tensor = model.embedding(
+        input_ids=rows.input_ids, position_ids=rows.position_ids
+    )
+    padding_id = model.hf_config.pad_token_id
+    if padding_id is None:
+        return embedded
+    # transformers' embeddings learn nothing from the padding token, wherever it stands; in many
+    # models it also ends sequences.
+    is_padding = (rows.input_ids == padding_id).T
+    if model.config.sequence_parallel:
+        parts = is_padding.chunk(model.config.tensor_model_parallel_size)
+        is_padding = parts[parallel_state.get_tensor_model_parallel_rank()]
+    return torch.where(is_padding[..., None], embedded.detach(), embedded)
 
 
 def other_sequences(position_ids: torch.Tensor) -> torch.Tensor:
