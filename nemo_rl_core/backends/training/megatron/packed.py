@@ -53,7 +53,7 @@ def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
         return embedded
     # transformers' embeddings learn nothing from the padding token, wherever it stands; in many
     # models it also ends sequences.
-    is_padding = (rows.input_ids == padding_id).T
+    is_padding = (rows.input_ids == padding_id).T.contiguous()
     if model.config.sequence_parallel:
         parts = is_padding.chunk(model.config.tensor_model_parallel_size)
         is_padding = parts[parallel_state.get_tensor_model_parallel_rank()]
