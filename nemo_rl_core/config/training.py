@@ -17,8 +17,48 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
 
 
+class ConstantSchedule(FrozenConfig):
+    """The whole rate after the warm-up."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class LinearSchedule(FrozenConfig):
+    """A straight line from the whole rate to `final_fraction` of it, and that from then on."""
+
+    kind: Literal["linear"] = "linear"
+    num_decay_steps: PositiveInt
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+
+
+class CosineSchedule(FrozenConfig):
+    """Half a cosine from the whole rate to `final_fraction` of it: Loshchilov and Hutter (2017)."""
+
+    kind: Literal["cosine"] = "cosine"
+    num_decay_steps: PositiveInt
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+
+
+def _schedule(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("kind", "constant"))
+    return str(getattr(value, "kind", "constant"))
+
+
+ScheduleConfig = Annotated[
+    Annotated[ConstantSchedule, Tag("constant")]
+    | Annotated[LinearSchedule, Tag("linear")]
+    | Annotated[CosineSchedule, Tag("cosine")],
+    Discriminator(_schedule),
+]
+
+
 class OptimizerConfig(FrozenConfig):
-    """AdamW with linear warm-up to a constant rate and clipping by global norm."""
+    """AdamW with linear warm-up, a schedule after it, and clipping by global norm.
+
+    `moments: 8bit` keeps AdamW's two moments in blocks of 8 bits (Dettmers et al., 2022), with
+    bitsandbytes.
+    """
 
     learning_rate: PositiveFloat = 1e-3
     num_warmup_steps: NonNegativeInt = 0
@@ -27,6 +67,8 @@ class OptimizerConfig(FrozenConfig):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat = 1.0
+    schedule: ScheduleConfig = ConstantSchedule()
+    moments: Literal["float32", "8bit"] = "float32"
 
 
 class Parallelism(FrozenConfig):
@@ -83,6 +125,24 @@ class DTensorTraining(Parallelism):
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
+
+    @model_validator(mode="after")
+    def _adapters_are_not_split(self) -> "DTensorTraining":
+        if self.lora is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "adapters are not split over the ranks of tensor parallelism: "
+                "leave tensor_parallel_size at 1 (FSDP shards them), or leave lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> "DTensorTraining":
+        if self.weights != "full" and self.lora is None:
+            raise ValueError(
+                f"weights: {self.weights} are frozen, so that nothing would be trained: "
+                "add a lora section, or leave weights out"
+            )
+        return self
 
 
 class MegatronTraining(Parallelism):

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and tensors on disk without pickle.
+"""Checkpoints that survive a kill at any moment.
 
 One process at a time saves to, or recovers from, a checkpoint folder: the store's lock on the
 stage's work folder sees to that.
@@ -7,16 +7,11 @@ stage's work folder sees to that.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra import files
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -187,114 +182,3 @@ def _check(step: int, folder: Path, *, verify: bool) -> None:
             raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
         if verify and files.hash_file(folder / name) != entry["sha256"]:
             raise ValueError(f"the content of {name} has changed since it was saved")
-
-
-def save_tensors(path: Path, tensors: Mapping[str, "Tensor"]) -> None:
-    """Writes tensors of any shape and device to a safetensors file, atomically.
-
-    Tensors that share memory (tied embeddings) are written, and come back, as separate ones.
-
-    Raises:
-        StoreError: If the disk refuses; an older file then stays.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    plain: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        copy = tensor.detach().cpu().contiguous()
-        address = copy.untyped_storage().data_ptr()
-        plain[name] = copy.clone() if address in seen else copy
-        seen.add(address)
-    with files.written_aside(path) as aside:
-        try:
-            save_file(plain, aside)
-        except SafetensorError as error:
-            raise StoreError(
-                f"cannot write the tensors of {path}",
-                got=str(error),
-                fix="free some space, or point NEMO_RL_HOME at another disk",
-            ) from error
-
-
-def load_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Reads a safetensors file to the CPU.
-
-    Raises:
-        StoreError: If the file is missing, or is no whole safetensors file.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise StoreError(
-            f"cannot read tensors from {path}",
-            expected="a whole safetensors file",
-            got=f"{type(error).__name__}: {error}",
-            fix="remove the folder it lies in, and run the stage again",
-        ) from error
-
-
-def optimizer_tensors(optimizer: "Optimizer", names: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """An AdamW's state as flat tensors named `<parameter>.<state>`, such as `lm_head.weight.step`.
-
-    The groups' settings (learning rate, betas) are left out: they come from the config and the
-    schedule, which know them from the step.
-
-    Args:
-        optimizer: One whose state holds tensors only, as AdamW's does.
-        names: The trained parameters by name: `dict(model.named_parameters())`.
-
-    Raises:
-        ValueError: If the optimizer trains a parameter that `names` lacks.
-    """
-    name_of = {parameter: name for name, parameter in names.items()}
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        if parameter not in name_of:
-            raise ValueError(f"no name for a trained parameter of shape {tuple(parameter.shape)}")
-        for key, value in state.items():
-            tensors[f"{name_of[parameter]}.{key}"] = value
-    return tensors
-
-
-def restore_optimizer(
-    optimizer: "Optimizer", names: Mapping[str, "Tensor"], tensors: Mapping[str, "Tensor"]
-) -> None:
-    """Gives an optimizer the state that `optimizer_tensors` took, equal to the bit.
-
-    Set directly and not through `load_state_dict`, which knows parameters by index and casts.
-
-    Raises:
-        StoreError: If the tensors are those of other parameters; the optimizer is then unchanged.
-    """
-    settings = {
-        parameter: group for group in optimizer.param_groups for parameter in group["params"]
-    }
-    restored: dict[Tensor, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        parameter = names.get(name)
-        if parameter is None or parameter not in settings:
-            raise _foreign_state(f"{full_name}, and no such parameter is trained")
-        if key != "step" and tensor.shape != parameter.shape:
-            shapes = f"{tuple(tensor.shape)}, and the parameter {tuple(parameter.shape)}"
-            raise _foreign_state(f"{full_name} has shape {shapes}")
-        group = settings[parameter]
-        on_device = key != "step" or group.get("capturable") or group.get("fused")
-        device = parameter.device if on_device else "cpu"
-        restored.setdefault(parameter, {})[key] = tensor.detach().to(device, copy=True)
-    optimizer.state.clear()
-    optimizer.state.update(restored)
-
-
-def _foreign_state(got: str) -> StoreError:
-    return StoreError(
-        "the saved optimizer state does not fit this model",
-        expected="the state of the same parameters",
-        got=got,
-        fix="resume with the model config that the checkpoint was made with",
-    )

@@ -9,20 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra import files
-from nemo_rl_core.infra.checkpointing import (
-    CheckpointManager,
-    load_tensors,
-    optimizer_tensors,
-    recover,
-    restore_optimizer,
-    save_atomic,
-    save_tensors,
-)
+from nemo_rl_core.infra.checkpointing import CheckpointManager, recover, save_atomic
+from nemo_rl_core.infra.tensors import save_tensors
 
 KilledAt = Callable[[str, int, Path], bool]
 
@@ -235,128 +226,3 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def _touch_manifest(folder: Path) -> None:
     (folder / "manifest.json").touch()
-
-
-def test_tensors_round_trip_with_shared_sliced_and_empty_ones(tmp_path: Path) -> None:
-    base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    tensors = {
-        "embed": base,
-        "tied": base,
-        "turned": base.T,
-        "part": base[1:, ::2],
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
-        "half": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
-        "count": torch.tensor(7),
-        "none": torch.zeros(0, 3),
-        "trained": torch.nn.Parameter(torch.ones(2)),
-    }
-    save_tensors(tmp_path / "t.safetensors", tensors)
-    loaded = load_tensors(tmp_path / "t.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name].nan_to_num(9), tensor.detach().nan_to_num(9)), name
-    assert torch.signbit(loaded["nan"][1])
-    assert loaded["embed"].data_ptr() != loaded["tied"].data_ptr()
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbage", "missing"])
-def test_damaged_tensors_are_refused(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "t.safetensors"
-    save_tensors(path, {"a": torch.ones(100)})
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-7])
-    elif damage == "garbage":
-        path.write_bytes(b"\x80\x04pickle?" * 9)
-    else:
-        path.unlink()
-    with pytest.raises(StoreError, match="cannot read tensors"):
-        load_tensors(path)
-
-
-def _model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
-
-
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        loss = model(torch.randn(5, 3, generator=generator)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _adamw(
-    model: torch.nn.Module, *, reverse: bool = False, fused: bool = False
-) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(parameters[::-1] if reverse else parameters, lr=1e-2, fused=fused)
-
-
-@settings(max_examples=10, deadline=None)
-@given(before=st.integers(0, 4), after=st.integers(1, 4), fused=st.booleans())
-def test_a_resumed_optimizer_continues_to_the_bit(
-    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, fused: bool
-) -> None:
-    folder = tmp_path_factory.mktemp("o")
-    straight = _model()
-    optimizer = _adamw(straight, fused=fused)
-    _train(straight, optimizer, range(before))
-    state = optimizer_tensors(optimizer, dict(straight.named_parameters()))
-    save_tensors(folder / "optimizer.safetensors", state)
-    save_tensors(folder / "model.safetensors", straight.state_dict())
-    _train(straight, optimizer, range(before, before + after))
-
-    resumed = _model(seed=9)
-    resumed.load_state_dict(load_tensors(folder / "model.safetensors"))
-    # In another order, since the names and not the places must count.
-    other = _adamw(resumed, reverse=True, fused=fused)
-    names = dict(resumed.named_parameters())
-    restore_optimizer(other, names, load_tensors(folder / "optimizer.safetensors"))
-    restored = optimizer_tensors(other, names)
-    assert restored.keys() == state.keys()
-    assert len(state) == (9 if before else 0)  # 3 parameters with (step, exp_avg, exp_avg_sq)
-    _train(resumed, other, range(before, before + after))
-    for name, value in straight.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    assert all(state["step"] == before + after for state in other.state.values())
-
-
-def test_restored_state_is_a_copy_and_replaces_the_old(tmp_path: Path) -> None:
-    model = _model()
-    optimizer, names = _adamw(model), dict(model.named_parameters())
-    _train(model, optimizer, range(2))
-    taken = {key: value.clone() for key, value in optimizer_tensors(optimizer, names).items()}
-    only_first = {key: value for key, value in taken.items() if key.startswith("0.weight.")}
-    restore_optimizer(optimizer, names, only_first)
-    assert set(optimizer_tensors(optimizer, names)) == set(only_first)
-    _train(model, optimizer, range(2, 3))
-    assert only_first["0.weight.step"] == 2
-
-
-@pytest.mark.parametrize(
-    ("foreign", "message"),
-    [
-        ({"9.weight.step": torch.tensor(1.0)}, "no such parameter is trained"),
-        ({"0.weight.exp_avg": torch.zeros(3, 4)}, r"shape \(3, 4\), and the parameter \(4, 3\)"),
-    ],
-)
-def test_foreign_optimizer_state_is_refused(foreign: dict[str, torch.Tensor], message: str) -> None:
-    model = _model()
-    optimizer, names = _adamw(model), dict(model.named_parameters())
-    _train(model, optimizer, range(1))
-    before = {key: value.clone() for key, value in optimizer_tensors(optimizer, names).items()}
-    with pytest.raises(StoreError, match=message):
-        restore_optimizer(optimizer, names, foreign)
-    after = optimizer_tensors(optimizer, names)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-
-
-def test_an_unnamed_parameter_is_refused() -> None:
-    model = _model()
-    optimizer = _adamw(model)
-    _train(model, optimizer, range(1))
-    with pytest.raises(ValueError, match="no name for a trained parameter"):
-        optimizer_tensors(optimizer, {})

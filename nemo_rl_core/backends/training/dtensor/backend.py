@@ -1,32 +1,31 @@
 """The training worker for transformers models."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
     shared_vocabulary_size,
 )
+from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
+from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
+from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.checkpointing import (
-    load_tensors,
-    optimizer_tensors,
-    restore_optimizer,
-    save_tensors,
-)
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 _PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
@@ -43,26 +42,27 @@ class DTensorBackend:
         self._num_updates = 0
         self._policy: PackedModel
         if setup.head == "scalar":
-            self._policy = ScoreModel(load_scalar_model(setup.model_folder), dtype=setup.dtype)
+            self._policy = ScoreModel(self._trainable(load_scalar_model), dtype=setup.dtype)
         else:
-            self._policy = self._language_model(setup.model_folder)
+            self._policy = self._language_model(self._trainable(load_causal_model))
         self._policy.refuse_unless_faithful()
         self._reference: LogprobModel | None = None
         self._plans: dict[_PlanKey, list[Microbatch]] = {}
-        options = setup.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._policy.model.parameters(),
-            lr=options.learning_rate,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_epsilon,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        adapters = self._adapters.trained if self._adapters else None
+        trained = adapters or dict(self._policy.model.named_parameters())
+        self._optimizer = build_optimizer(trained.items(), setup.optimizer)
+        self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
 
-    def _language_model(self, folder: Path) -> LogprobModel:
-        return LogprobModel(
-            load_causal_model(folder), temperature=self._setup.temperature, dtype=self._setup.dtype
-        )
+    def _trainable(self, load: Callable[..., Any]) -> Any:
+        training, folder = self._setup.training, self._setup.model_folder
+        assert isinstance(training, DTensorTraining)
+        model = load(folder, weights=training.weights)
+        lora = training.lora
+        self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
+        return model
+
+    def _language_model(self, model: Any) -> LogprobModel:
+        return LogprobModel(model, temperature=self._setup.temperature, dtype=self._setup.dtype)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step over the whole batch, split into micro-batches.
@@ -119,9 +119,8 @@ class DTensorBackend:
                 "logprob that is not finite",
             )
         self._num_updates += 1
-        warmup = min(1.0, self._num_updates / max(options.num_warmup_steps, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * warmup
+            group["lr"] = learning_rate_at(self._num_updates, options)
         self._optimizer.step()
         return float(norm)
 
@@ -131,7 +130,8 @@ class DTensorBackend:
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
-        return self._all_logprobs(self._loaded_reference(), batch)
+        with self._reference_model() as reference:
+            return self._all_logprobs(reference, batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
@@ -146,25 +146,26 @@ class DTensorBackend:
             ModelError: If the reference has another vocabulary.
             ConfigError: If there are fewer than k tokens.
         """
-        trained, reference = self._with_lm_head(), self._loaded_reference()
-        # Rows that only one of the heads has stand for no token; the student could not learn them.
-        num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
-        if not 1 <= k <= num_ids:
-            raise ConfigError(
-                f"the {k} likeliest tokens cannot be chosen",
-                expected=f"k from 1 to the vocabulary's {num_ids} tokens",
-                got=str(k),
-                fix="change k",
+        trained = self._with_lm_head()
+        with self._reference_model() as reference:
+            # Rows that only one of the heads has stand for no token; the student could not learn them.
+            num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
+            if not 1 <= k <= num_ids:
+                raise ConfigError(
+                    f"the {k} likeliest tokens cannot be chosen",
+                    expected=f"k from 1 to the vocabulary's {num_ids} tokens",
+                    got=str(k),
+                    fix="change k",
+                )
+            shape = (*batch["token_mask"].shape, k)
+            ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+            self._compute(
+                reference,
+                batch,
+                lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
+                into=(ids, logprobs),
             )
-        shape = (*batch["token_mask"].shape, k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        self._compute(
-            reference,
-            batch,
-            lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
-            into=(ids, logprobs),
-        )
-        return ids, logprobs
+            return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T]` values under the weights being trained; reads only ids and lengths."""
@@ -201,15 +202,21 @@ class DTensorBackend:
             raise _wrong_head("logprobs", expected="lm", got="scalar")
         return self._policy
 
-    def _loaded_reference(self) -> LogprobModel:
+    @contextmanager
+    def _reference_model(self) -> Iterator[LogprobModel]:
+        """The reference, loaded when first asked for: the base under adapters, where it is that."""
+        folder = self._setup.reference_folder
+        if folder is None:
+            raise ValueError("logprobs of the reference need a setup with a reference_folder")
+        self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
+        if self._adapters and self._adapters.base_is(folder):
+            with self._adapters.off():
+                yield self._with_lm_head()
+            return
         if self._reference is None:
-            folder = self._setup.reference_folder
-            if folder is None:
-                raise ValueError("logprobs of the reference need a setup with a reference_folder")
-            self._vocabulary_size = shared_vocabulary_size(self._setup.model_folder, folder)
-            self._reference = self._language_model(folder)
+            self._reference = self._language_model(load_causal_model(folder))
             self._reference.refuse_unless_faithful()
-        return self._reference
+        yield self._reference
 
     def _microbatches(
         self, model: PackedModel, batch: BatchedDataDict
@@ -230,9 +237,17 @@ class DTensorBackend:
             yield _cropped(part, width), microbatch
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as the transformers checkpoint names them, tied ones once."""
+        """The weights as the transformers checkpoint names them, adapters merged, tied ones once."""
+        weights = self._own_weights()
+        return self._adapters.merged(weights) if self._adapters else weights
+
+    def _own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self._policy.model
+        if getattr(model, "is_quantized", False):
+            yield from dequantized_weights(model)
+            return
         seen: set[int] = set()
-        for name, tensor in self._policy.model.state_dict(keep_vars=True).items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 yield name, tensor.detach()
@@ -245,23 +260,35 @@ class DTensorBackend:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
-        self._policy.save(path / "model", load_tokenizer(self._setup.model_folder))
-        trainer = path / "trainer"
-        trainer.mkdir()
-        tensors = optimizer_tensors(self._optimizer, dict(self._policy.model.named_parameters()))
-        save_tensors(trainer / "optimizer.safetensors", tensors)
-        save_tensors(trainer / "random.safetensors", {"cpu": torch.get_rng_state()})
-        (trainer / "state.json").write_text(json.dumps({"num_updates": self._num_updates}))
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        tokenizer = load_tokenizer(self._setup.model_folder)
+        self._policy.save(path / "model", tokenizer, self.named_weights())
+        (path / "trainer").mkdir(exist_ok=True)
+        if self._adapters:
+            self._adapters.save(path / "trainer")
+        self._trainer_state.start_saving(path / "trainer", num_updates=self._num_updates)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        return self._trainer_state.is_saved()
+
+    def finish_checkpoint(self) -> None:
+        """Waits for what `start_checkpoint` began; the folder is whole then."""
+        self._trainer_state.finish_saving()
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
-        self._policy.model.load_state_dict(load(path / "model").state_dict())
-        trainer = path / "trainer"
-        tensors = load_tensors(trainer / "optimizer.safetensors")
-        restore_optimizer(self._optimizer, dict(self._policy.model.named_parameters()), tensors)
-        torch.set_rng_state(load_tensors(trainer / "random.safetensors")["cpu"])
-        self._num_updates = json.loads((trainer / "state.json").read_text())["num_updates"]
+        if self._adapters is None:
+            self._policy.model.load_state_dict(load(path / "model").state_dict())
+        elif not self._adapters.base_is(path / "trainer" / "base"):
+            base = path / "trainer" / "base"
+            self._adapters.replace_base(base, load(base).state_dict())
+        self._num_updates = self._trainer_state.load(path / "trainer")
 
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""

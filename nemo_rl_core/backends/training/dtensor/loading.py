@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
 
@@ -13,10 +14,11 @@ SCALAR_HEAD = "score"
 """What transformers calls the head of a decoder that classifies sequences."""
 
 
-def load_causal_model(folder: Path) -> Any:
+def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
     """Loads a transformers folder with float32 parameters, in evaluation mode (no dropout).
 
-    A model that also reads images is loaded whole.
+    A model that also reads images is loaded whole. `weights` other than `full` are quantized while
+    they are read.
 
     Raises:
         ModelError: If the folder lacks weights of a causal model, as one with a scalar head does.
@@ -25,12 +27,14 @@ def load_causal_model(folder: Path) -> Any:
 
     whole = _architecture(folder).endswith("ForConditionalGeneration")
     kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
-    model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = kind.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **loading_options(weights)
+    )
     _refuse_missing(report["missing_keys"], folder)
     return _on_device(model)
 
 
-def load_scalar_model(folder: Path) -> Any:
+def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
     """Loads a folder as a model with one output a token, as reward models and critics are kept.
 
     A saved scalar head is kept. Over a causal checkpoint, the new head is all zeros: it draws
@@ -38,6 +42,7 @@ def load_scalar_model(folder: Path) -> Any:
 
     Args:
         folder: A transformers folder of either kind, with its tokenizer.
+        weights: Other than `full`, quantized while they are read.
 
     Returns:
         An `AutoModelForSequenceClassification` with float32 parameters, in evaluation mode.
@@ -53,7 +58,11 @@ def load_scalar_model(folder: Path) -> Any:
     config.get_text_config().pad_token_id = scoring_pad_token_id(folder)
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True
+            folder,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **loading_options(weights),
         )
     except ValueError as error:
         raise _no_scalar_head(folder, type(config).__name__) from error
@@ -121,6 +130,8 @@ def _architecture(folder: Path) -> str:
 
 
 def _on_device(model: Any) -> Any:
+    if getattr(model, "is_quantized", False):  # there already
+        return model.eval()
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

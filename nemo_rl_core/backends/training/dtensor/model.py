@@ -1,5 +1,6 @@
 """What is read off packed sequences: logprobs of next tokens, or a value for every prefix."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,13 @@ class ScoreModel(PackedModel):
         hidden = self._hidden_states(batch, microbatch, valid)
         return _spread(self._head(hidden.float())[:, 0], valid)
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
+    def save(
+        self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
         """Writes the transformers folder, its tokenizer padding with what the model skips."""
         pad = self.model.config.get_text_config().pad_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-        super().save(folder, tokenizer)
+        super().save(folder, tokenizer, named_weights)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:

@@ -1,12 +1,14 @@
 """Hidden states of sequences that share rows: what every head reads."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.saving import save_model
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.packing import Microbatch, pack
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -52,10 +54,11 @@ class PackedModel(ABC):
             ModelError: If they differ.
         """
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
-        """Writes the transformers folder that the model can be loaded from again."""
-        self.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    def save(
+        self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Writes the transformers folder that the model can be loaded from again; see `save_model`."""
+        save_model(folder, self.model, tokenizer, named_weights)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype == "float32":

@@ -1,0 +1,224 @@
+"""The trainer's state on disk: each rank writes its shards, and any layout of ranks reads them.
+
+torch's distributed checkpoint does the planning; its safetensors storage is used, because the
+default one keeps its metadata as a pickle. The model itself is saved in the transformers layout
+(`infra.tensors.save_weights`) and is no part of this, but for weights that lie in no such folder,
+as adapters do.
+"""
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.errors import StoreError
+
+_STATE = "state.json"
+_OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
+
+
+class TrainerState:
+    """Optimizer, random state and number of updates of one rank, and weights that go with them.
+
+    Every rank makes one, in the same order, and calls its methods together with the others.
+
+    Args:
+        optimizer: AdamW or another whose state holds tensors only.
+        trained: The parameters that it trains, by name: `dict(model.named_parameters())`.
+        weights: What else is saved and restored, such as adapters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trained: Mapping[str, torch.Tensor],
+        *,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._optimizer, self._trained, self._weights = optimizer, trained, weights or {}
+        self._written: Future[Any] | None = None
+        # A group of its own: the thread that writes agrees with the other ranks' on who writes what
+        # while this one trains. Shards are planned on the CPU, whatever they were trained on.
+        self._group = dist.new_group(backend="gloo") if _has_peers() else None
+
+    def start_saving(self, folder: Path, *, num_updates: int) -> None:
+        """Copies the state, and writes the copy in the background into an existing folder.
+
+        Training may go on at once. `finish_saving` must come before the folder is used.
+        """
+        self.finish_saving()
+        tensors = {_OPTIMIZER + name: tensor for name, tensor in self._moments().items()}
+        tensors |= {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
+        tensors |= _random_state()
+        if rank() == 0:
+            (folder / _STATE).write_text(json.dumps({"num_updates": num_updates}))
+        response = dcp.async_save(
+            tensors,
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            # Copies what is on the CPU already, too, and before this call returns.
+            async_stager=DefaultStager(StagingOptions(False, False, False, False)),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        assert isinstance(response, Future)
+        self._written = response
+
+    def is_saved(self) -> bool:
+        """Whether this rank has nothing left to write, or has failed to."""
+        return self._written is None or self._written.done()
+
+    def finish_saving(self) -> None:
+        """Waits for the background; nothing happens where nothing is being written.
+
+        Raises:
+            StoreError: If the disk refused.
+        """
+        written, self._written = self._written, None
+        if written is None:
+            return
+        try:
+            written.result()
+        except Exception as error:
+            raise StoreError(
+                "the trainer's state could not be written",
+                got=f"{type(error).__name__}: {error}"[:500],
+                fix="free some space, or point NEMO_RL_HOME at another disk",
+            ) from error
+
+    def load(self, folder: Path) -> int:
+        """Takes up what `start_saving` wrote, at this or another number of ranks, to the bit.
+
+        The groups' settings (learning rate, betas) come from the config and the schedule.
+
+        Returns:
+            The number of updates made so far.
+
+        Raises:
+            StoreError: If files are missing or damaged, or are those of other parameters; the state
+                is then unchanged but, after damage, for weights.
+        """
+        try:
+            state = json.loads((folder / _STATE).read_text())
+            reader = HuggingFaceStorageReader(str(folder))
+            saved = reader.read_metadata().state_dict_metadata
+            num_updates = int(state["num_updates"])
+        except Exception as error:
+            raise _unreadable(folder, error) from error
+        moments = self._empty_moments(saved)
+        weights = self._weights_like(saved)
+        random = {name: value for name, value in _random_state().items() if name in saved}
+        wanted = _flat(moments) | weights | random
+        try:
+            dcp.load(
+                wanted, storage_reader=reader, process_group=self._group, no_dist=not self._group
+            )
+        except Exception as error:
+            raise _unreadable(folder, error) from error
+        self._optimizer.state.clear()
+        for name, values in moments.items():
+            self._optimizer.state[self._trained[name]] = values
+        _restore_random(random)
+        return num_updates
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        name_of = {parameter: name for name, parameter in self._trained.items()}
+        return {
+            f"{name_of[parameter]}.{key}": value
+            for parameter, values in self._optimizer.state.items()
+            for key, value in values.items()
+        }
+
+    def _empty_moments(self, saved: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+        """Where the optimizer's saved state is to be read to: by parameter, then by key."""
+        groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        moments: dict[str, dict[str, torch.Tensor]] = {}
+        for full_name, entry in saved.items():
+            if not full_name.startswith(_OPTIMIZER):
+                continue
+            name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition(".")
+            parameter = self._trained.get(name)
+            if parameter is None or parameter not in groups:
+                raise _foreign(f"{name}.{key}, and no such parameter is trained")
+            group = groups[parameter]
+            if key == "step":
+                # Where a fused or capturable optimizer expects it.
+                on_device = group.get("fused") or group.get("capturable")
+                device = parameter.device if on_device else torch.device("cpu")
+                value = torch.zeros((), dtype=entry.properties.dtype, device=device)
+            elif entry.size == parameter.shape:
+                value = torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
+            else:
+                shapes = f"{tuple(entry.size)}, and the parameter {tuple(parameter.shape)}"
+                raise _foreign(f"{name}.{key} has shape {shapes}")
+            moments.setdefault(name, {})[key] = value
+        return moments
+
+    def _weights_like(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+        shapes = {name: tuple(t.shape) for name, t in self._weights.items()}
+        there = {
+            name.removeprefix(_WEIGHTS): tuple(entry.size)
+            for name, entry in saved.items()
+            if name.startswith(_WEIGHTS)
+        }
+        if shapes != there:
+            differing = sorted(name for name, _ in shapes.items() ^ there.items())
+            raise _foreign(f"other weights, such as {differing[0]}")
+        return {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
+
+
+def _flat(moments: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        f"{_OPTIMIZER}{name}.{key}": value
+        for name, values in moments.items()
+        for key, value in values.items()
+    }
+
+
+def _has_peers() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    """This rank's generators. A rank that a checkpoint did not have keeps those of its seed."""
+    states = {f"{_RANDOM}{rank()}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{_RANDOM}{rank()}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random(states: Mapping[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
+
+
+def _unreadable(folder: Path, error: Exception) -> StoreError:
+    return StoreError(
+        f"cannot read the trainer's state from {folder}",
+        expected=f"{_STATE} and the safetensors files of every rank",
+        got=f"{type(error).__name__}: {error}"[:500],
+        fix="remove the folder it lies in, and run the stage again",
+    )
+
+
+def _foreign(got: str) -> StoreError:
+    return StoreError(
+        "the saved optimizer state does not fit this model",
+        expected="the state of the same parameters",
+        got=got,
+        fix="resume with the model config that the checkpoint was made with",
+    )

@@ -1,0 +1,192 @@
+"""Low-rank adapters over frozen weights, by `peft`: what is trained, merged, saved, switched off."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.config.training import LoRAConfig
+from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.infra.files import hash_file
+from nemo_rl_core.infra.tensors import save_tensors
+
+_BASE_LAYER = ".base_layer."
+_ADAPTER = "default"
+
+
+class Adapters:
+    """The adapters of one model: `W + alpha / rank * B A` for every targeted `W`.
+
+    `B` begins as zeros, so that the model computes what it did. Every weight of the model itself is
+    frozen but a scalar head, which is new as a rule and trained whole.
+
+    Args:
+        model: A transformers model, not sharded yet; changed in place.
+        config: Rank, alpha and targets.
+        base_folder: What the model was loaded from.
+
+    Raises:
+        ConfigError: If the model has no module of a target's name.
+    """
+
+    def __init__(self, model: Any, config: LoRAConfig, *, base_folder: Path) -> None:
+        from peft import LoraConfig, TaskType, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._model, self._base_folder = model, base_folder
+        self._scaling = config.alpha / config.rank
+        head = getattr(model, SCALAR_HEAD, None)
+        self._config = LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number does
+            target_modules=config.target_modules,
+            task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
+        )
+        try:
+            inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise ConfigError(
+                "the adapters do not fit the model",
+                expected="lora.target_modules with names of its linear layers, or all-linear",
+                got=str(error)[:200],
+                fix="correct lora.target_modules",
+            ) from error
+        if head is not None:
+            head.requires_grad_(True)
+        self._layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Adapters and scalar head by name: all that takes gradients, sharded or not."""
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it, the model computes what it did before it had adapters; not for training."""
+        for layer in self._layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.enable_adapters(True)
+
+    def merged(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under their plain names with the adapters merged in, one at a time.
+
+        Args:
+            named_tensors: Whole tensors in the order of the model's `state_dict`, where a layer's
+                own weight comes before its `lora_A [r, in]` and `lora_B [out, r]`.
+        """
+        weight: tuple[str, torch.Tensor] | None = None
+        down: torch.Tensor | None = None
+        for name, tensor in named_tensors:
+            if name.endswith(f"{_BASE_LAYER}weight"):
+                weight = plain_name(name), tensor
+            elif ".lora_A." in name:
+                down = tensor
+            elif ".lora_B." in name:
+                assert weight is not None
+                assert down is not None
+                yield weight[0], weight[1] + (tensor @ down) * self._scaling
+                weight = down = None
+            else:
+                yield plain_name(name), tensor
+
+    def save(self, folder: Path) -> None:
+        """Writes `adapter/` as peft's `from_pretrained` reads it, and `base/` with what is frozen.
+
+        The base's files are linked where the disk can: they are what a resumed run adds adapters
+        to, since the merged weights beside them have lost the last bits of the base's. Every rank
+        calls this, and rank 0 writes.
+        """
+        tensors = {_peft_name(name): whole(p.detach()) for name, p in self.trained.items()}
+        if rank() != 0:
+            return
+        adapter, base = folder / "adapter", folder / "base"
+        adapter.mkdir()
+        save_tensors(adapter / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
+        described = self._config.to_dict() | {"inference_mode": True}
+        if hasattr(self._model, SCALAR_HEAD):
+            described["modules_to_save"] = [SCALAR_HEAD]
+        (adapter / "adapter_config.json").write_text(
+            json.dumps(described, indent=1, sort_keys=True, default=sorted)
+        )
+        base.mkdir()
+        for name in _model_files(self._base_folder):
+            _link(self._base_folder / name, base / name)
+
+    def base_is(self, folder: Path) -> bool:
+        """Whether a folder has the very weights that the adapters are added to."""
+        ours, theirs = self._base_folder, folder
+        if ours.samefile(theirs):
+            return True
+        names = _weight_files(ours)
+        return names == _weight_files(theirs) and all(
+            (ours / name).samefile(theirs / name)
+            or hash_file(ours / name) == hash_file(theirs / name)
+            for name in names
+        )
+
+    def replace_base(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Puts other frozen weights under the adapters.
+
+        Args:
+            folder: Where they lie.
+            weights: The `state_dict` of the model in it, whole, under plain names.
+        """
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+        )
+
+        trained = self.trained
+        frozen = {
+            name: weights[plain_name(name)]
+            for name in self._model.state_dict()
+            if name not in trained and plain_name(name) in weights
+        }
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(self._model, frozen, options=options)
+        self._base_folder = folder
+
+
+def plain_name(name: str) -> str:
+    """What a weight is called in the model without adapters."""
+    return name.replace(_BASE_LAYER, ".")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or all of a sharded one, which every rank must ask for."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _peft_name(name: str) -> str:
+    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
+
+
+def _weight_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def _model_files(folder: Path) -> list[str]:
+    """All a model is loaded from; other weights (a whole copy in another format) stay behind."""
+    wanted = (*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja"))
+    return sorted({path.name for path in wanted} | {p.name for p in folder.glob("tokenizer*")})
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)

@@ -1,0 +1,122 @@
+"""AdamW over named parameters, and its learning rate as a function of the update's number."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nemo_rl_core.config.training import (
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    OptimizerConfig,
+)
+from nemo_rl_core.errors import ConfigError, ResourceError
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019) over the parameters that take gradients, in one group.
+
+    The weight decay holds for all of them; the rate is to be set before each update, see
+    `learning_rate_at`.
+
+    Args:
+        named_parameters: `model.named_parameters()`; frozen ones are left out.
+        config: Rates, betas, and how the moments are kept.
+
+    Raises:
+        ConfigError: If nothing is trained, or 8-bit moments are wanted of sharded parameters.
+        ResourceError: If 8-bit moments are wanted and bitsandbytes or a GPU is missing.
+    """
+    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no parameter that takes gradients", fix="unfreeze some")
+    betas = (config.adam_beta1, config.adam_beta2)
+    if config.moments == "float32":
+        return torch.optim.AdamW(
+            trained,
+            lr=config.learning_rate,
+            betas=betas,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    if any(isinstance(parameter, DTensor) for parameter in trained):
+        raise ConfigError(
+            "8-bit moments cannot be kept of parameters that are sharded over ranks",
+            expected="moments: float32, or one rank",
+            got="moments: 8bit",
+            fix="sharding already divides the optimizer's memory by the ranks: set moments: float32",
+        )
+    require_bitsandbytes("moments: 8bit")
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        trained,
+        lr=config.learning_rate,
+        betas=betas,
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+    )
+    return optimizer
+
+
+def require_bitsandbytes(setting: str) -> None:
+    """Refuses a setting that needs bitsandbytes where there is none, or no GPU for it.
+
+    Args:
+        setting: As the recipe has it, such as `weights: 4bit`.
+
+    Raises:
+        ResourceError: Saying which of the two is missing.
+    """
+    from importlib.util import find_spec
+
+    installed, gpu = find_spec("bitsandbytes") is not None, torch.cuda.is_available()
+    if not (installed and gpu):
+        missing = " and ".join(
+            what
+            for what, there in (("the package bitsandbytes", installed), ("a CUDA device", gpu))
+            if not there
+        )
+        raise ResourceError(
+            f"the setting {setting!r} cannot be used here",
+            expected="bitsandbytes and a CUDA device",
+            got=f"no {missing}".replace("no the", "no"),
+            fix="install bitsandbytes on a machine with a GPU, or leave the setting out",
+        )
+
+
+def learning_rate_at(update: int, config: OptimizerConfig) -> float:
+    """The rate of one optimizer update: linear warm-up, then what the schedule says.
+
+    The last update of the warm-up has the whole rate; the decay counts from there.
+
+    Args:
+        update: 1 for the first.
+        config: The rate, the warm-up's length and the schedule.
+
+    Example:
+        >>> config = OptimizerConfig(
+        ...     learning_rate=1.0,
+        ...     num_warmup_steps=2,
+        ...     schedule=LinearSchedule(num_decay_steps=4, final_fraction=0.2),
+        ... )
+        >>> [round(learning_rate_at(update, config), 3) for update in range(1, 9)]
+        [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]
+    """
+    warmup = min(1.0, update / max(config.num_warmup_steps, 1))
+    schedule = config.schedule
+    if isinstance(schedule, ConstantSchedule):
+        return config.learning_rate * warmup
+    done = min(max(update - config.num_warmup_steps, 0) / schedule.num_decay_steps, 1.0)
+    match schedule:
+        case LinearSchedule():
+            left = 1.0 - done
+        case CosineSchedule():
+            left = (1.0 + math.cos(math.pi * done)) / 2.0
+    floor = schedule.final_fraction
+    return config.learning_rate * warmup * (floor + (1.0 - floor) * left)

@@ -1,0 +1,162 @@
+"""Adapters in the training worker against peft's own model in a plain loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.infra.tensors import load_tensors
+
+# See test_dtensor.py.
+EPSILON = 1e-3
+LORA = DTensorTraining(lora=LoRAConfig(rank=4, alpha=6.0))
+
+
+def make_batch() -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [11, 4, 7, 2, 9]
+    rows = [torch.randint(0, 16, (length,), generator=generator).tolist() for length in lengths]
+    return collate(rows, [[place > 0 for place in range(length)] for length in lengths])
+
+
+def make_backend(
+    folder: Path, training: DTensorTraining = LORA, **changes: Any
+) -> DTensorBackend:
+    backend = DTensorBackend()
+    optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, adam_epsilon=EPSILON)
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            optimizer=optimizer,
+            max_tokens_per_microbatch=1000,
+            training=training,
+            **changes,
+        )
+    )
+    return backend
+
+
+def weights(backend: DTensorBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.named_weights()}
+
+
+def plain_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
+    total = torch.zeros(())
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        ids = batch["input_ids"][row : row + 1, :length]
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1)
+        total = total - logprobs.gather(-1, ids[0, 1:, None]).sum()
+    return total / batch["token_mask"].sum()
+
+
+def test_fresh_adapters_change_nothing_to_the_bit(tiny_model: Path) -> None:
+    batch = make_batch()
+    plain, adapted = make_backend(tiny_model, DTensorTraining()), make_backend(tiny_model)
+    assert torch.equal(plain.get_logprobs(batch), adapted.get_logprobs(batch))
+    expected, actual = weights(plain), weights(adapted)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_steps_follow_pefts_own_loop_and_merge_as_peft_merges(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    batch, backend = make_batch(), make_backend(tiny_model, seed=3)
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    torch.manual_seed(3)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear")).eval()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(p.numel() for p in trained) == sum(
+        group.numel() for group in backend._optimizer.param_groups[0]["params"]
+    )
+    optimizer = torch.optim.AdamW(
+        trained, lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        assert backend.train_step(batch, NLLLoss())["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    backend.save_checkpoint(tmp_path)
+    # What peft reads from the adapter's folder is what the worker has.
+    again = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    again = PeftModel.from_pretrained(again, tmp_path / "trainer" / "adapter").merge_and_unload()
+    saved = load_tensors(tmp_path / "model" / "model.safetensors")
+    merged = model.merge_and_unload().state_dict()
+    own = weights(backend)
+    assert saved.keys() == own.keys()
+    for name, weight in own.items():
+        torch.testing.assert_close(weight, merged[name], rtol=1e-4, atol=1e-5)
+        assert torch.equal(weight, saved[name]), name
+        assert torch.equal(weight, again.state_dict()[name]), name
+
+
+def test_the_reference_is_the_base_and_no_second_model(tiny_model: Path) -> None:
+    batch = make_batch()
+    backend = make_backend(tiny_model, reference_folder=tiny_model)
+    start = backend.get_logprobs(batch)
+    ids, topk = backend.get_reference_topk_logprobs(batch, 3)
+    backend.train_step(batch, NLLLoss())
+    assert not torch.equal(backend.get_logprobs(batch), start)
+    assert torch.equal(backend.get_reference_logprobs(batch), start)
+    ids_after, topk_after = backend.get_reference_topk_logprobs(batch, 3)
+    assert torch.equal(ids, ids_after)
+    assert torch.equal(topk, topk_after)
+    assert backend._reference is None
+    before = weights(backend)
+    backend.train_step(batch, NLLLoss())  # adapters take gradients again
+    after = weights(backend)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path, head: str) -> None:
+    """Also where the worker is set up on the merged weights, as a later iteration's is."""
+    batch = make_batch()
+
+    def loss(outputs, part, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+        return (outputs - 0.3).square().sum() / global_valid_tokens, {}
+
+    straight = make_backend(tiny_model, head=head)
+    straight.train_step(batch, loss)
+    straight.save_checkpoint(tmp_path)
+    straight.train_step(batch, loss)
+    expected = weights(straight)
+    for start in (tiny_model, tmp_path / "model"):
+        resumed = make_backend(start, head=head, seed=8)
+        resumed.load_checkpoint(tmp_path)
+        resumed.train_step(batch, loss)
+        actual = weights(resumed)
+        assert expected.keys() == actual.keys()
+        for name, weight in expected.items():
+            assert torch.equal(weight, actual[name]), name
+
+
+def test_unknown_targets_are_refused(tiny_model: Path) -> None:
+    training = DTensorTraining(lora=LoRAConfig(target_modules=["q_project"]))
+    with pytest.raises(ConfigError, match="adapters do not fit"):
+        make_backend(tiny_model, training)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where it is missing")
+@pytest.mark.parametrize("precision", ["8bit", "4bit"])
+def test_quantized_weights_need_bitsandbytes_and_a_gpu(tmp_path: Path, precision: str) -> None:
+    """Refused before anything is read: the folder holds no weights."""
+    (tmp_path / "config.json").write_text("{}")
+    training = DTensorTraining.model_validate({"weights": precision, "lora": {}})
+    with pytest.raises(ResourceError, match=f"weights: {precision}.*cannot be used here"):
+        make_backend(tmp_path, training)
