@@ -95,7 +95,8 @@ class TrainingBackend(Protocol):
 
 
 _TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
-    "training backend", {
+    "training backend",
+    {
         "dtensor": "nemo_rl_core.backends.training.dtensor.backend:DTensorBackend",
         "megatron": "nemo_rl_core.backends.training.megatron.backend:MegatronBackend",
     },

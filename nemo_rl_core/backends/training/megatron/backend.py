@@ -1,5 +1,6 @@
 """The training worker over Megatron-core."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nemo_rl_core.backends.training.megatron.topology import (
     tear_down_topology,
 )
 from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
+from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
@@ -113,10 +115,8 @@ class MegatronBackend:
         return numbers[0], numbers[1]
 
     def _update(self) -> float:
-        options = self._setup.optimizer
-        warmup = min(1.0, (self._num_updates + 1) / max(options.num_warmup_steps, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * warmup
+            group["lr"] = learning_rate_at(self._num_updates + 1, self._setup.optimizer)
         # Looked at before the step, which clips by the norm and does not look at it.
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
@@ -234,8 +234,7 @@ class MegatronBackend:
         dtype = getattr(torch, self._setup.dtype)
         weights = ((name, weight.to(dtype)) for name, weight in self.named_weights())
         if dist.get_rank() > 0:
-            for _ in weights:
-                pass
+            deque(weights, maxlen=0)
             return [], ""
         buckets = list(make_buckets(weights))
         return buckets, combined_digest(bucket.digest for bucket in buckets)
@@ -251,9 +250,7 @@ class MegatronBackend:
         Raises:
             StoreError: If the folder is not such a checkpoint, or not one of this model.
         """
-        self._num_updates = checkpoint.load_trainer(
-            path / "trainer", self._chunks, self._optimizer
-        )
+        self._num_updates = checkpoint.load_trainer(path / "trainer", self._chunks, self._optimizer)
 
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""

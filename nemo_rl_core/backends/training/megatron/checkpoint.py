@@ -1,8 +1,8 @@
 """Checkpoints of the Megatron backend: `model/` for everyone, `trainer/` to go on from.
 
-`trainer/` is Megatron's own distributed format: each rank writes its shards, under names that do not
-depend on the layout, so that another layout can read them. Nothing random is kept: the models have
-no dropout, and draw nothing.
+`trainer/` is Megatron's own distributed format: each rank writes its shards, under names that do
+not depend on the layout, so that another layout can read them. Nothing random is kept: the models
+have no dropout, and draw nothing.
 
 Of the files that a load reads, two are pickles: `.metadata` and `common.pt`. The first is read once
 here with a list of the only things that it may name, before Megatron reads it; the second Megatron
@@ -12,6 +12,7 @@ without restriction, so none are written, and none are asked for.
 
 import json
 import pickle
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.checkpointing import save_tensors
+from nemo_rl_core.infra.tensors import save_weights
 
 # The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.
 _METADATA = {
@@ -81,43 +82,14 @@ def save_model(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source
     """
     _make_on_rank_0(folder)
     if dist.get_rank() > 0:
-        for _ in weights:
-            pass
+        deque(weights, maxlen=0)
     else:
         from transformers import AutoConfig
 
-        _write_shards(folder, weights)
+        save_weights(folder, weights)
         AutoConfig.from_pretrained(source).save_pretrained(folder)
         load_tokenizer(source).save_pretrained(folder)
     dist.barrier()
-
-
-_SHARD_BYTES = 2 * 1024**3
-
-
-def _write_shards(folder: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    shard: dict[str, torch.Tensor] = {}
-    shard_of: dict[str, str] = {}
-    num_bytes = total_bytes = num_shards = 0
-
-    def flush() -> None:
-        nonlocal num_bytes, num_shards
-        num_shards += 1
-        name = f"model-{num_shards:05d}.safetensors"
-        save_tensors(folder / name, shard)
-        shard_of.update(dict.fromkeys(shard, name))
-        shard.clear()
-        num_bytes = 0
-
-    for name, weight in weights:
-        if shard and num_bytes + weight.nbytes > _SHARD_BYTES:
-            flush()
-        shard[name] = weight.detach().to("cpu", copy=True)
-        num_bytes += weight.nbytes
-        total_bytes += weight.nbytes
-    flush()
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": shard_of}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _make_on_rank_0(folder: Path) -> None:

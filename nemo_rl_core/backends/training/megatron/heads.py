@@ -51,7 +51,13 @@ class LogprobHead:
         return self._token_logprobs(hidden, batch, rows, next_tokens(batch))[..., 0]
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: PackedRows, *, k: int, num_ids: int
+        self,
+        hidden: torch.Tensor,
+        batch: BatchedDataDict,
+        rows: PackedRows,
+        *,
+        k: int,
+        num_ids: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The k likeliest next tokens where `token_mask [B, T-1]` asks for them.
 

@@ -1,6 +1,7 @@
 """The micro-batches of a step, as many and, where need be, as large on every data-parallel rank."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,7 +27,7 @@ class Part:
 
 
 def make_parts(
-    batch: BatchedDataDict, config: object, *, max_tokens: int, device: torch.device
+    batch: BatchedDataDict, config: Any, *, max_tokens: int, device: torch.device
 ) -> list[Part]:
     """Splits this rank's rows, and fills up with micro-batches that count for nothing.
 
@@ -41,14 +42,12 @@ def make_parts(
     """
     plan = _plan(batch, max_tokens)
     needed = _maximum([len(plan)], device)[0]
-    stages = config.pipeline_model_parallel_size  # type: ignore[attr-defined]
-    if config.virtual_pipeline_model_parallel_size:  # type: ignore[attr-defined]
+    stages = config.pipeline_model_parallel_size
+    if config.virtual_pipeline_model_parallel_size:
         needed = -(-needed // stages) * stages  # the interleaved schedule needs whole rounds
     shapes = _shapes(plan + [_FILLER] * (needed - len(plan)), config, device)
     return [
-        _part(batch, plan[index], *shape, device)
-        if index < len(plan)
-        else _filler(*shape, device)
+        _part(batch, plan[index], *shape, device) if index < len(plan) else _filler(*shape, device)
         for index, shape in enumerate(shapes)
     ]
 
@@ -67,20 +66,16 @@ def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
     return plan_microbatches(lengths, max_tokens=max_tokens, bundles=pairs)
 
 
-def _shapes(
-    plan: list[Microbatch], config: object, device: torch.device
-) -> list[tuple[int, int]]:
+def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[tuple[int, int]]:
     """Rows and row length of each micro-batch.
 
     Rows get a length that the ranks of sequence parallelism share evenly. The dispatcher that
     gathers the tokens of all ranks with experts needs the same shape on all of them.
     """
-    parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    multiple = config.tensor_model_parallel_size if parallel else 1  # type: ignore[attr-defined]
-    shapes = [
-        (len(part.rows), -(-part.row_length // multiple) * multiple) for part in plan
-    ]
-    if config.expert_model_parallel_size == 1:  # type: ignore[attr-defined]
+    parallel = config.sequence_parallel
+    multiple = config.tensor_model_parallel_size if parallel else 1
+    shapes = [(len(part.rows), -(-part.row_length // multiple) * multiple) for part in plan]
+    if config.expert_model_parallel_size == 1:
         return shapes
     flat = _maximum([size for shape in shapes for size in shape], device)
     return list(zip(flat[::2], flat[1::2], strict=True))

@@ -82,9 +82,7 @@ def _write(tensors: list[torch.Tensor], parameters: list[torch.nn.Parameter]) ->
 
 def _refuse_other_architecture(trained: Path, folder: Path) -> None:
     ours, theirs = (family_of(path)[1] for path in (trained, folder))
-    differing = [
-        name for name in _SAME if getattr(ours, name, None) != getattr(theirs, name, None)
-    ]
+    differing = [name for name in _SAME if getattr(ours, name, None) != getattr(theirs, name, None)]
     if differing:
         raise ConfigError(
             f"the reference {folder.name!r} has another architecture than the trained model",
