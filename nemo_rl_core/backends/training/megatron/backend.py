@@ -15,6 +15,7 @@ from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model
 from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, wrap
 from nemo_rl_core.backends.training.megatron.parts import Part, make_parts
+from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
 from nemo_rl_core.backends.training.megatron.reference import ReferenceWeights
 from nemo_rl_core.backends.training.megatron.step import run_parts
 from nemo_rl_core.backends.training.megatron.topology import (
@@ -50,6 +51,7 @@ class MegatronBackend:
         assert isinstance(training, MegatronTraining), training
         if setup.head != "lm":
             raise _no_scalar_head()
+        _refuse_context_parallelism(training)
         initialize_topology(training, seed=setup.seed)
         torch.use_deterministic_algorithms(True)
         self._setup = setup
@@ -66,6 +68,10 @@ class MegatronBackend:
             temperature=setup.temperature,
         )
         self._reference: ReferenceWeights | None = None
+        refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+
+    def _probed_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        return self._all_logprobs(batch, max_tokens=PROBE_TOKENS)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step over the rows of all data-parallel ranks.
@@ -95,7 +101,8 @@ class MegatronBackend:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        metrics = run_parts(self._chunks, self._parts(batch), consume, forward_only=False)
+        parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
+        metrics = run_parts(self._chunks, parts, consume, forward_only=False)
         totals = _summed_over_ranks(metrics)
         norm = self._update()
         return {
@@ -134,12 +141,14 @@ class MegatronBackend:
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the weights being trained, on every rank of the replica."""
-        empty = torch.zeros(batch["token_mask"].shape)
+        return self._all_logprobs(batch, max_tokens=self._setup.max_tokens_per_microbatch)
 
+    def _all_logprobs(self, batch: BatchedDataDict, *, max_tokens: int) -> torch.Tensor:
         def values(hidden: torch.Tensor, part: Part) -> Sequence[torch.Tensor]:
             return [self._head.logprobs(hidden, part.batch, part.rows)]
 
-        (logprobs,) = self._compute(batch, values, into=[empty])
+        empty = torch.zeros(batch["token_mask"].shape)
+        (logprobs,) = self._compute(self._parts(batch, max_tokens), values, into=[empty])
         return logprobs
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
@@ -175,7 +184,8 @@ class MegatronBackend:
             return self._head.topk_logprobs(hidden, part.batch, part.rows, k=k, num_ids=num_ids)
 
         with reference.swapped_in():
-            ids, logprobs = self._compute(batch, values, into=empty)
+            parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
+            ids, logprobs = self._compute(parts, values, into=empty)
         return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
@@ -184,7 +194,7 @@ class MegatronBackend:
 
     def _compute(
         self,
-        batch: BatchedDataDict,
+        parts: list[Part],
         values: Callable[[torch.Tensor, Part], Sequence[torch.Tensor]],
         *,
         into: list[torch.Tensor],
@@ -194,7 +204,6 @@ class MegatronBackend:
         def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
             return hidden.new_zeros(()), values(hidden, part)
 
-        parts = self._parts(batch)
         results = run_parts(self._chunks, parts, consume, forward_only=True)
         if parallel_state.is_pipeline_last_stage():
             for part, given in zip((part for part in parts if part.indices), results, strict=True):
@@ -210,9 +219,9 @@ class MegatronBackend:
         dist.broadcast(sent, source, group=parallel_state.get_pipeline_model_parallel_group())
         return sent.cpu()
 
-    def _parts(self, batch: BatchedDataDict) -> list[Part]:
-        budget = self._setup.max_tokens_per_microbatch
-        return make_parts(batch, self._models[0].config, max_tokens=budget, device=self._device)
+    def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[Part]:
+        config = self._models[0].config
+        return make_parts(batch, config, max_tokens=max_tokens, device=self._device)
 
     def _loaded_reference(self) -> ReferenceWeights:
         if self._reference is None:
@@ -280,6 +289,16 @@ def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, floa
             totals, source, group=parallel_state.get_pipeline_model_parallel_group()
         )
     return totals[0]
+
+
+def _refuse_context_parallelism(training: MegatronTraining) -> None:
+    if training.context_parallel_size > 1:
+        raise ConfigError(
+            "the megatron backend does not split packed rows over context-parallel ranks",
+            expected="context_parallel_size of 1",
+            got=str(training.context_parallel_size),
+            fix="use sequence_parallel with tensor parallelism, or the dtensor backend",
+        )
 
 
 def _no_scalar_head() -> ConfigError:

@@ -4,11 +4,14 @@
 decoder are called in its stead, so that rope restarts with each sequence and `[N, V]` never exists.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 
+from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.data.packing import PackedRows
 
 
@@ -20,19 +23,15 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
         rows: The micro-batch; ids are read by the first chunk only, positions by all.
 
     Returns:
-        `[R, L, D]` final hidden states from the last chunk; from the others `[L, R, D]` to send on,
-        with `L / TP` in place of `L` under sequence parallelism.
+        `[R, L, D]` final hidden states from the last chunk; from the others `[L, R, D]` to send on
+        (`[R L, 1, D]` with Transformer Engine), under sequence parallelism a part of the first
+        dimension.
     """
+    num_rows, row_length = rows.position_ids.shape
+    if has_transformer_engine():
+        rows = _one_row(rows)
     embedded = _embedded(model, rows) if model.pre_process else None
-    num_positions = int(rows.position_ids.max()) + 1
-    # [P, 1, 1, d] of positions 0 to P-1; picked by position, [L, R, 1, d].
-    table = model.rotary_pos_emb(num_positions)
-    rope = table[rows.position_ids.T, 0]
-    hidden: torch.Tensor = model.decoder(
-        hidden_states=embedded,
-        attention_mask=other_sequences(rows.position_ids),
-        rotary_pos_emb=rope,
-    )
+    hidden: torch.Tensor = model.decoder(hidden_states=embedded, **_attention_inputs(model, rows))
     if not model.post_process:
         return hidden
     if model.config.sequence_parallel:
@@ -40,7 +39,50 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False
         )
-    return hidden.transpose(0, 1)
+    return hidden.transpose(0, 1).reshape(num_rows, row_length, -1)
+
+
+def _attention_inputs(model: Any, rows: PackedRows) -> dict[str, Any]:
+    """What tells the decoder which tokens belong together, and where each stands."""
+    # [P, 1, 1, d] of positions 0 to P-1.
+    table = model.rotary_pos_emb(int(rows.position_ids.max()) + 1)
+    if has_transformer_engine():
+        # Its kernels take the borders of sequences, and restart rope at each; a mask of single
+        # tokens they would not look at.
+        return {
+            "attention_mask": None,
+            "rotary_pos_emb": table,
+            "packed_seq_params": sequence_borders(rows.position_ids[0]),
+        }
+    return {
+        "attention_mask": other_sequences(rows.position_ids),
+        "rotary_pos_emb": table[rows.position_ids.T, 0],  # [L, R, 1, d]
+    }
+
+
+def _one_row(rows: PackedRows) -> PackedRows:
+    """All rows behind one another; `row` and `column` keep naming places in the rows given."""
+    return replace(
+        rows, input_ids=rows.input_ids.view(1, -1), position_ids=rows.position_ids.view(1, -1)
+    )
+
+
+def sequence_borders(position_ids: torch.Tensor) -> PackedSeqParams:
+    """Where sequences begin and end in one row, as Transformer Engine wants it.
+
+    Args:
+        position_ids: `[L]`; 0 begins a sequence.
+    """
+    end = position_ids.new_tensor([len(position_ids)])
+    borders = torch.cat([(position_ids == 0).nonzero()[:, 0], end]).int()
+    longest = int(borders.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
