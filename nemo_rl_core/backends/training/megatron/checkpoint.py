@@ -119,19 +119,28 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     _ALLOWED = frozenset(
         {
-            ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+            ("torch", "Size"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
             ("torch.distributed.checkpoint.metadata", "Metadata"),
             ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
             ("torch.distributed.checkpoint.metadata", "StorageMeta"),
             ("torch.distributed.checkpoint.metadata", "TensorProperties"),
             ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+            ("torch.distributed.checkpoint.planner", "SavePlan"),
+            ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+            ("torch.distributed.checkpoint.planner", "WriteItem"),
+            ("torch.distributed.checkpoint.planner", "WriteItemType"),
+            ("torch.serialization", "_get_layout"),
         }
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._ALLOWED:
+        is_type_of_tensor = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype
+        )
+        if not is_type_of_tensor and (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 

@@ -6,6 +6,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 
 from nemo_rl_core.backends.training.megatron.step import sum_gradients
 from nemo_rl_core.config.training import OptimizerConfig
@@ -20,6 +26,12 @@ def wrap(models: list[Any]) -> list[DistributedDataParallel]:
     config = models[0].config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = sum_gradients
+    if config.virtual_pipeline_model_parallel_size:
+        # With two stages, one batch of messages would hold two each way between the same ranks,
+        # which then mistake an activation for a gradient. Overlapped, each goes by itself.
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    for model in models:
+        _mark_split_parameters(model)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         # Alone as well: a checkpoint then has one layout, whatever the number of ranks.
@@ -30,6 +42,19 @@ def wrap(models: list[Any]) -> list[DistributedDataParallel]:
         DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
         for index, model in enumerate(models)
     ]
+
+
+def _mark_split_parameters(model: Any) -> None:
+    """Tells the gradient's norm which parameters are parts, and which are whole on every rank.
+
+    Megatron marks parts where it initializes them; these came from a checkpoint.
+    """
+    split_rows = (ColumnParallelLinear, VocabParallelEmbedding)
+    for module in model.modules():
+        if isinstance(module, (*split_rows, RowParallelLinear)) and module.weight is not None:
+            dimension = 0 if isinstance(module, split_rows) else 1
+            if not hasattr(module.weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
 
 
 def make_optimizer(
