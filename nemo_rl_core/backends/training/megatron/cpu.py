@@ -103,6 +103,7 @@ def _redirect_random_state() -> None:
     # A fork swaps the GPU's generator for one that differs over tensor ranks, for dropout inside
     # tensor-parallel regions. Dropout is always 0 here, so that nothing is ever drawn in one.
     random.CudaRNGStatesTracker.fork = _no_fork
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: None
 
 
