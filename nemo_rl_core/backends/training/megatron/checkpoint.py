@@ -62,6 +62,7 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     try:
         _refuse_foreign_code(folder / ".metadata")
         num_updates = int(json.loads((folder / "state.json").read_text())["num_updates"])
+        _allocate_state(optimizer)
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
     except (OSError, KeyError, ValueError, pickle.UnpicklingError, EOFError) as error:
@@ -112,6 +113,16 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> di
         state, is_loading=is_loading, metadata=dict(_METADATA)
     )
     return state
+
+
+def _allocate_state(optimizer: Any) -> None:
+    """Makes the state that AdamW would make in its first step, for the loaded one to go into."""
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
