@@ -41,6 +41,9 @@ def run_on_cpu_where_cuda_is_absent() -> None:
         return
     _redirect_torch()
     _redirect_random_state()
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    # Counts of tokens for each expert become numbers on the host only where they come off a GPU.
+    dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCPU()
@@ -87,6 +90,10 @@ class _NoStream:
 
 def _itself(tensor_or_module: Any, *_: Any, **__: Any) -> Any:
     return tensor_or_module
+
+
+def _counts_on_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
