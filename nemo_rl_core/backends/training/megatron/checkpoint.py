@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -65,7 +66,14 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
         _allocate_state(optimizer)
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
-    except (OSError, KeyError, ValueError, pickle.UnpicklingError, EOFError) as error:
+    except (
+        OSError,
+        KeyError,
+        ValueError,
+        EOFError,
+        pickle.UnpicklingError,
+        CheckpointingException,
+    ) as error:
         raise _unreadable(folder, error) from error
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
