@@ -77,6 +77,8 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
         raise _unreadable(folder, error) from error
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
+    for part in optimizer.chained_optimizers:
+        _keep_steps(part)
     optimizer.load_state_dict(loaded["optimizer"])
     return num_updates
 
@@ -131,6 +133,22 @@ def _allocate_state(optimizer: Any) -> None:
             if not inner.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+
+def _keep_steps(part: Any) -> None:
+    """Mends Megatron's loading into torch's AdamW, which counts steps by parameter.
+
+    Megatron has set the counts by then, leaves them out of what it copies, and then misses them.
+    """
+    copy_states = type(part)._set_main_param_and_optimizer_states
+
+    def copy_with_step(model_parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = part.model_param_group_index_map[model_parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        count = {"step": state["step"]} if "step" in state else {}
+        copy_states(part, model_parameter, count | tensors)
+
+    part._set_main_param_and_optimizer_states = copy_with_step
 
 
 class _MetadataUnpickler(pickle.Unpickler):
