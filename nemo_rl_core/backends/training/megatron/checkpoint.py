@@ -80,6 +80,8 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     for part in optimizer.chained_optimizers:
         _keep_steps(part)
     optimizer.load_state_dict(loaded["optimizer"])
+    for part in optimizer.chained_optimizers:
+        _part_steps(part)
     return num_updates
 
 
@@ -149,6 +151,16 @@ def _keep_steps(part: Any) -> None:
         copy_states(part, model_parameter, count | tensors)
 
     part._set_main_param_and_optimizer_states = copy_with_step
+
+
+def _part_steps(part: Any) -> None:
+    """Gives each parameter a count of its own: Megatron loads one tensor for all of them.
+
+    AdamW would count it up once for every parameter.
+    """
+    for state in part.optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
 
 
 class _MetadataUnpickler(pickle.Unpickler):
