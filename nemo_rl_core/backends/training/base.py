@@ -102,7 +102,11 @@ class TrainingBackend(Protocol):
 
 
 _TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
-    "training backend", {"dtensor": "nemo_rl_core.backends.training.dtensor.backend:DTensorBackend"}
+    "training backend",
+    {
+        "dtensor": "nemo_rl_core.backends.training.dtensor.backend:DTensorBackend",
+        "megatron": "nemo_rl_core.backends.training.megatron.backend:MegatronBackend",
+    },
 )
 register_training_backend = _TRAINING_BACKENDS.register
 get_training_backend = _TRAINING_BACKENDS.get

@@ -1,0 +1,310 @@
+"""The training worker over Megatron-core."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.megatron import checkpoint
+from nemo_rl_core.backends.training.megatron.heads import LogprobHead
+from nemo_rl_core.backends.training.megatron.model import build_model
+from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, wrap
+from nemo_rl_core.backends.training.megatron.parts import Part, make_parts
+from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
+from nemo_rl_core.backends.training.megatron.reference import ReferenceWeights
+from nemo_rl_core.backends.training.megatron.step import run_parts
+from nemo_rl_core.backends.training.megatron.topology import (
+    initialize_topology,
+    tear_down_topology,
+)
+from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
+from nemo_rl_core.backends.training.optimizers import learning_rate_at
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
+from nemo_rl_core.errors import ConfigError, ConsistencyError
+from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.infra.timer import peak_memory_gib
+
+
+class MegatronBackend:
+    """One rank that trains a `GPTModel` with AdamW (a `TrainingBackend`).
+
+    Every method but `setup`, `shutdown` and `peak_memory_gib` is a collective: all ranks call it,
+    each with the rows of its data-parallel replica.
+    """
+
+    def setup(self, setup: TrainingSetup) -> None:
+        """Joins the ranks, builds this rank's part of the model and makes an optimizer.
+
+        Raises:
+            ConfigError: If the head is not that of a language model, or the ranks or the model
+                do not divide into the layout.
+            ModelError: If Megatron-core cannot hold the architecture.
+        """
+        training = setup.training
+        assert isinstance(training, MegatronTraining), training
+        if setup.head != "lm":
+            raise _no_scalar_head()
+        _refuse_context_parallelism(training)
+        initialize_topology(training, seed=setup.seed)
+        torch.use_deterministic_algorithms(True)
+        self._setup = setup
+        self._num_updates = 0
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._models = build_model(setup.model_folder, training, setup.dtype)
+        load_hf_weights(self._models, setup.model_folder)
+        self._chunks = wrap(self._models)
+        dtype = getattr(torch, setup.dtype)
+        self._optimizer = make_optimizer(self._chunks, setup.optimizer, dtype)
+        self._head = LogprobHead(
+            self._models[-1],
+            vocab_size=self._models[-1].hf_config.vocab_size,
+            temperature=setup.temperature,
+        )
+        self._reference: ReferenceWeights | None = None
+        refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+
+    def _probed_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        return self._all_logprobs(batch, max_tokens=PROBE_TOKENS)
+
+    def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        """One optimizer step over the rows of all data-parallel ranks.
+
+        Args:
+            batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`,
+                `sample_mask [B]`, and whatever the loss reads; this rank's rows, perhaps none.
+                Rows of equal `pair_ids [B]` stay in one micro-batch. With
+                `topk_ids [B, T-1, K]` the loss is also given `current_topk_logprobs [B, T-1, K]`.
+            loss_fn: The loss; its values over micro-batches and ranks sum to that of the step.
+
+        Returns:
+            The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`: those of the
+            whole step, on every rank.
+
+        Raises:
+            ConsistencyError: If the gradient is not finite; the weights stay as they were.
+        """
+        valid_tokens, valid_seqs = self._global_numbers(batch)
+
+        def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
+            logprobs, rows = self._head.loss_inputs(hidden, part.batch, part.rows)
+            return loss_fn(
+                logprobs, rows, global_valid_seqs=valid_seqs, global_valid_tokens=valid_tokens
+            )
+
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
+        metrics = run_parts(self._chunks, parts, consume, forward_only=False)
+        totals = _summed_over_ranks(metrics)
+        norm = self._update()
+        return {
+            **totals,
+            "grad_norm": norm,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "num_valid_tokens": valid_tokens.item(),
+        }
+
+    def _global_numbers(self, batch: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Valid tokens and sequences of the step, over all data-parallel ranks; both 0-dim."""
+        numbers = torch.zeros(2, device=self._device)
+        if batch.size:
+            mask = batch["token_mask"] * batch["sample_mask"][:, None]
+            numbers[0], numbers[1] = mask.sum(), batch["sample_mask"].sum()
+        dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group())
+        return numbers[0], numbers[1]
+
+    def _update(self) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate_at(self._num_updates + 1, self._setup.optimizer)
+        # Looked at before the step, which clips by the norm and does not look at it.
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not norm < float("inf"):
+            raise ConsistencyError(
+                f"the gradient of optimizer step {self._num_updates + 1} is not finite",
+                expected="a finite norm",
+                got=str(norm),
+                fix="lower learning_rate, or look at the completions of this step for a reward or "
+                "logprob that is not finite",
+            )
+        self._optimizer.step()
+        self._num_updates += 1
+        return norm
+
+    def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """`[B, T-1]` logprobs under the weights being trained, on every rank of the replica."""
+        return self._all_logprobs(batch, max_tokens=self._setup.max_tokens_per_microbatch)
+
+    def _all_logprobs(self, batch: BatchedDataDict, *, max_tokens: int) -> torch.Tensor:
+        def values(hidden: torch.Tensor, part: Part) -> Sequence[torch.Tensor]:
+            return [self._head.logprobs(hidden, part.batch, part.rows)]
+
+        empty = torch.zeros(batch["token_mask"].shape)
+        (logprobs,) = self._compute(self._parts(batch, max_tokens), values, into=[empty])
+        return logprobs
+
+    def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
+        with self._loaded_reference().swapped_in():
+            return self.get_logprobs(batch)
+
+    def get_reference_topk_logprobs(
+        self, batch: BatchedDataDict, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest next tokens under the reference.
+
+        Returns:
+            `[B, T-1, k]` int64 ids, likeliest first, and `[B, T-1, k]` logprobs in nats under the
+            temperature; both 0 where `token_mask` is not set.
+
+        Raises:
+            ConfigError: If there are fewer than k tokens.
+        """
+        reference = self._loaded_reference()
+        num_ids = min(reference.vocabulary_size, self._models[-1].hf_config.vocab_size)
+        if not 1 <= k <= num_ids:
+            raise ConfigError(
+                f"the {k} likeliest tokens cannot be chosen",
+                expected=f"k from 1 to the vocabulary's {num_ids} tokens",
+                got=str(k),
+                fix="change k",
+            )
+        shape = (*batch["token_mask"].shape, k)
+        empty = [torch.zeros(shape, dtype=torch.long), torch.zeros(shape)]
+
+        def values(hidden: torch.Tensor, part: Part) -> Sequence[torch.Tensor]:
+            return self._head.topk_logprobs(hidden, part.batch, part.rows, k=k, num_ids=num_ids)
+
+        with reference.swapped_in():
+            parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
+            ids, logprobs = self._compute(parts, values, into=empty)
+        return ids, logprobs
+
+    def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Refused: there is no scalar head."""
+        raise _no_scalar_head()
+
+    def _compute(
+        self,
+        parts: list[Part],
+        values: Callable[[torch.Tensor, Part], Sequence[torch.Tensor]],
+        *,
+        into: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """What each micro-batch gives, written into tensors `[B, ...]` on the CPU of every rank."""
+
+        def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
+            return hidden.new_zeros(()), values(hidden, part)
+
+        results = run_parts(self._chunks, parts, consume, forward_only=True)
+        if parallel_state.is_pipeline_last_stage():
+            for part, given in zip((part for part in parts if part.indices), results, strict=True):
+                for whole, value in zip(into, given, strict=True):
+                    whole[list(part.indices), : value.shape[1]] = value.cpu()
+        return [self._from_last_stage(whole) for whole in into]
+
+    def _from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            return tensor
+        sent = tensor.to(self._device)
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(sent, source, group=parallel_state.get_pipeline_model_parallel_group())
+        return sent.cpu()
+
+    def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[Part]:
+        config = self._models[0].config
+        return make_parts(batch, config, max_tokens=max_tokens, device=self._device)
+
+    def _loaded_reference(self) -> ReferenceWeights:
+        if self._reference is None:
+            folder = self._setup.reference_folder
+            if folder is None:
+                raise ValueError("logprobs of the reference need a setup with a reference_folder")
+            self._reference = ReferenceWeights(self._models, self._setup.model_folder, folder)
+        return self._reference
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole weights as the transformers checkpoint names them; every rank iterates."""
+        return iter_hf_weights(self._models)
+
+    def weight_buckets(self) -> tuple[list[WeightBucket], str]:
+        """The weights in the type the engine computes with, and the digest of all of them.
+
+        On rank 0; others take part in gathering and return no buckets.
+        """
+        dtype = getattr(torch, self._setup.dtype)
+        weights = ((name, weight.to(dtype)) for name, weight in self.named_weights())
+        if dist.get_rank() > 0:
+            deque(weights, maxlen=0)
+            return [], ""
+        buckets = list(make_buckets(weights))
+        return buckets, combined_digest(bucket.digest for bucket in buckets)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes `model/` (transformers layout) and `trainer/` (Megatron's own, sharded)."""
+        checkpoint.save_model(path / "model", self.named_weights(), self._setup.model_folder)
+        checkpoint.save_trainer(path / "trainer", self._chunks, self._optimizer, self._num_updates)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on from what `save_checkpoint` wrote, perhaps over another layout.
+
+        Raises:
+            StoreError: If the folder is not such a checkpoint, or not one of this model.
+        """
+        self._num_updates = checkpoint.load_trainer(path / "trainer", self._chunks, self._optimizer)
+
+    def peak_memory_gib(self) -> float:
+        """The most memory this process has held."""
+        return peak_memory_gib()
+
+    def shutdown(self) -> None:
+        """Frees the model and the optimizer, and leaves Megatron's groups."""
+        self.__dict__.clear()
+        tear_down_topology()
+
+
+def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Sums the metrics of this rank's micro-batches, then over replicas; the same on every rank."""
+    own: dict[str, torch.Tensor] = {}
+    for part in metrics:
+        for name, value in part.items():
+            own[name] = own[name] + value if name in own else value
+    # Only last stages have metrics, and of these only ranks that had rows.
+    group = parallel_state.get_data_parallel_group()
+    gathered: list[dict[str, float]] = [{}] * group.size()
+    dist.all_gather_object(gathered, {key: value.item() for key, value in own.items()}, group=group)
+    names = {name: None for part in gathered for name in part}
+    totals = [{name: sum(part.get(name, 0.0) for part in gathered) for name in names}]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(
+            totals, source, group=parallel_state.get_pipeline_model_parallel_group()
+        )
+    return totals[0]
+
+
+def _refuse_context_parallelism(training: MegatronTraining) -> None:
+    if training.context_parallel_size > 1:
+        raise ConfigError(
+            "the megatron backend does not split packed rows over context-parallel ranks",
+            expected="context_parallel_size of 1",
+            got=str(training.context_parallel_size),
+            fix="use sequence_parallel with tensor parallelism, or the dtensor backend",
+        )
+
+
+def _no_scalar_head() -> ConfigError:
+    return ConfigError(
+        "the megatron backend has no scalar head",
+        expected="head='lm'",
+        got="head='scalar'",
+        fix="train reward models and critics with the dtensor backend",
+    )

@@ -1,0 +1,107 @@
+"""Logprobs out of the final hidden states, over the ranks that share the vocabulary."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_rl_core.backends.training.megatron.packed import output_weight
+from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
+from nemo_rl_core.backends.training.vocab_parallel import (
+    vocab_parallel_logprobs_from_hidden,
+    vocab_parallel_topk_logprobs_from_hidden,
+)
+from nemo_rl_core.data.packing import PackedRows
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+
+_LOGPROB_CHUNK_TOKENS = 1024
+
+
+class LogprobHead:
+    """The head of the last pipeline stage; `[N, V]` logits are never made whole.
+
+    Args:
+        model: The last chunk of the model, not wrapped.
+        vocab_size: Rows of the transformers head.
+        temperature: What logits are divided by.
+    """
+
+    def __init__(self, model: Any, *, vocab_size: int, temperature: float) -> None:
+        self._model, self._vocab_size, self._temperature = model, vocab_size, temperature
+
+    def loss_inputs(
+        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: PackedRows
+    ) -> tuple[torch.Tensor, BatchedDataDict]:
+        """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` where it has any.
+
+        These join the batch as `current_topk_logprobs [B, T-1, K]`.
+        """
+        if "topk_ids" not in batch:
+            return self.logprobs(hidden, batch, rows), batch
+        # Both in one pass, which then makes each chunk of logits once.
+        token_ids = torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1)
+        logprobs = self._token_logprobs(hidden, batch, rows, token_ids)
+        current = {"current_topk_logprobs": logprobs[..., 1:]}
+        return logprobs[..., 0], BatchedDataDict({**batch, **current})
+
+    def logprobs(
+        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: PackedRows
+    ) -> torch.Tensor:
+        """`[B, T-1]` logprobs of the next tokens where `token_mask` is set, in nats, else 0."""
+        return self._token_logprobs(hidden, batch, rows, next_tokens(batch))[..., 0]
+
+    def topk_logprobs(
+        self,
+        hidden: torch.Tensor,
+        batch: BatchedDataDict,
+        rows: PackedRows,
+        *,
+        k: int,
+        num_ids: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest next tokens where `token_mask [B, T-1]` asks for them.
+
+        Returns:
+            `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
+            normalized over the whole head; both 0 where the mask is not set.
+        """
+        wanted = wanted_positions(batch)
+        weight, start = output_weight(self._model, self._vocab_size)
+        ids, logprobs = vocab_parallel_topk_logprobs_from_hidden(
+            _picked(hidden, rows, wanted),
+            weight,
+            k=k,
+            num_ids=num_ids,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_start=start,
+            temperature=self._temperature,
+            chunk_size=_LOGPROB_CHUNK_TOKENS,
+        )
+        return spread(ids, wanted), spread(logprobs, wanted)
+
+    def _token_logprobs(
+        self,
+        hidden: torch.Tensor,
+        batch: BatchedDataDict,
+        rows: PackedRows,
+        token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
+        wanted = wanted_positions(batch)
+        weight, start = output_weight(self._model, self._vocab_size)
+        values = vocab_parallel_logprobs_from_hidden(
+            _picked(hidden, rows, wanted),
+            weight,
+            token_ids[wanted],
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_start=start,
+            temperature=self._temperature,
+            chunk_size=_LOGPROB_CHUNK_TOKENS,
+        )
+        return spread(values, wanted)
+
+
+def _picked(hidden: torch.Tensor, rows: PackedRows, wanted: torch.Tensor) -> torch.Tensor:
+    """`[N, D]` of `hidden [R, L, D]`, at the N tokens that `wanted [B, T' <= T]` is set for."""
+    width = wanted.shape[1]
+    return hidden[rows.row[:, :width][wanted], rows.column[:, :width][wanted]]

@@ -1,0 +1,87 @@
+"""Gradient buffers and Megatron's distributed AdamW around the chunks of a model."""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+
+from nemo_rl_core.backends.training.megatron.step import sum_gradients
+from nemo_rl_core.config.training import OptimizerConfig
+
+
+def wrap(models: list[Any]) -> list[DistributedDataParallel]:
+    """Gives each chunk a buffer in which gradients are added up, in float32, and then summed.
+
+    Args:
+        models: `GPTModel` chunks of this rank; their config is told to sum, not to average.
+    """
+    config = models[0].config
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = sum_gradients
+    if config.virtual_pipeline_model_parallel_size:
+        # With two stages, one batch of messages would hold two each way between the same ranks,
+        # which then mistake an activation for a gradient. Overlapped, each goes by itself.
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    for model in models:
+        _mark_split_parameters(model)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        # Alone as well: a checkpoint then has one layout, whatever the number of ranks.
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+    )
+    return [
+        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
+        for index, model in enumerate(models)
+    ]
+
+
+def _mark_split_parameters(model: Any) -> None:
+    """Tells the gradient's norm which parameters are parts, and which are whole on every rank.
+
+    Megatron marks parts where it initializes them; these came from a checkpoint.
+    """
+    split_rows = (ColumnParallelLinear, VocabParallelEmbedding)
+    for module in model.modules():
+        if isinstance(module, (*split_rows, RowParallelLinear)) and module.weight is not None:
+            dimension = 0 if isinstance(module, split_rows) else 1
+            if not hasattr(module.weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
+
+
+def make_optimizer(
+    chunks: list[DistributedDataParallel], options: OptimizerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """AdamW over the shards of all parameters, as `torch.optim.AdamW` does it.
+
+    Megatron would leave biases and norms out of the weight decay; torch, and so the other backend,
+    does not.
+
+    Args:
+        chunks: What `wrap` returned.
+        options: The settings; the learning rate is set before every step, for the warm-up.
+        dtype: Of the parameters; with bfloat16 the optimizer keeps them in float32 besides.
+    """
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_epsilon,
+        clip_grad=options.max_grad_norm,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(
+        config, chunks, config_overrides={}, use_gloo_process_groups=False
+    )

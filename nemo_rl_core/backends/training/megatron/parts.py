@@ -1,0 +1,114 @@
+"""The micro-batches of a step, as many and, where need be, as large on every data-parallel rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_rl_core.backends.training.padded import cropped
+from nemo_rl_core.data.packing import Microbatch, PackedRows, pack, plan_microbatches
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch.
+
+    Attributes:
+        batch: Its rows, in the order in which they lie; of a filler, one that nothing reads.
+        indices: Which rows of the whole batch they are; empty for a filler.
+        rows: The same tokens in rows of equal length, as the model reads them.
+    """
+
+    batch: BatchedDataDict
+    indices: tuple[int, ...]
+    rows: PackedRows
+
+
+def make_parts(
+    batch: BatchedDataDict, config: Any, *, max_tokens: int, device: torch.device
+) -> list[Part]:
+    """Splits this rank's rows, and fills up with micro-batches that count for nothing.
+
+    Ranks that share experts wait for one another in every micro-batch, so all data-parallel ranks
+    run as many.
+
+    Args:
+        batch: The rows; may be none. Its own plan (`batch.microbatches`) is kept where it has one.
+        config: Megatron's `TransformerConfig`.
+        max_tokens: The budget of one micro-batch.
+        device: Where the parts are wanted.
+    """
+    plan = _plan(batch, max_tokens)
+    needed = _maximum([len(plan)], device)[0]
+    stages = config.pipeline_model_parallel_size
+    if config.virtual_pipeline_model_parallel_size:
+        needed = -(-needed // stages) * stages  # the interleaved schedule needs whole rounds
+    shapes = _shapes(plan + [_FILLER] * (needed - len(plan)), config, device)
+    return [
+        _part(batch, plan[index], *shape, device) if index < len(plan) else _filler(*shape, device)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+_FILLER = Microbatch(rows=((0,),), row_length=2)
+
+
+def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
+    given: list[Microbatch] | None = getattr(batch, "microbatches", None)
+    if given is not None:
+        return given
+    if batch.size == 0:
+        return []
+    pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
+    lengths = batch["input_lengths"].tolist()
+    return plan_microbatches(lengths, max_tokens=max_tokens, bundles=pairs)
+
+
+def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[tuple[int, int]]:
+    """Rows and row length of each micro-batch.
+
+    Rows get a length that the ranks of sequence parallelism share evenly. The dispatcher that
+    gathers the tokens of all ranks with experts needs the same shape on all of them.
+    """
+    parallel = config.sequence_parallel
+    multiple = config.tensor_model_parallel_size if parallel else 1
+    shapes = [(len(part.rows), -(-part.row_length // multiple) * multiple) for part in plan]
+    if config.expert_model_parallel_size == 1:
+        return shapes
+    flat = _maximum([size for shape in shapes for size in shape], device)
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _maximum(counts: list[int], device: torch.device) -> list[int]:
+    """The largest of each count among the data-parallel ranks."""
+    largest = torch.tensor(counts, device=device)
+    group = parallel_state.get_data_parallel_group()
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
+    return [int(count) for count in largest.tolist()]
+
+
+def _part(
+    batch: BatchedDataDict,
+    microbatch: Microbatch,
+    num_rows: int,
+    row_length: int,
+    device: torch.device,
+) -> Part:
+    chosen = batch.select_indices(microbatch.indices).to(device)
+    chosen = cropped(chosen, int(chosen["input_lengths"].max()))
+    empty_rows = ((),) * (num_rows - len(microbatch.rows))
+    layout = Microbatch((*microbatch.rows, *empty_rows), row_length)
+    rows = pack(chosen["input_ids"], chosen["input_lengths"], layout)
+    return Part(chosen, tuple(microbatch.indices), rows)
+
+
+def _filler(num_rows: int, row_length: int, device: torch.device) -> Part:
+    row = BatchedDataDict(
+        {
+            "input_ids": torch.zeros(1, 2, dtype=torch.long),
+            "input_lengths": torch.full((1,), 2),
+        }
+    )
+    return Part(row, (), _part(row, _FILLER, num_rows, row_length, device).rows)

@@ -1,0 +1,46 @@
+"""A check that sequences in one row do not see each other, with the layers that are installed."""
+
+from collections.abc import Callable
+
+import torch
+
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ModelError
+
+_LENGTHS = (9, 5, 4)
+PROBE_TOKENS = 18
+"""The budget under which the second and the third sequence of the probe share a row."""
+
+
+def refuse_unless_faithful(
+    logprobs: Callable[[BatchedDataDict], torch.Tensor], *, dtype: DType
+) -> None:
+    """Compares logprobs of packed sequences with those of each sequence alone.
+
+    Args:
+        logprobs: `[B, T-1]` of a batch, packed within `PROBE_TOKENS`; a collective of all ranks.
+        dtype: Of the matrix products, which decides how much rounding there may be.
+
+    Raises:
+        ModelError: If they differ.
+    """
+    width = max(_LENGTHS)
+    batch = BatchedDataDict(
+        {
+            "input_ids": torch.arange(1, 1 + 3 * width).reshape(3, width) % 7,
+            "input_lengths": torch.tensor(_LENGTHS),
+            "token_mask": torch.ones(3, width - 1, dtype=torch.bool),
+        }
+    )
+    alone = [logprobs(batch.select_indices([row])) for row in range(3)]
+    difference = (logprobs(batch) - torch.cat(alone)).abs().max().item()
+    bound = 1e-3 if dtype == "float32" else 0.3
+    if not difference < bound:
+        raise ModelError(
+            "the model computes other logprobs packed than alone",
+            expected=f"a difference below {bound}",
+            got=f"{difference:.3g}",
+            fix="the installed attention does not keep packed sequences apart; use the dtensor "
+            "backend",
+        )

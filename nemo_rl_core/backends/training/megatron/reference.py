@@ -1,0 +1,93 @@
+"""The reference policy as a second set of weights for the one model there is."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_core.backends.training.dtensor.loading import shared_vocabulary_size
+from nemo_rl_core.backends.training.megatron.families import family_of
+from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
+from nemo_rl_core.errors import ConfigError
+
+# What a config says of names, dropout and generation may differ; what shapes or computes may not.
+_SAME = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+class ReferenceWeights:
+    """Weights of the reference, kept on the CPU and swapped into the model while it is asked.
+
+    Args:
+        models: This rank's chunks, whose weights come back unchanged.
+        trained: The folder that they were built from.
+        folder: The reference's, of the same architecture.
+
+    Attributes:
+        vocabulary_size: How many ids both tokenizers give to tokens.
+
+    Raises:
+        ConfigError: If the architectures differ.
+        ModelError: If the vocabularies differ.
+    """
+
+    def __init__(self, models: list[Any], trained: Path, folder: Path) -> None:
+        _refuse_other_architecture(trained, folder)
+        self.vocabulary_size = shared_vocabulary_size(trained, folder)
+        self._parameters = [p for model in models for p in model.parameters()]
+        own = _copies(self._parameters)
+        load_hf_weights(models, folder)
+        self._tensors = _copies(self._parameters)
+        _write(own, self._parameters)
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes as the reference; afterwards as before, to the bit."""
+        own = _copies(self._parameters)
+        _write(self._tensors, self._parameters)
+        try:
+            yield
+        finally:
+            _write(own, self._parameters)
+
+
+def _copies(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+
+
+@torch.no_grad()
+def _write(tensors: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> None:
+    # In place: the optimizer's buffers are views of the same memory.
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.copy_(tensor)
+
+
+def _refuse_other_architecture(trained: Path, folder: Path) -> None:
+    ours, theirs = (family_of(path)[1] for path in (trained, folder))
+    differing = [name for name in _SAME if getattr(ours, name, None) != getattr(theirs, name, None)]
+    if differing:
+        raise ConfigError(
+            f"the reference {folder.name!r} has another architecture than the trained model",
+            expected=f"the same {', '.join(differing)}",
+            got=", ".join(f"{name}={getattr(theirs, name, None)}" for name in differing),
+            fix="the megatron backend swaps the reference's weights into the model it trains; "
+            "use the dtensor backend for a teacher of another size",
+        )

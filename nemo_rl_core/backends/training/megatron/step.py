@@ -1,0 +1,74 @@
+"""Micro-batches through Megatron's schedules: forward, and backward where there is a loss.
+
+Megatron divides a loss by the number of micro-batches, and gradients by that of the data-parallel
+ranks. Losses here are divided by the numbers of the whole step already, so both must not happen:
+`calculate_per_token_loss` turns both off, and `sum_gradients` leaves out the division by tokens
+that it asks for instead.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+
+from nemo_rl_core.backends.training.megatron.packed import hidden_states
+from nemo_rl_core.backends.training.megatron.parts import Part
+
+Consume = Callable[[torch.Tensor, Part], tuple[torch.Tensor, Any]]
+"""Of `[R, L, D]` hidden states and the part they belong to: a loss, and what is to be kept."""
+
+
+def sum_gradients(chunks: list[Any], num_tokens: object = None, **groups: Any) -> None:
+    """Sums gradients over all ranks that share a weight; divides by nothing."""
+    finalize_model_grads(chunks, None, **groups)
+
+
+def run_parts(
+    chunks: list[Any], parts: Sequence[Part], consume: Consume, *, forward_only: bool
+) -> list[Any]:
+    """Runs all micro-batches, and adds up the gradients of their losses unless `forward_only`.
+
+    Args:
+        chunks: This rank's chunks of the model.
+        parts: The same number of them on every rank, at least one.
+        consume: Called on the last pipeline stage, once for each part that is no filler.
+        forward_only: Neither keeps activations nor computes gradients.
+
+    Returns:
+        What `consume` wants kept, in the order of the parts that are no fillers; on other stages
+        nothing.
+    """
+    iterators = [iter(parts) for _ in chunks]
+    with torch.set_grad_enabled(not forward_only):
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=_forward_step(consume),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(parts),
+            # Micro-batches differ in rows and lengths, so stages tell each other the shapes
+            # (`variable_seq_lengths`), and these two are read by nobody.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return [result for result in results if result is not None]
+
+
+def _forward_step(consume: Consume) -> Callable[[Iterator[Part], Any], tuple[torch.Tensor, Any]]:
+    def step(iterator: Iterator[Part], chunk: Any) -> tuple[torch.Tensor, Any]:
+        part = next(iterator)
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+
+        def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            # A filler's backward pass runs too: other ranks wait for it.
+            loss, kept = consume(hidden, part) if part.indices else (hidden.sum() * 0, None)
+            # Read by nobody: see `sum_gradients`.
+            num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
+            return loss, num_tokens, kept
+
+        return hidden_states(model, part.rows), finish
+
+    return step

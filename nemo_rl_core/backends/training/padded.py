@@ -1,0 +1,45 @@
+"""Between padded views `[B, T]` and the flat tokens `[N]` that a head computes."""
+
+from typing import Any
+
+import torch
+
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+
+
+def next_tokens(batch: BatchedDataDict) -> torch.Tensor:
+    """`[B, T-1, 1]` ids that the positions of the batch predict."""
+    tokens: torch.Tensor = batch["input_ids"][:, 1:, None]
+    return tokens
+
+
+def wanted_positions(batch: BatchedDataDict) -> torch.Tensor:
+    """`[B, T-1]` bool: the mask, without positions that have no next token."""
+    mask: torch.Tensor = batch["token_mask"].bool()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    has_next: torch.Tensor = positions < batch["input_lengths"][:, None] - 1
+    return mask & has_next
+
+
+def spread(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """`values [N, ...]` at the N places of `wanted [B, T]` that are set, 0 at the others."""
+    places = wanted.reshape(*wanted.shape, *[1] * (values.dim() - 1))
+    empty: torch.Tensor = values.new_zeros(*wanted.shape, *values.shape[1:])
+    return empty.masked_scatter(places, values)
+
+
+def cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
+    """The batch without columns of padding that none of its sequences reaches.
+
+    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
+    what has another width does not run along the tokens.
+    """
+    padded = part["input_ids"].shape[1]
+    widths = {padded: width, padded - 1: width - 1}
+
+    def crop(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            return value[:, : widths.get(value.shape[1])]
+        return value
+
+    return type(part)({name: crop(value) for name, value in part.items()})
