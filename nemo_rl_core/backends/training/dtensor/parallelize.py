@@ -114,7 +114,7 @@ def release(model: Any) -> None:
             module.reshard()
 
 
-def load_whole(model: Any, weights: dict[str, torch.Tensor]) -> None:
+def load_whole(model: Any, weights: dict[str, Any]) -> None:
     """As `load_state_dict` of whole weights that every rank has; each keeps its shards."""
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
 
