@@ -75,9 +75,11 @@ class EvalReport(Artifact):
 
     Attributes:
         metrics: `greedy_accuracy` and its interval, `mean_reward`, `pass_at_k`.
+        measured: The stage whose checkpoint this is about.
     """
 
     metrics: dict[str, float]
+    measured: str
 
 
 class PromotionDecision(Artifact):

@@ -23,7 +23,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
         if isinstance(artifact, EvalReport) and artifact.stage == "evaluate_reward_model":
             lines.append(f"reward model's accuracy: {_pair_accuracy(artifact)}")
         elif isinstance(artifact, EvalReport):
-            lines.append(f"accuracy at step {artifact.step}: {_accuracy(artifact)}")
+            lines.append(f"accuracy of {artifact.measured}: {_accuracy(artifact)}")
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"reward model: {artifact.model_folder}")
         elif isinstance(artifact, PromotionDecision):

@@ -33,7 +33,7 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
         metrics = result.metrics
         summary = (
-            f"step {checkpoint.step}: "
+            f"{checkpoint.stage}: "
             f"greedy accuracy {metrics['greedy_accuracy']:.3f} "
             f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}]"
         )
@@ -50,4 +50,4 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
     parents = {"checkpoint": checkpoint, "validation": validation}
     fields = make("evaluate", config=config, parents=parents, work=work)
     metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
-    return EvalReport(**fields, metrics=metrics)
+    return EvalReport(**fields, metrics=metrics, measured=checkpoint.stage)

@@ -44,4 +44,4 @@ def evaluate_reward_model(
     parents = {"checkpoint": checkpoint, "pairs": pairs}
     fields = make("evaluate_reward_model", config=config, parents=parents, work=work)
     metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
-    return EvalReport(**fields, metrics=metrics)
+    return EvalReport(**fields, metrics=metrics, measured=checkpoint.stage)

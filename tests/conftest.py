@@ -18,6 +18,22 @@ _STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
 os.environ["NEMO_RL_HOME"] = _STORE.name
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says which tests stay together when two processes share them (`pytest -n 2`).
+
+    All that start Ray go to one process, first, since they take longest: two runtimes with an
+    engine each would not fit into a laptop's memory. Others stay together by file.
+    """
+
+    def group(item: pytest.Item) -> str:
+        folder, name = item.path.relative_to(REPOSITORY / "tests").parts[0], item.path.name
+        return "ray" if folder in ("ray", "workflows") else name
+
+    items.sort(key=lambda item: group(item) != "ray")
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+
+
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty store, for runs in this process."""

@@ -9,11 +9,11 @@ source "$root/deployment/torch_source.sh"
 lock() {
   local name=$1
   shift
-  {
-    echo "# Written by \`make lock\` from $name.in; edit that file instead."
-    "$root/.venv/bin/uv" pip compile "$name.in" --python "$root/.venv/bin/python" --quiet \
-      --no-header --no-emit-index-url --no-emit-find-links "$@"
-  } > "$name.txt.new"
+  # What is pinned already stays, if it still fits: delete a file to have the newest of everything.
+  if [ -f "$name.txt" ]; then cp "$name.txt" "$name.txt.new"; fi
+  "$root/.venv/bin/uv" pip compile "$name.in" --python "$root/.venv/bin/python" --quiet \
+    --no-header --no-emit-index-url --no-emit-find-links --output-file "$name.txt.new" "$@"
+  sed -i "1i # Written by \`make lock\` from $name.in; edit that file instead." "$name.txt.new"
   mv "$name.txt.new" "$name.txt"
   echo "$name.txt: $(grep -c == "$name.txt") packages"
 }

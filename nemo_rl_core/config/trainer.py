@@ -1,6 +1,8 @@
 """What every trainer reads besides the settings of its own algorithm."""
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -10,17 +12,41 @@ from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
 
 
+class KeepBest(FrozenConfig):
+    """Which checkpoints to keep besides the newest: the `count` best by a metric of their step."""
+
+    metric: str = Field(min_length=1, description="such as validation_loss")
+    mode: Literal["max", "min"]
+    count: PositiveInt = 1
+
+
 class LoopConfig(OptimizerConfig):
     """The optimizer, and when a loop of steps saves and validates.
 
     `max_tokens_per_microbatch` bounds the memory of one forward and backward pass; it changes
     results only by rounding. Validation runs every `validate_every_num_steps` steps and after the
-    last one; left out, the trainer does not validate.
+    last one; left out, the trainer does not validate. While a run is under way its `keep_latest`
+    newest checkpoints are kept, and the best ones by `keep_best`; of a finished run stay the last
+    model and the best.
     """
 
     max_tokens_per_microbatch: PositiveInt = 8192
     save_every_num_steps: PositiveInt = 50
     validate_every_num_steps: PositiveInt | None = None
+    keep_latest: PositiveInt = 1
+    keep_best: KeepBest | None = None
+
+    @model_validator(mode="after")
+    def _the_best_are_known_when_saved(self) -> "LoopConfig":
+        every = self.validate_every_num_steps
+        validated = self.keep_best is not None and self.keep_best.metric.startswith("validation_")
+        if validated and (every is None or self.save_every_num_steps % every):
+            raise ValueError(
+                f"keep_best compares {self.keep_best.metric!r}, which checkpoints are saved with "  # type: ignore[union-attr]
+                "only if they are validated: set validate_every_num_steps, and "
+                "save_every_num_steps to a multiple of it"
+            )
+        return self
 
 
 class GateConfig(FrozenConfig):

@@ -41,17 +41,20 @@ class SupervisedExample:
         return SupervisedExample(self.token_ids[:max_tokens], self.loss_mask[:max_tokens])
 
 
-def prompt_token_ids(tokenizer: Any, text: str) -> list[int]:
+def prompt_token_ids(tokenizer: Any, prompt: str) -> list[int]:
     """The tokens that a completion is sampled after.
 
     Args:
-        tokenizer: A transformers tokenizer. With a chat template, the text is a user's turn and the
-            assistant's turn is opened; without one, the text is encoded as it stands.
-        text: The user's text.
+        tokenizer: A transformers tokenizer. With a chat template, the assistant's turn is opened;
+            without one, the text is encoded as it stands.
+        prompt: The user's text, or the JSON of a conversation that the assistant is to answer.
+
+    Raises:
+        DataError: For several turns and no chat template.
     """
-    if tokenizer.chat_template:
-        return _encode(tokenizer, _render(tokenizer, _user(text), add_generation_prompt=True))
-    return list(tokenizer.encode(text))
+    turns = as_turns(prompt, role="user")
+    row = f"the prompt {prompt[:80]!r}"
+    return _rendered(tokenizer, turns, row, add_generation_prompt=True)[1]
 
 
 def supervised_example(tokenizer: Any, prompt: str, completion: str) -> SupervisedExample:
@@ -62,7 +65,7 @@ def supervised_example(tokenizer: Any, prompt: str, completion: str) -> Supervis
 
     Args:
         tokenizer: A transformers tokenizer.
-        prompt: The user's text.
+        prompt: The user's text, or the JSON of a conversation that the assistant is to answer.
         completion: The assistant's text.
 
     Raises:
@@ -70,8 +73,9 @@ def supervised_example(tokenizer: Any, prompt: str, completion: str) -> Supervis
             that training would see another prompt than sampling; when the completion is empty; or
             when there is no end-of-sequence token.
     """
-    turns = [*_user(prompt), {"role": "assistant", "content": completion}]
-    return _aligned(tokenizer, turns, trained=[1], row=f"the row with prompt {prompt[:80]!r}")
+    turns = [*as_turns(prompt, role="user"), {"role": "assistant", "content": completion}]
+    row = f"the row with prompt {prompt[:80]!r}"
+    return _aligned(tokenizer, turns, trained=[len(turns) - 1], row=row)
 
 
 def conversation_example(
@@ -269,10 +273,6 @@ def _through_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     last = max((place for place, token in enumerate(ids) if token in special), default=len(ids) - 1)
     return ids if tokenizer.decode(ids[last + 1 :]).strip() else ids[: last + 1]
-
-
-def _user(text: str) -> list[Turn]:
-    return [{"role": "user", "content": text}]
 
 
 def _render(tokenizer: Any, turns: list[Turn], *, add_generation_prompt: bool) -> str:

@@ -16,6 +16,9 @@ Faults = dict[str, list[int]]
 
 Records = Sequence[Mapping[str, Any]]
 
+_ANSWER = {"role": "assistant", "content": "..."}
+"""Stands for the completion that a prompt is sampled for."""
+
 
 def asked(row: Mapping[str, Any]) -> str:
     """What a row asks: its prompt, a conversation up to its last turn, or the whole of a text."""
@@ -53,7 +56,9 @@ def _row_faults(row: Mapping[str, Any]) -> list[str]:
         wrong = fault(turns_of(row["messages"]))
         return [f"messages {wrong}"] if wrong else []
     if "chosen" not in row:
-        return []
+        turns = turns_of(row.get("prompt"))
+        wrong = fault([*turns, _ANSWER]) if turns else None
+        return [f"prompt {wrong}"] if wrong else []
     found = [
         f"prompt with {side} {wrong}"
         for side in ("chosen", "rejected")
@@ -74,8 +79,8 @@ def prompt_faults(
     unknown: Faults = {}
     too_long: Faults = {}
     for place, row in enumerate(rows):
-        if not isinstance(row.get("prompt"), str):
-            continue
+        if not isinstance(row.get("prompt"), str) or _row_faults(row):
+            continue  # named by other checks
         ids = prompt_token_ids(tokenizer, row["prompt"])
         if _num_unknown(tokenizer, ids):
             unknown.setdefault("prompt has unknown characters", []).append(place)

@@ -235,6 +235,8 @@ class BaseTrainer(ABC, Generic[S, C]):
             stage=self._stage(job),
             steps=steps,
             save_every_num_steps=self.config.save_every_num_steps,
+            keep_latest=self.config.keep_latest,
+            keep_best=self.config.keep_best,
         )
         if loop.is_finished:
             return loop.finish()

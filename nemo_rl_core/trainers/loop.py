@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.infra import files
 from nemo_rl_core.infra.checkpointing import CheckpointManager
 from nemo_rl_core.infra.logging import report
@@ -36,6 +37,23 @@ class Checkpointed(Protocol):
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from there, to the bit."""
+        ...
+
+
+@runtime_checkable
+class SavesInBackground(Checkpointed, Protocol):
+    """What need not stand still while it is saved."""
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, of a copy of the state, some of which is written later."""
+        ...
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the folder is whole; raises what writing it has raised."""
         ...
 
 
@@ -82,6 +100,9 @@ class StepLoop:
         stage: Name for reports.
         steps: Which steps to run.
         save_every_num_steps: How often to save; the last step is always saved.
+        keep_latest: How many checkpoints to keep while the run is under way.
+        keep_best: Which to keep besides. Of a finished run `best.json` says which step was
+            the best, and that model is left in `best/` unless it is the last.
 
     Example:
         >>> for step in loop.steps(policy):                              # doctest: +SKIP
@@ -89,13 +110,21 @@ class StepLoop:
     """
 
     def __init__(
-        self, work: Path, *, stage: str, steps: StepRange, save_every_num_steps: int
+        self,
+        work: Path,
+        *,
+        stage: str,
+        steps: StepRange,
+        save_every_num_steps: int,
+        keep_latest: int = 1,
+        keep_best: KeepBest | None = None,
     ) -> None:
         self._work = work
         self._stage = stage
         self._range = steps
         self._save_every = save_every_num_steps
-        self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest=1)
+        self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest, keep_best)
+        self._last_metrics: dict[str, float] = {}
         self._metrics = MetricsFile(work / "metrics.jsonl")
 
     def steps(
@@ -110,10 +139,34 @@ class StepLoop:
         done = self._resume(trained)
         for step in range(done + 1, self._range.last + 1):
             yield step
+            self._advance(trained, on_save, wait=False)
             if step == self._range.last or (step - self._range.first + 1) % self._save_every == 0:
-                folder = self._checkpoints.save(step, trained.save_checkpoint)
-                if on_save is not None:
-                    on_save(step, folder)
+                self._advance(trained, on_save, wait=True)
+                write = trained.save_checkpoint
+                if isinstance(trained, SavesInBackground):
+                    write = trained.start_checkpoint
+                self._checkpoints.begin(step, write, metrics=self._last_metrics)
+                self._advance(trained, on_save, wait=write == trained.save_checkpoint)
+        self._advance(trained, on_save, wait=True)
+
+    def _advance(
+        self, trained: Checkpointed, on_save: Callable[[int, Path], None] | None, *, wait: bool
+    ) -> None:
+        """Takes the checkpoint that is being written, if any, as far as it is, or to its end."""
+        checkpoints = self._checkpoints
+        step = checkpoints.pending_step
+        if step is None:
+            return
+        if not checkpoints.is_publishing:
+            if isinstance(trained, SavesInBackground):
+                if not (wait or trained.checkpoint_is_written()):
+                    return
+                trained.finish_checkpoint()
+            checkpoints.publish()
+        if wait or checkpoints.is_published():
+            checkpoints.finish()
+            if on_save is not None:
+                on_save(step, checkpoints.path(step))
 
     def _resume(self, trained: Checkpointed) -> int:
         latest = self._checkpoints.latest(verify=True)
@@ -141,6 +194,7 @@ class StepLoop:
             timings={**timings, "tokens_per_second": rate},
         )
         self._metrics.append(line)
+        self._last_metrics = metrics
         report(line)
 
     @property
@@ -160,7 +214,8 @@ class StepLoop:
         """
         if not self.is_finished:
             files.write_atomic(self._marker, json.dumps({"peak_memory_gib": peak_memory_gib}))
-        checkpoint = self._checkpoints.root / self._checkpoints.folder_name(self._range.last)
+        self._keep_best_model()
+        checkpoint = self._checkpoints.path(self._range.last)
         parts = [part for part in checkpoint.glob("*") if part.is_dir()]  # none: moved already
         for part in parts:
             part.rename(self._work / part.name)
@@ -172,3 +227,14 @@ class StepLoop:
             num_tokens=int(sum(line.metrics.get("num_valid_tokens", 0.0) for line in lines)),
             peak_memory_gib=json.loads(self._marker.read_text())["peak_memory_gib"],
         )
+
+    def _keep_best_model(self) -> None:
+        if self._checkpoints.keep_best is None:
+            return
+        record, target = self._work / "best.json", self._work / "best"
+        if not record.exists():  # before anything is moved: the last one is whole no more then
+            best = self._checkpoints.best()
+            files.write_atomic(record, json.dumps({"step": best[0] if best else None}))
+        step = json.loads(record.read_text())["step"]
+        if step not in {None, self._range.last} and not target.exists():
+            (self._checkpoints.path(step) / "model").rename(target)

@@ -51,4 +51,4 @@ def test_given_pairs_without_a_reference(
     assert steps[-1]["loss"] < steps[0]["loss"]
     validated = [step["global_step"] for step in steps if "validation_loss" in step]
     assert validated == [2, 4]
-    assert "accuracy at step 4:" in run.output
+    assert "accuracy of dpo_iteration 1:" in run.output

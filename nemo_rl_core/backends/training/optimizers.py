@@ -1,7 +1,9 @@
 """AdamW over named parameters, and its learning rate as a function of the update's number."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -49,19 +51,18 @@ def build_optimizer(
             "8-bit moments cannot be kept of parameters that are sharded over ranks",
             expected="moments: float32, or one rank",
             got="moments: 8bit",
-            fix="sharding already divides the optimizer's memory by the ranks: set moments: float32",
+            fix="set moments: float32, which sharding divides by the ranks already",
         )
     require_bitsandbytes("moments: 8bit")
-    from bitsandbytes.optim import AdamW8bit
-
-    optimizer: torch.optim.Optimizer = AdamW8bit(
+    # By its name alone, since it is installed only where there is a GPU.
+    adamw: Callable[..., torch.optim.Optimizer] = import_module("bitsandbytes.optim").AdamW8bit
+    return adamw(
         trained,
         lr=config.learning_rate,
         betas=betas,
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
-    return optimizer
 
 
 def require_bitsandbytes(setting: str) -> None:
@@ -73,8 +74,6 @@ def require_bitsandbytes(setting: str) -> None:
     Raises:
         ResourceError: Saying which of the two is missing.
     """
-    from importlib.util import find_spec
-
     installed, gpu = find_spec("bitsandbytes") is not None, torch.cuda.is_available()
     if not (installed and gpu):
         missing = " and ".join(

@@ -101,9 +101,9 @@ def _unknown(present: set[str], where: str) -> DataError:
 
 
 def _prompt(record: Mapping[str, Any]) -> Row:
-    answer, completion = _text(record.get("answer")), _text(record.get("completion"))
+    answer, completion = _text(record.get("answer")), _spoken(record.get("completion"))
     return {
-        "prompt": _text(record.get("prompt")),
+        "prompt": stored(_text(record.get("prompt"))),
         "answer": _filled(answer, completion),
         "completion": _filled(completion, answer),
     }
@@ -193,6 +193,14 @@ def _number(value: Any) -> Any:
 
 def _filled(value: Any, default: Any) -> Any:
     return default if value is None or value == "" else _text(value)
+
+
+def _spoken(completion: Any) -> Any:
+    """The text of a completion, which may be given as one turn of the assistant."""
+    turns = turns_of(completion)
+    if turns and len(turns) == 1 and turns[0]["role"] == "assistant":
+        return turns[0].get("content")
+    return _text(completion)
 
 
 def _text(value: Any) -> Any:

@@ -178,5 +178,5 @@ def test_state_of_other_parameters_is_refused(saved: Path) -> None:
             TrainerState(optimizer, dict(model.named_parameters())).load(saved)
         assert not optimizer.state
     model = make_model()
-    with pytest.raises(StoreError, match="other weights, such as 0.bias"):
+    with pytest.raises(StoreError, match=r"other weights, such as 0\.bias"):
         saver(model, adamw(model)).load(saved)

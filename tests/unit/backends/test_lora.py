@@ -13,6 +13,7 @@ from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, ResourceError
 from nemo_rl_core.infra.tensors import load_tensors
 
@@ -158,3 +159,36 @@ def test_quantized_weights_need_bitsandbytes_and_a_gpu(tmp_path: Path, precision
     training = DTensorTraining.model_validate({"weights": precision, "lora": {}})
     with pytest.raises(ResourceError, match=f"weights: {precision}.*cannot be used here"):
         make_backend(tmp_path, training)
+
+
+def sharded_steps(folder: Path, saved: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """One step of two FSDP ranks, each on its rows; saved; another step."""
+    from nemo_rl_core.distributed.process_group import rank, world_size
+
+    backend = make_backend(folder, seed=3)
+    batch = make_batch()
+    rows = range(batch["input_ids"].shape[0])
+    part = batch.select_indices([row for row in rows if row % world_size() == rank()])
+    metrics = backend.train_step(part, NLLLoss())
+    backend.save_checkpoint(saved)
+    return weights(backend), metrics
+
+
+@pytest.mark.slow
+def test_sharded_adapters_train_as_whole_ones_and_resume_on_one_rank(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    alone = make_backend(tiny_model, seed=3)
+    expected = alone.train_step(make_batch(), NLLLoss())
+    for sharded, metrics in run_ranks(sharded_steps, tiny_model, tmp_path, world_size=2):
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        for name, weight in weights(alone).items():
+            torch.testing.assert_close(sharded[name], weight, rtol=1e-5, atol=1e-6)
+    resumed = make_backend(tiny_model, seed=8)
+    resumed.load_checkpoint(tmp_path)
+    for name, weight in weights(resumed).items():
+        assert torch.equal(weight, sharded[name]), name
+    alone.train_step(make_batch(), NLLLoss())
+    resumed.train_step(make_batch(), NLLLoss())
+    for name, weight in weights(alone).items():
+        torch.testing.assert_close(weights(resumed)[name], weight, rtol=1e-4, atol=1e-5)

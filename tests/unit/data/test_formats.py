@@ -28,6 +28,14 @@ def _one(record: dict[str, Any]) -> dict[str, Any]:
             {"prompt": "p", "answer": "4", "completion": "so 4"},
             {"prompt": "p", "answer": "4", "completion": "so 4"},
         ),
+        (
+            {"prompt": MORE, "answer": 6},
+            {"prompt": json.dumps(MORE), "answer": "6", "completion": "6"},
+        ),
+        (
+            {"prompt": [USER], "completion": [FOUR]},
+            {"prompt": json.dumps([USER]), "answer": "4", "completion": "4"},
+        ),
         ({"messages": [USER, FOUR]}, {"messages": json.dumps([USER, FOUR])}),
         ({"messages": json.dumps([USER, FOUR])}, {"messages": json.dumps([USER, FOUR])}),
         ({"text": "abc"}, {"text": "abc"}),

@@ -1,5 +1,6 @@
 """Which tokens of a conversation are trained on, template by template."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,26 @@ def test_a_pair_is_a_conversation_of_two_turns(
     assert list(example.token_ids[: len(start)]) == start
     assert not any(example.loss_mask[: len(start)])
     assert all(example.loss_mask[len(start) :])
+
+
+@pytest.mark.parametrize("template", ["chatml", "headers", "default_system"])
+def test_a_prompt_may_be_a_conversation(
+    byte_tokenizer: Callable[[str], Any], template: str
+) -> None:
+    tokenizer = byte_tokenizer(template)
+    prompt = json.dumps(SUMS[:-1])
+    example = supervised_example(tokenizer, prompt, "6")
+    assert example == conversation_example(tokenizer, SUMS, mask="final_turn")
+    ids = prompt_token_ids(tokenizer, prompt)
+    assert ids == tokenizer.apply_chat_template(SUMS[:-1], add_generation_prompt=True)["input_ids"]
+    assert list(example.token_ids[: len(ids)]) == ids
+
+
+def test_a_prompt_of_several_turns_needs_a_chat_template(
+    byte_tokenizer: Callable[[str], Any],
+) -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        prompt_token_ids(byte_tokenizer("none"), json.dumps(SUMS[:-1]))
 
 
 def test_a_template_that_forgets_is_refused_but_for_the_last_turn(

@@ -130,6 +130,7 @@ def _validate(rows: list[Row], **policy: Any) -> Any:
 
 
 CONVERSATION: Row = {"messages": _turns("1+1=", "2")}
+SUM: Row = {"prompt": "1+1=", "answer": "2", "completion": "2"}
 PAIR: Row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
@@ -147,6 +148,7 @@ PAIR: Row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         (PAIR, PAIR, "pair occurs twice: rows 1"),
         (PAIR, {**PAIR, "prompt": _turns("1", "2")}, "has role 'assistant' after 'assistant'"),
         ({**PAIR, "margin": 1.0}, {**PAIR, "prompt": "3", "margin": -1.0}, "margin"),
+        (SUM, {**SUM, "prompt": _turns("1", "2")}, "prompt has role 'assistant' after 'assistant'"),
         ({"text": "1"}, {"text": " "}, "text is empty: rows 1"),
         ({"text": "1"}, {"text": "1"}, "text occurs twice: rows 1"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra import files
 from nemo_rl_core.infra.checkpointing import CheckpointManager, recover, save_atomic
@@ -226,3 +227,102 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def _touch_manifest(folder: Path) -> None:
     (folder / "manifest.json").touch()
+
+
+def _save(manager: CheckpointManager, step: int, **metrics: float) -> None:
+    manager.save(step, _writer(str(step)), metrics=metrics)
+
+
+def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
+    keep = KeepBest(metric="loss", mode="min", count=2)
+    manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=keep)
+    assert manager.best() is None
+    for step, loss in enumerate([0.5, 0.2, 0.9, 0.3, 0.3, float("nan")], start=1):
+        _save(manager, step, loss=loss, other=step)
+    _save(manager, 7)
+    # 0.2, then 0.3 at the newer of two equal steps; one that has no number ranks nowhere.
+    assert manager.steps() == [2, 5, 7]
+    assert manager.best() == (2, tmp_path / "step-00000002")
+    assert manager.latest() == (7, tmp_path / "step-00000007")
+    _flip(tmp_path / "step-00000002" / "a")
+    assert manager.best() == (5, tmp_path / "step-00000005")
+
+
+def test_the_highest_is_the_best_where_more_is_better(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_best=KeepBest(metric="accuracy", mode="max"))
+    for step, accuracy in ((1, 0.1), (2, 0.4), (3, 0.3)):
+        _save(manager, step, accuracy=accuracy)
+    assert manager.steps() == [2, 3]
+
+
+def test_a_checkpoint_that_was_begun_is_seen_once_it_is_published(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    _save(manager, 1)
+    folders: list[Path] = []
+    manager.begin(2, folders.append)
+    assert (manager.pending_step, manager.is_published()) == (2, False)
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    _writer("two")(folders[0])  # by somebody else, later
+    manager.publish()
+    manager.finish()
+    assert manager.pending_step is None
+    assert manager.latest() == (2, tmp_path / "step-00000002")
+    assert _text(tmp_path / "step-00000002") == "two"
+    assert _visible(tmp_path) == ["step-00000002"]
+
+
+def test_a_checkpoint_that_is_never_published_is_given_up(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    _save(manager, 1)
+    manager.begin(2, _writer("two"))
+    manager.finish()
+    assert _visible(tmp_path) == ["step-00000001"]
+
+
+def test_what_publishing_raises_comes_out_at_finish(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    _save(manager, 1)
+    folders: list[Path] = []
+    manager.begin(2, folders.append)
+    (folders[0] / "manifest.json").mkdir()
+    manager.publish()
+    with pytest.raises(OSError, match="directory"):
+        manager.finish()
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    assert _visible(tmp_path) == ["step-00000001"]
+
+
+def test_killed_while_written_in_the_background_the_old_one_is_whole(
+    tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    """The trainer's state of two layers, being written by torch's thread when the process dies."""
+    script = """
+import sys, time
+from pathlib import Path
+import torch
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.infra.checkpointing import CheckpointManager
+model = torch.nn.Linear(2000, 2000)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 2000)).sum().backward()
+optimizer.step()
+state = TrainerState(optimizer, dict(model.named_parameters()))
+manager = CheckpointManager(Path(sys.argv[1]))
+for step in (1, 2):
+    manager.begin(step, lambda folder: state.start_saving(folder, num_updates=step))
+    if step == 2:
+        print("writing", flush=True)
+        time.sleep(600)
+    state.finish_saving()
+    manager.publish()
+    manager.finish()
+"""
+    child = spawn(script, tmp_path)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    child.kill()
+    child.communicate()
+    assert list(tmp_path.glob(".step-00000002*"))
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    assert _visible(tmp_path) == ["step-00000001"]

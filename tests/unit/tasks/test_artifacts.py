@@ -35,7 +35,11 @@ def make(kind: type[Artifact], folder: Path, **fields: object) -> Artifact:
         (TokenizerArtifact, artifacts.Tokenizer, {}),
         (DatasetArtifact, artifacts.Dataset, {}),
         (CheckpointArtifact, artifacts.Checkpoint, {}),
-        (EvalReport, artifacts.Evaluation, {"metrics": {"greedy_accuracy": 0.25}}),
+        (
+            EvalReport,
+            artifacts.Evaluation,
+            {"metrics": {"greedy_accuracy": 0.25}, "measured": "train_sft"},
+        ),
         (
             PromotionDecision,
             artifacts.Promotion,

@@ -30,9 +30,13 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
     lines = closing_lines(
         [
             make(CheckpointArtifact, tmp_path / "sft", "train_sft"),
-            make(EvalReport, tmp_path, "evaluate", metrics=figures, step=0),
+            make(EvalReport, tmp_path, "evaluate", metrics=figures, measured="train_sft"),
             make(
-                EvalReport, tmp_path, "evaluate", metrics={**figures, "greedy_accuracy": 1}, step=9
+                EvalReport,
+                tmp_path,
+                "evaluate",
+                metrics={**figures, "greedy_accuracy": 1},
+                measured="grpo_iteration 4",
             ),
             make(PromotionDecision, tmp_path, "promote", summary="promoted: +50.0", **decision),
             make(CheckpointArtifact, tmp_path / "out", "export"),
@@ -41,8 +45,8 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
     )
     model = tmp_path / "out" / "model"
     assert lines[:4] == [
-        "accuracy at step 0: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
-        "accuracy at step 9: 1.000 [0.250, 0.750] on 40 held-out prompts, greedy",
+        "accuracy of train_sft: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
+        "accuracy of grpo_iteration 4: 1.000 [0.250, 0.750] on 40 held-out prompts, greedy",
         "promoted: +50.0",
         f"model: {model}",
     ]
@@ -57,7 +61,7 @@ def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:
     lines = closing_lines(
         [
             make(CheckpointArtifact, tmp_path, "train_reward_model"),
-            make(EvalReport, tmp_path, "evaluate_reward_model", metrics=figures),
+            make(EvalReport, tmp_path, "evaluate_reward_model", metrics=figures, measured="x"),
         ]
     )
     assert lines == [

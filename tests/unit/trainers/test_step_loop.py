@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.trainers.loop import StepLoop, StepRange
 
 
@@ -113,3 +114,72 @@ def test_a_kill_while_finishing_is_made_good(tmp_path: Path, moved: list[str]) -
         "finished.json",
     }
     assert again.finish() == result
+
+
+class SlowWriter(CountingPolicy):
+    """A policy whose checkpoint is written some steps after it was begun."""
+
+    def __init__(self, num_polls: int) -> None:
+        super().__init__()
+        self.num_polls = num_polls
+
+    def start_checkpoint(self, path: Path) -> None:
+        self.begun, self.polls_left = (path, self.value), self.num_polls
+
+    def checkpoint_is_written(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def finish_checkpoint(self) -> None:
+        (path, value), now = self.begun, self.value
+        self.value = value
+        self.save_checkpoint(path)
+        self.value = now
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    loop, policy, saved = make_loop(tmp_path, save_every=2), SlowWriter(num_polls=2), []
+    seen = {}
+    for step in loop.steps(policy, on_save=lambda step, folder: saved.append((step, folder.name))):
+        seen[step] = [number for number, _ in saved]
+        policy.value += 1
+        loop.report(step, {}, {"train": 1.0})
+    # Begun after step 2, asked for then and after step 3, and waited for before 4 is begun.
+    assert seen == {1: [], 2: [], 3: [], 4: [], 5: [2]}
+    assert saved == [(number, f"step-{number:08d}") for number in (2, 4, 5)]
+    resumed = SlowWriter(0)
+    assert run(make_loop(tmp_path), resumed) == []
+    assert resumed.value == 5
+
+
+def test_a_checkpoint_that_was_begun_and_not_written_does_not_count(tmp_path: Path) -> None:
+    policy = SlowWriter(100)
+    assert run(make_loop(tmp_path), policy, until=3) == [1, 2, 3]
+    resumed = SlowWriter(0)
+    assert run(make_loop(tmp_path), resumed) == [1, 2, 3, 4, 5]
+    assert resumed.value == 5
+
+
+@pytest.mark.parametrize(("best_step", "values"), [(2, [0, 9, 0, 1, 2]), (5, [0, 1, 0, 1, 2])])
+def test_the_best_model_is_left_beside_the_last(
+    tmp_path: Path, best_step: int, values: list[int]
+) -> None:
+    keep = KeepBest(metric="score", mode="max")
+
+    def loop() -> StepLoop:
+        return StepLoop(
+            tmp_path, stage="s", steps=FIVE_STEPS, save_every_num_steps=1, keep_best=keep
+        )
+
+    policy, first = CountingPolicy(), loop()
+    for step in first.steps(policy):
+        policy.value += 1
+        first.report(step, {"score": float(values[step - 1])}, {"train": 1.0})
+    first.finish()
+    assert loop().finish().step == 5  # again, as after a kill
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": best_step}
+    assert json.loads((tmp_path / "model" / "value.json").read_text()) == 5
+    assert (tmp_path / "best").exists() == (best_step != 5)
+    if best_step != 5:
+        assert json.loads((tmp_path / "best" / "value.json").read_text()) == best_step
+    assert not (tmp_path / "checkpoints").exists()

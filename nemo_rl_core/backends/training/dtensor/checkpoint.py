@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
@@ -64,7 +64,7 @@ class TrainerState:
         tensors |= _random_state()
         if rank() == 0:
             (folder / _STATE).write_text(json.dumps({"num_updates": num_updates}))
-        response = dcp.async_save(
+        response = async_save(
             tensors,
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             # Copies what is on the CPU already, too, and before this call returns.
@@ -121,9 +121,7 @@ class TrainerState:
         random = {name: value for name, value in _random_state().items() if name in saved}
         wanted = _flat(moments) | weights | random
         try:
-            dcp.load(
-                wanted, storage_reader=reader, process_group=self._group, no_dist=not self._group
-            )
+            load(wanted, storage_reader=reader, process_group=self._group, no_dist=not self._group)
         except Exception as error:
             raise _unreadable(folder, error) from error
         self._optimizer.state.clear()
@@ -165,7 +163,7 @@ class TrainerState:
             moments.setdefault(name, {})[key] = value
         return moments
 
-    def _weights_like(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+    def _weights_like(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         shapes = {name: tuple(t.shape) for name, t in self._weights.items()}
         there = {
             name.removeprefix(_WEIGHTS): tuple(entry.size)

@@ -116,7 +116,8 @@ class Adapters:
         adapter, base = folder / "adapter", folder / "base"
         adapter.mkdir()
         save_tensors(adapter / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
-        described = self._config.to_dict() | {"inference_mode": True}
+        described: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
+        described["inference_mode"] = True
         if hasattr(self._model, SCALAR_HEAD):
             described["modules_to_save"] = [SCALAR_HEAD]
         (adapter / "adapter_config.json").write_text(
@@ -151,7 +152,7 @@ class Adapters:
         )
 
         trained = self.trained
-        frozen = {
+        frozen: dict[str, Any] = {
             name: weights[plain_name(name)]
             for name in self._model.state_dict()
             if name not in trained and plain_name(name) in weights
