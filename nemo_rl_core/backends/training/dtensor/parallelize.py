@@ -73,7 +73,9 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
             reduce_dtype=getattr(torch, training.reduce_dtype),
             cast_forward_inputs=False,  # autocast sees to it, and leaves the residual as it is
         ),
-        "offload_policy": CPUOffloadPolicy() if training.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if training.cpu_offload
+        else OffloadPolicy(),
     }
     for layer in model.get_decoder().layers:
         fully_shard(layer, **options)
