@@ -5,7 +5,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
@@ -74,7 +73,9 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
             reduce_dtype=getattr(torch, training.reduce_dtype),
             cast_forward_inputs=False,  # autocast sees to it, and leaves the residual as it is
         ),
-        "offload_policy": CPUOffloadPolicy() if training.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if training.cpu_offload
+        else OffloadPolicy(),
     }
     for layer in model.get_decoder().layers:
         fully_shard(layer, **options)
@@ -114,22 +115,32 @@ def release(model: Any) -> None:
             module.reshard()
 
 
+@torch.no_grad()
 def load_whole(model: Any, weights: dict[str, torch.Tensor]) -> None:
     """As `load_state_dict` of whole weights that every rank has; each keeps its shards."""
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    own = model.state_dict(keep_vars=True)
+    assert own.keys() == weights.keys()
+    for name, tensor in own.items():
+        fill_parameter(tensor, weights[name])
 
 
 @torch.no_grad()
 def fill_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Copies whole `values` that every rank has into a parameter, sharded or not."""
-    if isinstance(parameter, DTensor):
-        device = parameter.device_mesh.device_type
-        shard = distribute_tensor(
-            values.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-        parameter.to_local().copy_(shard.to_local())
-    else:
+    if not isinstance(parameter, DTensor):
         parameter.copy_(values)
+        return
+    # `distribute_tensor` cannot split what tensor parallelism has split along the same dimension.
+    # The last axis of the mesh, tensor, comes first: FSDP2 shards what it leaves.
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        dim, place = placement.dim, mesh.get_local_rank(axis)  # type: ignore[attr-defined]
+        parts = values.chunk(mesh.size(axis), dim)
+        values = parts[place] if place < len(parts) else values.narrow(dim, 0, 0)
+    parameter.to_local().copy_(values)
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
