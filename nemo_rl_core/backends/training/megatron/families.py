@@ -1,0 +1,105 @@
+"""What Megatron-core is told of a transformers config, for the model types that it can hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nemo_rl_core.errors import ModelError
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3")
+"""Kinds of rotary frequencies that depend on neither the row's length nor a scaled attention."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a family's mixture of experts is configured, and named in a transformers checkpoint.
+
+    Attributes:
+        block: The module of a layer that holds router and experts.
+        gate: Name of an expert's projection that passes the activation function.
+        up: Name of the one that is multiplied by it.
+        down: Name of the one back to the hidden size.
+        num_experts: The config's field for their number.
+        intermediate_size: The config's field for the width of one.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    num_experts: str = "num_experts"
+    intermediate_size: str = "moe_intermediate_size"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One type of decoder: where it differs from Llama.
+
+    Attributes:
+        qkv_bias: Queries, keys and values have biases.
+        qk_norm: Queries and keys are normalized, head by head.
+        experts: Of a mixture of experts, else None.
+        unset: Fields of the config that must be false or None: Megatron-core has no such part.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: Experts | None = None
+    unset: tuple[str, ...] = ()
+
+
+_MIXTRAL_EXPERTS = Experts(
+    block="block_sparse_moe",
+    gate="w1",
+    up="w3",
+    down="w2",
+    num_experts="num_local_experts",
+    intermediate_size="intermediate_size",
+)
+_QWEN3_UNSET = ("attention_bias", "use_sliding_window")
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(unset=("attention_bias", "mlp_bias")),
+        "mixtral": Family(experts=_MIXTRAL_EXPERTS, unset=("sliding_window",)),
+        "qwen2": Family(qkv_bias=True, unset=("use_sliding_window",)),
+        "qwen3": Family(qk_norm=True, unset=_QWEN3_UNSET),
+        "qwen3_moe": Family(qk_norm=True, experts=Experts(), unset=_QWEN3_UNSET),
+    }
+)
+
+
+def family_of(folder: Path) -> tuple[Family, Any]:
+    """The family of a model folder, and its transformers config.
+
+    Raises:
+        ModelError: If Megatron-core cannot hold the architecture, or not with these settings.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ModelError(
+            f"the megatron backend does not know the architecture of {folder.name!r}",
+            expected=f"one of the types {', '.join(sorted(FAMILIES))}",
+            got=str(config.model_type),
+            fix="use the dtensor backend, which trains any causal model of transformers",
+        )
+    rope = config.rope_parameters["rope_type"]
+    settings: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("hidden_act", config.hidden_act, ("silu",)),
+        ("rope_type", rope, STATIC_ROPE_TYPES),
+        *((name, getattr(config, name, None), (False, None)) for name in family.unset),
+    ]
+    for name, value, held in settings:
+        if value not in held:
+            raise ModelError(
+                f"the megatron backend cannot hold {folder.name!r} as it is configured",
+                expected=f"{name} of {' or '.join(str(one) for one in held)}",
+                got=f"{name}={value}",
+                fix="use the dtensor backend",
+            )
+    return family, config
