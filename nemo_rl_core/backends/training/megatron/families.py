@@ -103,3 +103,10 @@ def family_of(folder: Path) -> tuple[Family, Any]:
                 fix="use the dtensor backend",
             )
     return family, config
+
+
+def is_sparse(hf_config: Any, layer: int) -> bool:
+    """Whether this layer of a mixture of experts has experts, rather than one dense block."""
+    return layer not in (getattr(hf_config, "mlp_only_layers", None) or []) and (
+        (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
+    )

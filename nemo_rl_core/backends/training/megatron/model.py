@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
-from nemo_rl_core.backends.training.megatron.families import Family, family_of
+from nemo_rl_core.backends.training.megatron.families import Family, family_of, is_sparse
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.errors import ConfigError
@@ -102,7 +102,9 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=training.tensor_parallel_size,
         pipeline_model_parallel_size=training.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=training.virtual_pipeline_size if interleaved else None,
+        virtual_pipeline_model_parallel_size=training.virtual_pipeline_size
+        if interleaved
+        else None,
         context_parallel_size=training.context_parallel_size,
         sequence_parallel=training.sequence_parallel,
         expert_model_parallel_size=training.expert_parallel_size,
@@ -144,13 +146,6 @@ def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
     }
-
-
-def is_sparse(hf_config: Any, layer: int) -> bool:
-    """Whether this layer of a mixture of experts has experts, rather than one dense block."""
-    return layer not in (getattr(hf_config, "mlp_only_layers", None) or []) and (
-        (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
-    )
 
 
 def _head_size(hf_config: Any) -> int:
@@ -216,9 +211,7 @@ class LocalRMSNorm(torch.nn.RMSNorm):
     Its weight is marked as one whose gradient each tensor rank sees a part of.
     """
 
-    def __init__(
-        self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -37,7 +37,9 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=training.tensor_parallel_size,
         pipeline_model_parallel_size=training.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=training.virtual_pipeline_size if interleaved else None,
+        virtual_pipeline_model_parallel_size=training.virtual_pipeline_size
+        if interleaved
+        else None,
         context_parallel_size=training.context_parallel_size,
         expert_model_parallel_size=training.expert_parallel_size,
         order="tp-cp-ep-dp-pp",

@@ -1,0 +1,204 @@
+"""Transformers weights into this rank's Megatron chunks and back, tensor by tensor.
+
+Loading reads from the safetensors files only the slices that this rank holds. Export gathers one
+tensor at a time over tensor, expert and pipeline ranks. Neither has more than one transformers
+tensor in memory beside the model.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_core.backends.training.megatron.mapping import Entry, Rule, entries, fuse, unfuse
+from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
+from nemo_rl_core.errors import ModelError
+
+_MAX_DIMENSIONS = 4
+
+
+def load_hf_weights(chunks: list[Any], folder: Path) -> None:
+    """Fills this rank's parameters, cast to their own type, from a transformers folder.
+
+    Args:
+        chunks: As `build_model` gives them.
+        folder: With `model.safetensors`, or several and their index.
+
+    Raises:
+        ModelError: If the folder lacks a weight, or holds one of another shape.
+    """
+    config = chunks[0].config
+    filled = set()
+    with torch.no_grad(), _Safetensors(folder) as tensors:
+        for entry in _entries(chunks):
+            if not _held_here(entry):
+                continue
+            group = _tensor_group(entry)
+            rule = entry.rule
+            parts = [tensors.read(name, rule, group.rank(), group.size()) for name in rule.hf]
+            parameter = chunks[entry.chunk].get_parameter(rule.megatron)
+            weight = fuse(rule, parts, config)
+            if weight.shape != parameter.shape:
+                raise ModelError(
+                    f"a weight of {folder.name!r} has another shape than its config says",
+                    expected=f"{tuple(parameter.shape)} on this rank for {rule.megatron}",
+                    got=f"{tuple(weight.shape)} from {', '.join(rule.hf)}",
+                    fix="name a folder whose config belongs to its weights",
+                )
+            parameter.copy_(weight)
+            filled.add((entry.chunk, rule.megatron))
+    held = {
+        (place, name) for place, chunk in enumerate(chunks) for name, _ in chunk.named_parameters()
+    }
+    assert filled == held, f"not in the tables: {sorted(held ^ filled)}"
+
+
+@torch.no_grad()
+def iter_hf_weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights of the model under transformers' names, each whole, on every rank.
+
+    A collective: every rank of the replica must iterate to the end. In the order of transformers'
+    modules; tied weights come once. A tensor may share memory with a parameter: who keeps it over
+    an optimizer step copies it.
+
+    Args:
+        chunks: As `build_model` gives them.
+    """
+    config, hf_config = chunks[0].config, chunks[0].hf_config
+    for entry in _entries(chunks):
+        if not entry.exported:
+            continue
+        parts: list[torch.Tensor | None] = [None] * len(entry.rule.hf)
+        if _held_here(entry):
+            weight = chunks[entry.chunk].get_parameter(entry.rule.megatron).detach()
+            parts = list(unfuse(entry.rule, weight, config))
+        for name, part in zip(entry.rule.hf, parts, strict=True):
+            whole = _whole(part, entry, config.params_dtype)
+            yield name, whole[: hf_config.vocab_size] if entry.rule.padded else whole
+
+
+def _entries(chunks: list[Any]) -> Iterator[Entry]:
+    first = chunks[0]
+    return entries(first.hf_family, first.hf_config, first.config, fused=has_transformer_engine())
+
+
+def _held_here(entry: Entry) -> bool:
+    from megatron.core import parallel_state
+
+    if entry.stage != parallel_state.get_pipeline_model_parallel_rank():
+        return False
+    return entry.expert_rank in (None, parallel_state.get_expert_model_parallel_rank())
+
+
+def _tensor_group(entry: Entry) -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    if entry.expert_rank is None:
+        group = parallel_state.get_tensor_model_parallel_group()
+    else:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _whole(part: torch.Tensor | None, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+    """From this rank's slice, or None where it holds none, the whole tensor on every rank."""
+    from megatron.core import parallel_state
+
+    whole = part
+    group = _tensor_group(entry)
+    if part is not None and entry.rule.split is not None and group.size() > 1:
+        slices = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(slices, part, group=group)
+        whole = torch.cat(slices, dim=entry.rule.split)
+    here = parallel_state.get_pipeline_model_parallel_rank() == entry.stage
+    if entry.expert_rank is not None and here:
+        experts = parallel_state.get_expert_model_parallel_group()
+        whole = _broadcast(whole, entry.expert_rank, experts, dtype)
+    return _broadcast(whole, entry.stage, parallel_state.get_pipeline_model_parallel_group(), dtype)
+
+
+def _broadcast(
+    tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup, dtype: torch.dtype
+) -> torch.Tensor:
+    """`tensor` of the rank `source` of the group, on every rank of it."""
+    if group.size() == 1:
+        assert tensor is not None
+        return tensor
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    header = torch.zeros(_MAX_DIMENSIONS, dtype=torch.int64, device=device)
+    if tensor is not None:
+        header[: tensor.dim()] = torch.tensor(tensor.shape)
+    dist.broadcast(header, group=group, group_src=source)
+    if tensor is None:
+        shape = [size for size in header.tolist() if size]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor
+
+
+class _Safetensors:
+    """The tensors of a folder, read by slices; files are opened when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = folder / "model.safetensors.index.json"
+        self._files: dict[str, str] | None = None
+        if index.exists():
+            self._files = json.loads(index.read_text())["weight_map"]
+        elif not (folder / "model.safetensors").exists():
+            raise ModelError(
+                f"the model folder {folder.name!r} holds no safetensors",
+                expected="model.safetensors, or several with model.safetensors.index.json",
+                fix="save the model with save_pretrained",
+            )
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Safetensors":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.clear()
+
+    def read(self, name: str, rule: Rule, rank: int, num_ranks: int) -> torch.Tensor:
+        """The slice of a tensor that one of `num_ranks` tensor-parallel ranks holds."""
+        tensor = self._slice(name)
+        if rule.split is None:
+            return _tensor(tensor[:])
+        size = tensor.get_shape()[rule.split]
+        share = -(-size // num_ranks) if rule.padded else size // num_ranks
+        start, end = rank * share, min((rank + 1) * share, size)
+        if rule.split == 1:
+            return _tensor(tensor[:, start:end])
+        rows = _tensor(tensor[start:end])
+        if rows.shape[0] == share:
+            return rows
+        return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
+
+    def _slice(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        file = "model.safetensors" if self._files is None else self._files.get(name)
+        if file is not None and file not in self._open:
+            self._open[file] = safe_open(self._folder / file, framework="pt")
+        if file is None or name not in self._open[file].keys():  # noqa: SIM118  (not a dict)
+            raise ModelError(
+                f"the model folder {self._folder.name!r} lacks weights",
+                expected=f"a tensor {name}",
+                fix="name a complete checkpoint of a causal model",
+            )
+        return self._open[file].get_slice(name)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor)
+    return value
