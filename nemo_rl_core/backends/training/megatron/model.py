@@ -69,7 +69,8 @@ def transformer_config(
     from megatron.core.transformer import TransformerConfig
 
     params_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    interleaved = training.virtual_pipeline_size > 1
+    # Megatron's word for a plain pipeline is None.
+    virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
     fused = has_transformer_engine()
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
@@ -102,9 +103,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=training.tensor_parallel_size,
         pipeline_model_parallel_size=training.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=training.virtual_pipeline_size
-        if interleaved
-        else None,
+        virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=training.context_parallel_size,
         sequence_parallel=training.sequence_parallel,
         expert_model_parallel_size=training.expert_parallel_size,

@@ -33,13 +33,12 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
     join_process_group()
     _refuse_indivisible_world(training, dist.get_world_size())
     tear_down_topology()
-    interleaved = training.virtual_pipeline_size > 1
+    # Megatron's word for a plain pipeline is None.
+    virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=training.tensor_parallel_size,
         pipeline_model_parallel_size=training.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=training.virtual_pipeline_size
-        if interleaved
-        else None,
+        virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=training.context_parallel_size,
         expert_model_parallel_size=training.expert_parallel_size,
         order="tp-cp-ep-dp-pp",

@@ -176,7 +176,7 @@ class _Safetensors:
             return _tensor(tensor[:])
         size = tensor.get_shape()[rule.split]
         share = -(-size // num_ranks) if rule.padded else size // num_ranks
-        start, end = rank * share, min((rank + 1) * share, size)
+        start, end = (min(place * share, size) for place in (rank, rank + 1))
         if rule.split == 1:
             return _tensor(tensor[:, start:end])
         rows = _tensor(tensor[start:end])

@@ -1,0 +1,189 @@
+"""Megatron's models against transformers': weights to the bit, logits within rounding."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.distributed.local_ranks import run_ranks
+
+# 49 tokens: no multiple of two tensor ranks. Two query groups of two heads.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 49,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "llama-linear": LlamaConfig(
+        **SHAPE,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe-unnormed": Qwen3MoeConfig(
+        **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "mixtral": MixtralConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+}
+DENSE_LAYOUTS = {
+    "1x1": MegatronTraining(),
+    "2x1": MegatronTraining(tensor_parallel_size=2),
+    "1x2": MegatronTraining(pipeline_parallel_size=2),
+    "2x2": MegatronTraining(tensor_parallel_size=2, pipeline_parallel_size=2),
+    "1x2 interleaved": MegatronTraining(pipeline_parallel_size=2, virtual_pipeline_size=2),
+    "2x1 sequence": MegatronTraining(tensor_parallel_size=2, sequence_parallel=True),
+}
+MOE_LAYOUTS = {
+    "1x1": MegatronTraining(),
+    "experts 2": MegatronTraining(expert_parallel_size=2),
+    "1x2 experts 2": MegatronTraining(pipeline_parallel_size=2, expert_parallel_size=2),
+    "2x1 experts 2": MegatronTraining(
+        tensor_parallel_size=2, expert_parallel_size=2, sequence_parallel=True
+    ),
+    "2x2": MegatronTraining(
+        tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True
+    ),
+}
+IDS = torch.randint(0, 49, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one rank found for one model at one layout."""
+
+    num_weights: int
+    unequal: list[str]
+    logits_error: float
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name or parameter_name.endswith("bias"):
+                    parameter.add_(torch.rand_like(parameter))
+        # Several files, so that the index is read, too.
+        model.save_pretrained(root / name, max_shard_size="40kB")
+        torch.save(model(input_ids=IDS).logits.detach(), root / name / "logits.pt")
+    return {name: root / name for name in MODELS}
+
+
+def plan() -> list[tuple[str, str, MegatronTraining]]:
+    return [
+        (name, label, training)
+        for name, config in MODELS.items()
+        for label, training in (
+            MOE_LAYOUTS if hasattr(config, "num_experts_per_tok") else DENSE_LAYOUTS
+        ).items()
+    ]
+
+
+def megatron_logits(chunks: list[Any]) -> torch.Tensor | None:
+    """`[B, T, V]` on the last stage, else None, through Megatron's own schedule."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    mask = torch.ones(1, 1, IDS.shape[1], IDS.shape[1]).triu(1).bool()
+    positions = torch.arange(IDS.shape[1])[None]
+
+    def step(rows: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+        return model(next(rows), positions, mask), lambda output, non_loss_data: output
+
+    # One row a micro-batch: as many as there are stages, which interleaving asks for.
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(IDS[:, None]) for _ in chunks],
+        model=chunks,
+        num_microbatches=len(IDS),
+        seq_length=IDS.shape[1],
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    return gather_from_tensor_model_parallel_region(torch.cat(outputs))[..., :49]
+
+
+def compare(folder: Path, training: MegatronTraining) -> Comparison:
+    from safetensors import safe_open
+
+    from nemo_rl_core.backends.training.megatron.model import build_model
+    from nemo_rl_core.backends.training.megatron.topology import initialize_topology
+    from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
+
+    initialize_topology(training)
+    chunks = build_model(folder, training)
+    load_hf_weights(chunks, folder)
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    exported = dict(iter_hf_weights(chunks))
+    unequal = sorted(files.keys() ^ exported.keys())
+    for name, file in files.items():
+        with safe_open(folder / file, framework="pt") as tensors:
+            if name in exported and not torch.equal(exported[name], tensors.get_tensor(name)):
+                unequal.append(name)
+    with torch.no_grad():
+        logits = megatron_logits(chunks)
+    expected = torch.load(folder / "logits.pt")
+    error = 0.0 if logits is None else ((logits - expected).norm() / expected.norm()).item()
+    return Comparison(len(exported), unequal, error)
+
+
+@pytest.mark.slow
+def test_every_architecture_and_layout_equals_transformers(folders: dict[str, Path]) -> None:
+    """One set of ranks for all: data parallelism takes those that a layout leaves."""
+
+    def compare_all() -> dict[tuple[str, str], Comparison]:
+        return {(name, label): compare(folders[name], layout) for name, label, layout in plan()}
+
+    for results in run_ranks(compare_all, world_size=4):
+        for place, found in results.items():
+            assert found.unequal == [], place
+            assert found.num_weights >= 38, place
+            assert found.logits_error < 1e-6, place
+        assert len(results) == len(plan())
