@@ -43,6 +43,9 @@ def run_on_cpu_where_cuda_is_absent() -> None:
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCPU()
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    # Asked for by the router of experts even where Transformer Engine, which has it, is absent.
+    moe_utils.te_general_gemm = None
     _applied = True
 
 
@@ -55,12 +58,30 @@ def _redirect_torch() -> None:
     cuda.synchronize = lambda device=None: None
     # Recomputation of activations and the random tracker read and keep the device's generator.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    # The dispatcher of tokens to experts copies counts to the host beside the computation.
+    cuda.Stream = _NoStream
+    cuda.current_stream = lambda device=None: _NoStream()
+    cuda.stream = contextlib.nullcontext
     # Tied embeddings of a pipeline, and optimizer state that is loaded, are "moved to the GPU".
     tensor: Any = torch.Tensor
     tensor.cuda = _itself
     torch.nn.Module.cuda = _itself  # type: ignore[method-assign,assignment]
     # The optimizers sort parameters by the name of their type, and clipping asserts on it.
     tensor.type = _type_as_on_cuda(torch.Tensor.type)
+
+
+class _NoStream:
+    """A stream of work on the CPU: all of it is done when the call returns."""
+
+    def wait_stream(self, stream: "_NoStream") -> None:
+        """Nothing is left to wait for."""
+
+    def record_event(self, event: Any = None) -> "_NoStream":
+        """The event is over already."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
 
 
 def _itself(tensor_or_module: Any, *_: Any, **__: Any) -> Any:
