@@ -38,6 +38,7 @@ def run_on_cpu_where_cuda_is_absent() -> None:
     global _applied  # noqa: PLW0603  (a process is either redirected or it is not)
     if _applied or torch.cuda.is_available():
         return
+    _import_uncompiled()
     _redirect_torch()
     _redirect_random_state()
     for name in _MODULES_THAT_NAME_CUDA:
@@ -46,7 +47,25 @@ def run_on_cpu_where_cuda_is_absent() -> None:
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     # Asked for by the router of experts even where Transformer Engine, which has it, is absent.
     moe_utils.te_general_gemm = None
+    # How many tokens go to which rank must leave the tensor before tokens are sent; what is no
+    # CUDA tensor is taken to have done so.
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
     _applied = True
+
+
+def _import_uncompiled() -> None:
+    # Megatron hands its small functions to torch.compile as it is imported: on a CPU that needs a
+    # C++ compiler when they are called, and loads the compiler's modules, most of the import.
+    compile_, torch.compile = torch.compile, _uncompiled
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = compile_
+
+
+def _uncompiled(function: Any) -> Any:
+    return function
 
 
 def _redirect_torch() -> None:
@@ -68,6 +87,10 @@ def _redirect_torch() -> None:
     torch.nn.Module.cuda = _itself  # type: ignore[method-assign,assignment]
     # The optimizers sort parameters by the name of their type, and clipping asserts on it.
     tensor.type = _type_as_on_cuda(torch.Tensor.type)
+
+
+def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _NoStream:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.backends.training.megatron.families import FAMILIES
@@ -32,6 +32,7 @@ def test_gate_comes_before_up() -> None:
     assert fused[:, 0].tolist() == [0, 0, 1, 1]
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     groups=st.integers(1, 4), queries=st.integers(1, 4), head=st.integers(1, 4), ranks=st.just(2)
 )
