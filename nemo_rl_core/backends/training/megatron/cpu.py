@@ -39,18 +39,34 @@ def run_on_cpu_where_cuda_is_absent() -> None:
     global _applied  # noqa: PLW0603  (a process is either redirected or it is not)
     if _applied or torch.cuda.is_available():
         return
+    _import_uncompiled()
     _redirect_torch()
     _redirect_random_state()
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    # Counts of tokens for each expert become numbers on the host only where they come off a GPU.
-    dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCPU()
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     # Asked for by the router of experts even where Transformer Engine, which has it, is absent.
     moe_utils.te_general_gemm = None
+    # How many tokens go to which rank must leave the tensor before tokens are sent; what is no
+    # CUDA tensor is taken to have done so.
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
     _applied = True
+
+
+def _import_uncompiled() -> None:
+    # Megatron hands its small functions to torch.compile as it is imported: on a CPU that needs a
+    # C++ compiler when they are called, and loads the compiler's modules, most of the import.
+    compile_, torch.compile = torch.compile, _uncompiled
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = compile_
+
+
+def _uncompiled(function: Any) -> Any:
+    return function
 
 
 def _redirect_torch() -> None:
@@ -74,6 +90,10 @@ def _redirect_torch() -> None:
     tensor.type = _type_as_on_cuda(torch.Tensor.type)
 
 
+def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 class _NoStream:
     """A stream of work on the CPU: all of it is done when the call returns."""
 
@@ -90,10 +110,6 @@ class _NoStream:
 
 def _itself(tensor_or_module: Any, *_: Any, **__: Any) -> Any:
     return tensor_or_module
-
-
-def _counts_on_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,169 @@
+"""Ranks, groups and the redirected assumptions about CUDA."""
+
+import pytest
+import torch
+
+from nemo_rl_core.backends.training.megatron.families import FAMILIES
+from nemo_rl_core.backends.training.megatron.model import (
+    padded_vocabulary_size,
+    refuse_indivisible,
+)
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ConfigError, ModelError, WorkerError
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+
+
+def qwen3_moe(**changes: object):
+    from transformers import Qwen3MoeConfig
+
+    sizes: dict[str, object] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    }
+    return Qwen3MoeConfig(**(sizes | changes))
+
+
+def test_the_vocabulary_is_filled_up_to_the_tensor_ranks() -> None:
+    assert [padded_vocabulary_size(size, 4) for size in (48, 49, 51, 52)] == [48, 52, 52, 52]
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "4 attention heads cannot be divided"),
+        ({"tensor_parallel_size": 4}, "2 key/value heads cannot be divided"),
+        ({"pipeline_parallel_size": 3}, "4 layers cannot be divided"),
+        ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 4}, "4 layers cannot be divided"),
+        ({"expert_parallel_size": 3}, "4 experts cannot be divided"),
+        ({"tensor_parallel_size": 2}, "need sequence parallelism"),
+        ({"context_parallel_size": 2}, "Transformer Engine"),
+    ],
+)
+def test_a_layout_that_does_not_come_out_even_is_refused(training, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_indivisible(FAMILIES["qwen3_moe"], qwen3_moe(), MegatronTraining(**training))
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without experts"):
+        refuse_indivisible(FAMILIES["llama"], qwen3_moe(), MegatronTraining(expert_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2"}, r"llama, mixtral, qwen2, qwen3, qwen3_moe(.|\n)*got: gpt2"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
+        (
+            {
+                "model_type": "qwen2",
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            "rope_type=yarn",
+        ),
+    ],
+)
+def test_an_architecture_that_cannot_be_held_is_named(tmp_path, config, message: str) -> None:
+    import json
+
+    from nemo_rl_core.backends.training.megatron.families import family_of
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        family_of(tmp_path)
+
+
+@pytest.mark.slow
+@needs_no_cuda
+def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() -> None:
+    def places() -> dict[str, object]:
+        from megatron.core import parallel_state as state
+
+        from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
+        from nemo_rl_core.backends.training.megatron.topology import (
+            initialize_topology,
+            tear_down_topology,
+        )
+
+        run_on_cpu_where_cuda_is_absent()
+        run_on_cpu_where_cuda_is_absent()  # again: nothing changes
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        initialize_topology(MegatronTraining(tensor_parallel_size=2, pipeline_parallel_size=2))
+        dense = (
+            state.get_pipeline_model_parallel_rank(),
+            state.get_data_parallel_rank(),
+            state.get_tensor_model_parallel_rank(),
+        )
+        initialize_topology(MegatronTraining(expert_parallel_size=2), seed=7)
+        drawn = torch.rand(2).tolist()
+        initialize_topology(MegatronTraining(expert_parallel_size=2), seed=7)
+        with get_cuda_rng_tracker().fork():
+            drawn_again = torch.rand(2).tolist()
+        experts = state.get_data_parallel_rank(), state.get_expert_model_parallel_rank()
+        tear_down_topology()
+        tear_down_topology()
+        try:
+            initialize_topology(MegatronTraining(tensor_parallel_size=3))
+            refusal = ""
+        except ConfigError as error:
+            refusal = str(error)
+        ones = torch.ones(2)
+        return {
+            "dense": dense,
+            "experts": experts,
+            "same draws": drawn == drawn_again,
+            "refusal": refusal,
+            "device": str(torch.cuda.current_device()),
+            "literal": schedules.torch.zeros([], device="cuda").device.type,
+            "type": ones.type(),
+            "cast": ones.type(torch.int64).dtype,
+            "itself": ones.cuda() is ones,
+        }
+
+    results = run_ranks(places, world_size=4)
+    assert [found["dense"] for found in results] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+    assert [found["experts"] for found in results] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    for found in results:
+        assert found["same draws"]
+        assert "a multiple of 3 ranks" in str(found["refusal"])
+        assert found["device"] == found["literal"] == "cpu"
+        assert found["type"] == "torch.cuda.FloatTensor"
+        assert found["cast"] is torch.int64
+        assert found["itself"]
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_weight_is_refused(tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(qwen3_moe(vocab_size=16)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def load() -> None:
+        from nemo_rl_core.backends.training.megatron.model import build_model
+        from nemo_rl_core.backends.training.megatron.topology import initialize_topology
+        from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
+
+        initialize_topology(MegatronTraining())
+        load_hf_weights(build_model(tmp_path, MegatronTraining()), tmp_path)
+
+    with pytest.raises(WorkerError, match=r"lacks weights(.|\n)*layers.2.mlp.experts.3.up_proj"):
+        run_ranks(load, world_size=1)
