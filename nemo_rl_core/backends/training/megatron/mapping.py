@@ -189,7 +189,7 @@ def fuse(rule: Rule, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
     if rule.fusion == "stacked":
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     groups = parts[1].shape[0] // config.kv_channels
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)  # type: ignore[no-untyped-call]
 
 
 def unfuse(rule: Rule, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
@@ -198,5 +198,5 @@ def unfuse(rule: Rule, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
         return [part.contiguous() for part in weight.chunk(len(rule.hf))]
     head = config.kv_channels
     queries = head * config.num_attention_heads // config.num_query_groups
-    grouped = weight.unflatten(0, (-1, queries + 2 * head))
+    grouped = weight.unflatten(0, (-1, queries + 2 * head))  # type: ignore[no-untyped-call]
     return [part.flatten(0, 1).contiguous() for part in grouped.split([queries, head, head], dim=1)]
