@@ -281,3 +281,10 @@ def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTrainin
             got="sequence_parallel: false",
             fix="set sequence_parallel, or tensor_parallel_size to 1",
         )
+    if family.experts is not None and tensor > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            "experts over tensor-parallel ranks gather rows of unequal size, which gloo cannot",
+            expected="tensor_parallel_size of 1 on a CPU",
+            got=str(tensor),
+            fix="spread experts with expert_parallel_size, or use GPUs",
+        )

@@ -77,12 +77,6 @@ MOE_LAYOUTS = {
     "1x1": MegatronTraining(),
     "experts 2": MegatronTraining(expert_parallel_size=2),
     "1x2 experts 2": MegatronTraining(pipeline_parallel_size=2, expert_parallel_size=2),
-    "2x1 experts 2": MegatronTraining(
-        tensor_parallel_size=2, expert_parallel_size=2, sequence_parallel=True
-    ),
-    "2x2": MegatronTraining(
-        tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True
-    ),
 }
 IDS = torch.randint(0, 49, (2, 12), generator=torch.Generator().manual_seed(3))
 
