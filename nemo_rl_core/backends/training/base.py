@@ -92,6 +92,18 @@ class TrainingBackend(Protocol):
         """Writes weights, optimizer and random state into an existing empty folder."""
         ...
 
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, of a copy of the state; some of it may be written later."""
+        ...
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the folder is whole; raises what writing it has raised."""
+        ...
+
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         ...

@@ -153,6 +153,18 @@ class Policy(PolicyInterface):
         """Writes weights and trainer state into an existing folder that all ranks see."""
         self._workers.run_all_workers_single_data("save_checkpoint", path)
 
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, of a copy of the state, some of which is written later."""
+        self._workers.run_all_workers_single_data("start_checkpoint", path)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait for any rank."""
+        return all(self._workers.run_all_workers_single_data("checkpoint_is_written"))
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the folder is whole; raises what writing it has raised."""
+        self._workers.run_all_workers_single_data("finish_checkpoint")
+
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from a saved state."""
         self._workers.run_all_workers_single_data("load_checkpoint", path)

@@ -6,7 +6,6 @@ default one keeps its metadata as a pickle. The model itself is saved in the tra
 as adapters do.
 """
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,10 +21,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from nemo_rl_core.backends.training.state_file import read_num_updates, write_state
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
 
-_STATE = "state.json"
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 
 
@@ -63,7 +62,7 @@ class TrainerState:
         tensors |= {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
         tensors |= _random_state()
         if rank() == 0:
-            (folder / _STATE).write_text(json.dumps({"num_updates": num_updates}))
+            write_state(folder, backend="dtensor", num_updates=num_updates)
         response = async_save(
             tensors,
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -110,10 +109,11 @@ class TrainerState:
                 is then unchanged but, after damage, for weights.
         """
         try:
-            state = json.loads((folder / _STATE).read_text())
+            num_updates = read_num_updates(folder, backend="dtensor")
             reader = HuggingFaceStorageReader(str(folder))
             saved = reader.read_metadata().state_dict_metadata
-            num_updates = int(state["num_updates"])
+        except StoreError:
+            raise
         except Exception as error:
             raise _unreadable(folder, error) from error
         moments = self._empty_moments(saved)

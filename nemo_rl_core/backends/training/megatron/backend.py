@@ -253,6 +253,21 @@ class MegatronBackend:
         checkpoint.save_model(path / "model", self.named_weights(), self._setup.model_folder)
         checkpoint.save_trainer(path / "trainer", self._chunks, self._optimizer, self._num_updates)
 
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`: all is written when it returns.
+
+        Megatron's asynchronous saving copies what lies on a GPU, and on a CPU would write tensors
+        that the next step has changed already.
+        """
+        self.save_checkpoint(path)
+
+    def checkpoint_is_written(self) -> bool:
+        """Always: nothing is left for later."""
+        return True
+
+    def finish_checkpoint(self) -> None:
+        """Nothing to wait for."""
+
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, perhaps over another layout.
 

@@ -10,7 +10,6 @@ itself reads with torch's restricted unpickler. Objects inside the tensor files 
 without restriction, so none are written, and none are asked for.
 """
 
-import json
 import pickle
 from collections import deque
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from nemo_rl_core.backends.training.state_file import read_num_updates, write_state
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.tensors import save_weights
@@ -46,7 +46,7 @@ def save_trainer(folder: Path, chunks: list[Any], optimizer: Any, num_updates: i
     _make_on_rank_0(folder)
     dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(folder))
     if dist.get_rank() == 0:
-        (folder / "state.json").write_text(json.dumps({"num_updates": num_updates}))
+        write_state(folder, backend="megatron", num_updates=num_updates)
     dist.barrier()
 
 
@@ -61,8 +61,8 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
             that of another model.
     """
     try:
+        num_updates = read_num_updates(folder, backend="megatron")
         _refuse_foreign_code(folder / ".metadata")
-        num_updates = int(json.loads((folder / "state.json").read_text())["num_updates"])
         _allocate_state(optimizer)
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
