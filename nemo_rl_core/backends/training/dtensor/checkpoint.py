@@ -207,7 +207,7 @@ def _restore_random(states: Mapping[str, torch.Tensor]) -> None:
 def _unreadable(folder: Path, error: Exception) -> StoreError:
     return StoreError(
         f"cannot read the trainer's state from {folder}",
-        expected=f"{_STATE} and the safetensors files of every rank",
+        expected="state.json and the safetensors files of every rank",
         got=f"{type(error).__name__}: {error}"[:500],
         fix="remove the folder it lies in, and run the stage again",
     )
