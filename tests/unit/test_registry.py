@@ -15,7 +15,7 @@ def test_built_in_backends_are_found_by_name() -> None:
 def test_an_unknown_name_lists_the_choices() -> None:
     with pytest.raises(ConfigError, match="no training backend 'dtenser'") as caught:
         get_training_backend("dtenser")
-    assert caught.value.expected == "dtensor"
+    assert caught.value.expected == "dtensor, megatron"
 
 
 def test_a_registered_class_is_found_and_listed() -> None:
