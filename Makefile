@@ -24,7 +24,7 @@ smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml
 
 test: setup ## Run the fast tests, with at least 85 % coverage
-	$(bin)/pytest -n 2 --dist loadgroup --no-loadscope-reorder -m 'not slow and not gpu' \
+	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu' \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=85
 
 test-slow: setup ## Run the tests that take minutes

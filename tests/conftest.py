@@ -18,21 +18,29 @@ _STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
 os.environ["NEMO_RL_HOME"] = _STORE.name
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts tests that start Ray first: they take longest, and one process runs them all."""
+    items.sort(key=lambda item: _group(item.nodeid) != "ray")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Says which tests stay together when two processes share them (`pytest -n 2`).
 
-    All that start Ray go to one process, first, since they take longest: two runtimes with an
-    engine each would not fit into a laptop's memory. Others stay together by file.
+    All that start Ray go to one process: two runtimes with an engine each would not fit into a
+    laptop's memory. Others stay together by file.
     """
+    from xdist.scheduler import LoadScopeScheduling
 
-    def group(item: pytest.Item) -> str:
-        folder, name = item.path.relative_to(REPOSITORY / "tests").parts[0], item.path.name
-        return "ray" if folder in ("ray", "workflows") else name
+    class ByRuntime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
 
-    items.sort(key=lambda item: group(item) != "ray")
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+    return ByRuntime(config, log)
+
+
+def _group(nodeid: str) -> str:
+    return "ray" if nodeid.startswith(("tests/ray/", "tests/workflows/")) else nodeid.split("::")[0]
 
 
 @pytest.fixture
