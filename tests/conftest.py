@@ -40,7 +40,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _group(nodeid: str) -> str:
-    return "ray" if nodeid.startswith(("tests/ray/", "tests/workflows/")) else nodeid.split("::")[0]
+    return (
+        "ray"
+        if nodeid.startswith(("tests/ray/", "tests/workflows/"))
+        else nodeid.split("::", maxsplit=1)[0]
+    )
 
 
 @pytest.fixture

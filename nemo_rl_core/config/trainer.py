@@ -10,6 +10,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
+from nemo_rl_core.errors import ConfigError
 
 
 class KeepBest(FrozenConfig):
@@ -67,6 +68,21 @@ class TrainerSettings(FrozenConfig):
     def _workers_hold_whole_copies(self) -> Self:
         self.training.data_parallel_size(self.cluster.num_workers)
         return self
+
+
+def refuse_without_scalar_head(training: TrainingConfig) -> None:
+    """Refuses a backend that trains no reward model or critic.
+
+    Raises:
+        ConfigError: For such a backend.
+    """
+    if training.backend == "megatron":
+        raise ConfigError(
+            "the megatron backend has no scalar head, which a reward model or critic needs",
+            expected="training.backend: dtensor",
+            got="training.backend: megatron",
+            fix="train this algorithm with the dtensor backend",
+        )
 
 
 class RolloutSettings(TrainerSettings):

@@ -8,6 +8,7 @@ from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, RewardModelScore, reads_reward_model
+from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.experiments.common import (
     DataStage,
     EvaluationStage,
@@ -38,7 +39,8 @@ class PostTrainExperiment(PairExperiment):
     grpo_reward: EnvironmentConfig = RewardModelScore()
 
     def refuse_contradictions(self) -> None:
-        """GRPO must fit what it samples and what scores."""
+        """GRPO must fit what it samples and what scores; a reward model needs a scalar head."""
+        refuse_without_scalar_head(self.training)
         refuse_unfit(self.grpo, self.grpo_reward, self.generation)
 
     @property

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit import task
 
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
+from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.experiments.common import (
     DataStage,
     EvaluationStage,
@@ -22,6 +23,10 @@ class PPOExperiment(Experiment):
     """All of a PPO run."""
 
     ppo: PPOSchedule = PPOSchedule()
+
+    def refuse_contradictions(self) -> None:
+        """A critic needs a backend with a scalar head."""
+        refuse_without_scalar_head(self.training)
 
 
 class PPOStage(PPOSettings):

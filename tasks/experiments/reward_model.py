@@ -5,7 +5,7 @@ from typing import NamedTuple
 from flytekit import task
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
-from nemo_rl_core.config.trainer import TrainerSettings
+from nemo_rl_core.config.trainer import TrainerSettings, refuse_without_scalar_head
 from tasks.experiments.common import (
     DataStage,
     ModelStage,
@@ -21,6 +21,10 @@ class RewardModelExperiment(PairExperiment):
     """All of a reward model's run."""
 
     reward_model: RewardModelConfig = RewardModelConfig()
+
+    def refuse_contradictions(self) -> None:
+        """A reward model needs a backend with a scalar head."""
+        refuse_without_scalar_head(self.training)
 
 
 class RewardModelStage(RewardModelSettings):

@@ -1,6 +1,6 @@
 """Settings of proximal policy optimisation with a critic."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -12,7 +12,12 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
+from nemo_rl_core.config.trainer import (
+    GateConfig,
+    LoopConfig,
+    RolloutSettings,
+    refuse_without_scalar_head,
+)
 from nemo_rl_core.config.training import OptimizerConfig
 
 
@@ -100,3 +105,8 @@ class PPOSettings(RolloutSettings):
     """All that `PPOTrainer` reads."""
 
     ppo: PPOConfig = PPOConfig()
+
+    @model_validator(mode="after")
+    def _has_a_scalar_head(self) -> Self:
+        refuse_without_scalar_head(self.training)
+        return self

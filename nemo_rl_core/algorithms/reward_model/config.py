@@ -1,11 +1,11 @@
 """Settings of reward-model training."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
+from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings, refuse_without_scalar_head
 
 
 class BradleyTerryLoss(FrozenConfig):
@@ -33,3 +33,8 @@ class RewardModelSettings(TrainerSettings):
     """All that `RewardModelTrainer` reads."""
 
     reward_model: RewardModelConfig = RewardModelConfig()
+
+    @model_validator(mode="after")
+    def _has_a_scalar_head(self) -> Self:
+        refuse_without_scalar_head(self.training)
+        return self

@@ -4,9 +4,14 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.lineage import config_hash
+from tasks.experiments.common import Experiment
 from tasks.experiments.dpo import DPOExperiment, plan_dpo
 from tasks.experiments.grpo import GRPOExperiment, plan_grpo
+from tasks.experiments.post_train import PostTrainExperiment
+from tasks.experiments.ppo import PPOExperiment
+from tasks.experiments.reward_model import RewardModelExperiment
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
 STAGES = ("model", "data", "questions", "sft", "grpo", "num_iterations", "evaluation", "promotion")
@@ -128,3 +133,20 @@ def test_reference_logprobs_depend_on_weights_and_tokens_alone(
 def test_a_reference_free_loss_asks_for_no_reference() -> None:
     stages = plan_dpo(config=DPOExperiment.model_validate({"dpo": {"loss": {"kind": "simpo"}}}))
     assert not stages.iterations.dpo.dpo.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("experiment", "recipe"),
+    [
+        (PPOExperiment, "ppo_arithmetic"),
+        (RewardModelExperiment, "reward_model_arithmetic"),
+        (PostTrainExperiment, "post_train_arithmetic"),
+    ],
+)
+def test_a_backend_without_a_scalar_head_trains_no_critic_or_reward_model(
+    experiment: type[Experiment], recipe: str
+) -> None:
+    experiment.model_validate({"recipe": recipe}).refuse_contradictions()
+    config = experiment.model_validate({"recipe": recipe, "training": {"backend": "megatron"}})
+    with pytest.raises(ConfigError, match="no scalar head"):
+        config.refuse_contradictions()
