@@ -12,6 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel, ConfigDict
 
 from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.state_file import saved_by
 
 
 class Artifact(BaseModel):
@@ -68,6 +69,11 @@ class CheckpointArtifact(Artifact):
     def model_folder(self) -> Path:
         """Weights, config and tokenizer."""
         return self.folder / "model"
+
+    @property
+    def backend(self) -> str | None:
+        """What wrote `trainer/`; None where there is nothing to go on from."""
+        return saved_by(self.folder)
 
 
 class EvalReport(Artifact):

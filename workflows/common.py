@@ -6,6 +6,7 @@ from flytekit import dynamic, workflow
 
 from nemo_rl_core.config.trainer import LoopConfig
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
+from tasks.convert import convert
 from tasks.evaluate import evaluate
 from tasks.experiments.common import (
     DataStage,
@@ -15,6 +16,7 @@ from tasks.experiments.common import (
     QuestionStage,
     SFTStage,
 )
+from tasks.experiments.convert import ProofStage
 from tasks.experiments.pairs import PairPlan
 from tasks.export import export
 from tasks.lineage_report import lineage_report
@@ -108,6 +110,14 @@ def begin(model: ModelStage, data: DataStage, questions: QuestionStage, sft: SFT
     return Start(prepared.tokenizer, rows.train, rows.validation, asked, checkpoint)
 
 
+@dynamic(requests=LIGHT)
+def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
+    """A checkpoint that Megatron trained, converted with proof; any other as it is."""
+    if checkpoint.backend != "megatron":
+        return checkpoint
+    return convert(config=ProofStage(), checkpoint=checkpoint, rows=rows)
+
+
 @workflow
 def conclude(
     evaluation: EvaluationStage,
@@ -117,10 +127,11 @@ def conclude(
     candidate: Checkpoint,
     validation: Dataset,
 ) -> Outcome:
-    """evaluate → promote → export → lineage."""
-    after = evaluate(config=evaluation, checkpoint=candidate, validation=validation)
+    """convert, where Megatron trained → evaluate → promote → export → lineage."""
+    readable = as_transformers(checkpoint=candidate, rows=validation)
+    after = evaluate(config=evaluation, checkpoint=readable, validation=validation)
     promoted = promote(
-        config=promotion, incumbent=incumbent, candidate=candidate, before=before, after=after
+        config=promotion, incumbent=incumbent, candidate=readable, before=before, after=after
     )
     exported = export(checkpoint=promoted.checkpoint, decision=promoted.decision)
     lineage = lineage_report(model=exported)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.chat import examples_of, prompt_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt, Row
 
@@ -155,3 +156,16 @@ def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
         )
         for row in rows
     ]
+
+
+def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tuple[int, ...]]:
+    """The first rows of a data set of any kind as whole token sequences, answers and all.
+
+    Args:
+        folder: A folder that `save_frame` wrote.
+        model_folder: With the tokenizer.
+        limit: How many rows; a preference pair gives two sequences.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    examples = (examples_of(tokenizer, row) for row in load_records(folder)[:limit])
+    return [example.token_ids for row in examples for example in row.values()]

@@ -19,6 +19,7 @@ from nemo_rl_core.config.data import ArithmeticData, RowPolicy
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.errors import ConfigError
 from tasks.experiments.common import Experiment
+from tasks.experiments.convert import ConvertExperiment
 from tasks.experiments.distillation import DistillationExperiment
 from tasks.experiments.dpo import DPOExperiment
 from tasks.experiments.grpo import GRPOExperiment
@@ -31,6 +32,7 @@ from tasks.recipe import RecipeError
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPES = sorted((REPOSITORY / "workflows" / "recipes").glob("*.yaml"))
 EXPERIMENTS = {
+    "convert": ConvertExperiment,
     "distill": DistillationExperiment,
     "dpo": DPOExperiment,
     "grpo": GRPOExperiment,

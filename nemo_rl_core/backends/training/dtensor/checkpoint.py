@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from nemo_rl_core.backends.training.state_file import read_num_updates, write_state
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.state_file import read_num_updates, write_state
 
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 

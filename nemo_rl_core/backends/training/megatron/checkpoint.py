@@ -22,9 +22,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from nemo_rl_core.backends.training.state_file import read_num_updates, write_state
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.state_file import read_num_updates, write_state
 from nemo_rl_core.infra.tensors import save_weights
 
 # The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.

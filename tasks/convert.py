@@ -1,0 +1,39 @@
+"""Stage: a Megatron checkpoint in the transformers layout, proven to be the same model."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
+from tasks.experiments.convert import ProofStage
+from tasks.resources import LIGHT
+from tasks.stage import cached_task, make
+
+
+@cached_task(requests=LIGHT)
+def convert(config: ProofStage, checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
+    """Writes what Megatron holds as transformers names it, and fails unless the two agree.
+
+    Every tensor goes to Megatron and back to the same bits, and both models give the rows the same
+    logprobs. The checkpoint stays as it was, whatever happens here.
+    """
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.converters.megatron import megatron_to_hf
+        from nemo_rl_core.converters.proof import prove
+
+        from nemo_rl_core.data.loader import token_sequences
+
+        target = folder / "model"
+        shutil.rmtree(target, ignore_errors=True)
+        megatron_to_hf(checkpoint.folder, target)
+        sequences = token_sequences(rows.folder, target, limit=config.num_rows)
+        proof = prove(checkpoint.folder, target, sequences, tolerance=config.tolerance)
+        write_atomic(folder / "proof.json", json.dumps(asdict(proof), indent=1))
+        return Made("checkpoint", "hf", proof.summary, step=checkpoint.step)
+
+    parents = {"checkpoint": checkpoint, "rows": rows}
+    return CheckpointArtifact(**make("convert", config=config, parents=parents, work=work))

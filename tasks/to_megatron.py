@@ -1,0 +1,33 @@
+"""Stage: a transformers model as a Megatron checkpoint."""
+
+import shutil
+from pathlib import Path
+
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact
+from tasks.experiments.convert import MegatronStage
+from tasks.resources import LIGHT
+from tasks.stage import cached_task, make
+
+
+@cached_task(requests=LIGHT)
+def to_megatron(config: MegatronStage, checkpoint: Checkpoint) -> Checkpoint:
+    """Writes the weights in Megatron's sharded format, from which training of any layout begins."""
+
+    def work(folder: Path) -> Made:
+        from nemo_rl_core.converters.megatron import hf_to_megatron
+
+        # Written beside: the converter makes its own folder, and the work folder is there already.
+        aside = folder / "megatron"
+        shutil.rmtree(aside, ignore_errors=True)
+        hf_to_megatron(checkpoint.model_folder, aside, training=config.training, dtype=config.dtype)
+        for part in list(aside.iterdir()):
+            shutil.rmtree(folder / part.name, ignore_errors=True)
+            part.rename(folder / part.name)
+        aside.rmdir()
+        layout = config.training
+        summary = f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}"
+        return Made("checkpoint", "megatron", summary, step=checkpoint.step)
+
+    parents = {"checkpoint": checkpoint}
+    return CheckpointArtifact(**make("to_megatron", config=config, parents=parents, work=work))

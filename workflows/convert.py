@@ -1,0 +1,35 @@
+"""A transformers model as a Megatron checkpoint, proven by the way back.
+
+`pyflyte run workflows/convert.py convert_model [--config RECIPE]`
+"""
+
+from typing import NamedTuple
+
+from flytekit import workflow
+
+from tasks.artifacts import Checkpoint
+from tasks.convert import convert
+from tasks.experiments.convert import ConvertExperiment, plan_convert
+from tasks.prepare_data import prepare_data
+from tasks.prepare_model import prepare_model
+from tasks.to_megatron import to_megatron
+
+DEFAULT = ConvertExperiment.model_validate({"recipe": "convert"})
+
+
+class Converted(NamedTuple):
+    """Both layouts of one model."""
+
+    megatron: Checkpoint
+    transformers: Checkpoint
+
+
+@workflow
+def convert_model(config: ConvertExperiment = DEFAULT) -> Converted:
+    """prepare → to Megatron → back, with proof."""
+    stages = plan_convert(config=config)
+    model = prepare_model(config=stages.model)
+    rows = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    megatron = to_megatron(config=stages.megatron, checkpoint=model.base)
+    transformers = convert(config=stages.proof, checkpoint=megatron, rows=rows.validation)
+    return Converted(megatron, transformers)
