@@ -34,6 +34,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 def _check(experiment: Experiment) -> None:
     # One core is enough for any number of workers: on a laptop they share it.
     ResourceManager.of_this_machine().check({"CPU": 1, "GPU": experiment.cluster.num_gpus})
+    experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(model.name)

@@ -14,7 +14,7 @@ from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.to_megatron import to_megatron
 
-DEFAULT = ConvertExperiment.model_validate({"recipe": "convert"})
+DEFAULT = ConvertExperiment.model_validate({"recipe": "convert_arithmetic"})
 
 
 class Converted(NamedTuple):

@@ -3,9 +3,6 @@
 import os
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
 
 def rank_environment(
     rank: int, world_size: int, *, address: str, port: int, local_rank: int | None = None
@@ -46,6 +43,10 @@ def join_process_group(*, timeout_seconds: float = 600.0) -> None:
     Args:
         timeout_seconds: After which a collective that some rank does not join is an error.
     """
+    # Here, so that what starts workers need not wait for torch.
+    import torch
+    import torch.distributed as dist
+
     if dist.is_initialized():
         return
     alone = "WORLD_SIZE" not in os.environ

@@ -1,8 +1,8 @@
 """What the recipes of all workflows share, and the records of the stages that they share."""
 
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
@@ -31,11 +31,6 @@ class Experiment(Recipe):
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
-
-    @model_validator(mode="after")
-    def _workers_hold_whole_copies(self) -> Self:
-        self.training.data_parallel_size(self.cluster.num_workers)
-        return self
 
     @property
     def judge(self) -> EnvironmentConfig:

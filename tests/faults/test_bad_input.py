@@ -92,6 +92,10 @@ def runs(store: Path) -> list[Path]:
             ["expected: an environment with 2 rewards", "got: 1 from the environment 'exact'"],
         ),
         (
+            {"training": {"tensor_parallel_size": 2}},
+            ["1 workers cannot hold whole copies", "fix: set cluster.num_workers to 2"],
+        ),
+        (
             {"environment": {"kind": "reward_model"}},
             ["does not say which reward model scores", "expected:", "got: no model", "fix:"],
         ),
