@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from nemo_rl_core.errors import ConfigError
 
+_NUM_SHOWN = 16
+
 
 class FrozenConfig(BaseModel):
     """A config that cannot be changed after loading and refuses keys it does not know.
@@ -45,9 +47,12 @@ class FrozenConfig(BaseModel):
 def _unknown_key(key: str, config: type[FrozenConfig]) -> ConfigError:
     choices = sorted(config.words())
     nearest = difflib.get_close_matches(key, choices, n=1, cutoff=0.5)
+    # A section with dozens of words would fill the screen: those most like the key are named.
+    shown = sorted(difflib.get_close_matches(key, choices, n=_NUM_SHOWN, cutoff=0.0))
+    more = ", …" if len(choices) > len(shown) else ""
     return ConfigError(
         f"unknown key {key!r} in {config.__name__}",
-        expected=f"one of {', '.join(choices)}",
+        expected=f"one of {', '.join(shown)}{more}",
         got=key,
         fix=f"did you mean {nearest[0]!r}?" if nearest else "remove it",
     )

@@ -6,7 +6,6 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.trainer import TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.errors import ConfigError
-from tasks.experiments.common import Experiment
 
 
 @pytest.mark.parametrize(
@@ -30,12 +29,12 @@ def test_one_gpu_holds_one_worker() -> None:
     assert "cluster.shape to gpus" in caught.value.fix
 
 
-@pytest.mark.parametrize("settings", [TrainerSettings, Experiment])
-def test_workers_that_hold_part_of_a_copy_are_refused(settings: type) -> None:
+def test_workers_that_hold_part_of_a_copy_are_refused() -> None:
     parallel = {"tensor_parallel_size": 2, "context_parallel_size": 2}
-    assert settings(training=parallel, cluster={"num_workers": 8}).cluster.num_workers == 8
+    whole = TrainerSettings(training=parallel, cluster={"num_workers": 8})
+    assert whole.cluster.num_workers == 8
     with pytest.raises(ConfigError, match="6 workers cannot hold whole copies") as caught:
-        settings(training=parallel, cluster={"num_workers": 6})
+        TrainerSettings(training=parallel, cluster={"num_workers": 6})
     assert caught.value.got == "cluster.num_workers: 6"
     assert "set cluster.num_workers to 8" in caught.value.fix
 
