@@ -7,8 +7,9 @@ from whatever a user has at hand and calls `run` too.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
@@ -271,10 +272,11 @@ class BaseTrainer(ABC, Generic[S, C]):
             every = self.config.validate_every_num_steps
             validation = ValidationRunner(self._validate, every_num_steps=every, last=steps.last)
             called.call("on_fit_begin")
-            for step in loop.steps(
-                self._trained(), on_save=lambda *saved: called.call("on_save", *saved)
-            ):
-                self._run_step(step, steps, loop, called, validation)
+            with closing(
+                loop.steps(self._trained(), on_save=partial(called.call, "on_save"))
+            ) as left:
+                for step in left:
+                    self._run_step(step, steps, loop, called, validation)
             called.call("on_fit_end")
             return loop.finish(peak_memory_gib=self._peak_memory_gib())
 

@@ -1,12 +1,14 @@
 """A loop of steps that is reported, saved, and resumed where the last save left off."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from nemo_rl_core.config.trainer import KeepBest
+from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.infra import files
 from nemo_rl_core.infra.checkpointing import CheckpointManager
 from nemo_rl_core.infra.logging import report
@@ -129,8 +131,11 @@ class StepLoop:
 
     def steps(
         self, trained: Checkpointed, *, on_save: Callable[[int, Path], None] | None = None
-    ) -> Iterator[int]:
+    ) -> Generator[int]:
         """Numbers of the steps left to do; saves after a step's body has run.
+
+        To be closed (`contextlib.closing`) where a body may raise, so that a save that is being
+        written is finished first.
 
         Args:
             trained: What is saved, and resumed from the last save before the first step.
@@ -138,16 +143,25 @@ class StepLoop:
         """
         done = self._resume(trained)
         for step in range(done + 1, self._range.last + 1):
-            yield step
+            try:
+                yield step
+            except GeneratorExit:
+                # The step has failed; what was saved before it must not be lost with it.
+                with suppress(NemoRLError):
+                    self._advance(trained, on_save, wait=True)
+                raise
             self._advance(trained, on_save, wait=False)
             if step == self._range.last or (step - self._range.first + 1) % self._save_every == 0:
                 self._advance(trained, on_save, wait=True)
-                write = trained.save_checkpoint
-                if isinstance(trained, SavesInBackground):
-                    write = trained.start_checkpoint
-                self._checkpoints.begin(step, write, metrics=self._last_metrics)
-                self._advance(trained, on_save, wait=write == trained.save_checkpoint)
+                self._save(step, trained)
+                self._advance(trained, on_save, wait=not isinstance(trained, SavesInBackground))
         self._advance(trained, on_save, wait=True)
+
+    def _save(self, step: int, trained: Checkpointed) -> None:
+        write = trained.save_checkpoint
+        if isinstance(trained, SavesInBackground):
+            write = trained.start_checkpoint
+        self._checkpoints.begin(step, write, metrics=self._last_metrics)
 
     def _advance(
         self, trained: Checkpointed, on_save: Callable[[int, Path], None] | None, *, wait: bool

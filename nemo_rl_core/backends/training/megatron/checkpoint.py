@@ -61,8 +61,8 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
             that of another model.
     """
     try:
-        num_updates = read_num_updates(folder, backend="megatron")
         _refuse_foreign_code(folder / ".metadata")
+        num_updates = read_num_updates(folder, backend="megatron")
         _allocate_state(optimizer)
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
