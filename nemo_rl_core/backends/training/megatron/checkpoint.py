@@ -23,6 +23,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.dcp_metadata import read_metadata
@@ -118,6 +119,19 @@ def load_native_weights(folder: Path, models: list[Any]) -> None:
         raise _unreadable(folder, error) from error
     for index, model in enumerate(models):
         model.load_state_dict(loaded[f"model{index}"], strict=True)
+
+
+def dtype_of(folder: Path) -> str:
+    """Of the weights in a `trainer` folder: `float32`, `bfloat16` or another of torch's names.
+
+    Raises:
+        StoreError: If its description is damaged, or has no embedding.
+    """
+    try:
+        described = read_metadata(folder).state_dict_metadata[EMBEDDING.megatron]
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from error
+    return str(described.properties.dtype).removeprefix("torch.")
 
 
 def save_model(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> None:
