@@ -95,3 +95,7 @@ class StoredWeights:
 
         with safe_open(self._folder / self._file_of[name], framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> Any:
+        """A tensor's `torch.dtype`."""
+        return self.read(name).dtype

@@ -61,7 +61,7 @@ def hf_to_megatron(
     with new_folder(target) as folder:
         (folder / "model").mkdir()
         copy_description(model_folder, folder / "model", dtype=dtype)
-        run_ranks(convert, folder, world_size=num_ranks or _num_ranks(training))
+        run_ranks(convert, folder, world_size=num_ranks or num_ranks_of(training))
 
 
 def megatron_to_hf(
@@ -108,7 +108,7 @@ def megatron_to_hf(
 
     with new_folder(target) as folder:
         copy_description(checkpoint / "model", folder, dtype=dtype)
-        run_ranks(convert, folder, world_size=num_ranks or _num_ranks(training))
+        run_ranks(convert, folder, world_size=num_ranks or num_ranks_of(training))
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
