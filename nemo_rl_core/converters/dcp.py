@@ -53,9 +53,7 @@ def dcp_to_hf(
     shapes = _expected(model)
     before = prefix if prefix is not None else _prefix(saved, shapes, checkpoint)
     wanted = {name: saved.get(before + name) for name in shapes}
-    wrong = [
-        name for name, entry in wanted.items() if getattr(entry, "size", None) != shapes[name]
-    ]
+    wrong = [name for name, entry in wanted.items() if getattr(entry, "size", None) != shapes[name]]
     if wrong:
         entry = wanted[wrong[0]]
         raise ModelError(
@@ -65,9 +63,7 @@ def dcp_to_hf(
             fix="name the config that the checkpoint was trained with",
         )
     dtypes = {entry.properties.dtype for entry in wanted.values()}
-    weights = (
-        (name, _read(reader, before + name, entry)) for name, entry in wanted.items()
-    )
+    weights = ((name, _read(reader, before + name, entry)) for name, entry in wanted.items())
     with new_folder(target) as folder:
         only = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
         copy_description(model_folder, folder, dtype=only)

@@ -151,5 +151,6 @@ def _contents(folder: Path) -> str:
     return ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "an empty folder"
 
 
-def _num_ranks(training: MegatronTraining) -> int:
+def num_ranks_of(training: MegatronTraining) -> int:
+    """The fewest ranks that hold a copy of the model; experts lie over data-parallel ones."""
     return training.ranks_per_replica * training.expert_parallel_size

@@ -201,9 +201,7 @@ def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tenso
 
     head = LogprobHead(models[-1], vocab_size=models[-1].hf_config.vocab_size, temperature=1.0)
     device = next(models[0].parameters()).device
-    parts = make_parts(
-        batch, models[0].config, max_tokens=_largest_pass(batch), device=device
-    )
+    parts = make_parts(batch, models[0].config, max_tokens=_largest_pass(batch), device=device)
 
     def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden.new_zeros(()), head.logprobs(hidden, part.batch, part.rows)

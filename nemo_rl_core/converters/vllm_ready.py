@@ -88,7 +88,7 @@ def _tensors(folder: Path) -> tuple[set[str], Iterator[tuple[str, torch.Tensor]]
         raise ModelError(
             f"{folder} holds an adapter",
             expected="a whole model",
-            fix="merge it first: python -m nemo_rl_core.converters lora ADAPTER TARGET --model BASE",
+            fix="merge it first: python -m nemo_rl_core.converters lora ADAPTER NEW --model BASE",
         )
     pickles = sorted(folder.glob(_PICKLES))
     if pickles and not list(folder.glob("*.safetensors")):
