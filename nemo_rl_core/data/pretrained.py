@@ -1,6 +1,7 @@
 """The tokenizer of a model folder, and the tokens that end a completion."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,29 @@ def load_tokenizer(model_folder: Path) -> Any:
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
     return tokenizer
+
+
+def copy_description(source: Path, folder: Path, *, dtype: str | None = None) -> None:
+    """Writes into `folder` all of a model folder but its weights: configs, tokenizer, template.
+
+    Args:
+        source: A transformers folder.
+        folder: An existing one.
+        dtype: What the config is to say that the weights are; None leaves it.
+
+    Raises:
+        ModelError: If the source has no tokenizer that transformers can load.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    if dtype is not None:
+        config.dtype = dtype
+    config.save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
+    generation = source / "generation_config.json"
+    if generation.exists():
+        shutil.copyfile(generation, folder / generation.name)
 
 
 def context_length(model_folder: Path) -> int | None:

@@ -88,20 +88,7 @@ class Adapters:
             named_tensors: Whole tensors in the order of the model's `state_dict`, where a layer's
                 own weight comes before its `lora_A [r, in]` and `lora_B [out, r]`.
         """
-        weight: tuple[str, torch.Tensor] | None = None
-        down: torch.Tensor | None = None
-        for name, tensor in named_tensors:
-            if name.endswith(f"{_BASE_LAYER}weight"):
-                weight = plain_name(name), tensor
-            elif ".lora_A." in name:
-                down = tensor
-            elif ".lora_B." in name:
-                assert weight is not None
-                assert down is not None
-                yield weight[0], weight[1] + (tensor @ down) * self._scaling
-                weight = down = None
-            else:
-                yield plain_name(name), tensor
+        return merged(named_tensors, scaling=self._scaling)
 
     def save(self, folder: Path) -> None:
         """Writes `adapter/` as peft's `from_pretrained` reads it, and `base/` with what is frozen.
@@ -160,6 +147,32 @@ class Adapters:
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(self._model, frozen, options=options)
         self._base_folder = folder
+
+
+def merged(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], *, scaling: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`W + scaling * B A` for every `W` that is followed by its `A` and `B`; all under plain names.
+
+    Args:
+        named_tensors: A layer's own `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
+            by names that hold these words; others pass.
+        scaling: alpha / rank.
+    """
+    weight: tuple[str, torch.Tensor] | None = None
+    down: torch.Tensor | None = None
+    for name, tensor in named_tensors:
+        if name.endswith(f"{_BASE_LAYER}weight"):
+            weight = plain_name(name), tensor
+        elif ".lora_A." in name:
+            down = tensor
+        elif ".lora_B." in name:
+            assert weight is not None
+            assert down is not None
+            yield weight[0], weight[1] + (tensor @ down) * scaling
+            weight = down = None
+        else:
+            yield plain_name(name), tensor
 
 
 def plain_name(name: str) -> str:

@@ -39,10 +39,10 @@ def save_model(
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_weights(folder, _as_published(model, named_weights))
+    save_weights(folder, as_published(model, named_weights))
 
 
-def _as_published(
+def as_published(
     model: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The names and shapes that the architecture was published with, where transformers' differ.

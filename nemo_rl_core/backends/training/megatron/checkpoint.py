@@ -22,8 +22,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
+from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.dcp_metadata import read_metadata
 from nemo_rl_core.infra.state_file import read_num_updates, write_state
 from nemo_rl_core.infra.tensors import save_weights
 
@@ -32,6 +34,15 @@ _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": False,
 }
+
+_UNREADABLE = (
+    OSError,
+    KeyError,
+    ValueError,
+    EOFError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+)
 
 
 def save_trainer(folder: Path, chunks: list[Any], optimizer: Any, num_updates: int) -> None:
@@ -61,19 +72,12 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
             that of another model.
     """
     try:
-        _refuse_foreign_code(folder / ".metadata")
+        read_metadata(folder)
         num_updates = read_num_updates(folder, backend="megatron")
         _allocate_state(optimizer)
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
-    except (
-        OSError,
-        KeyError,
-        ValueError,
-        EOFError,
-        pickle.UnpicklingError,
-        CheckpointingException,
-    ) as error:
+    except _UNREADABLE as error:
         raise _unreadable(folder, error) from error
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
@@ -83,6 +87,51 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     for part in optimizer.chained_optimizers:
         _part_steps(part)
     return num_updates
+
+
+def save_native_weights(folder: Path, models: list[Any]) -> None:
+    """Writes the weights alone as `save_trainer` lays them out; no training can go on from them.
+
+    Args:
+        folder: Seen by all ranks, and made.
+        models: This rank's chunks, as `build_model` gives them.
+    """
+    _make_on_rank_0(folder)
+    dist_checkpointing.save(_sharded_weights(models), str(folder))
+    dist.barrier()
+
+
+def load_native_weights(folder: Path, models: list[Any]) -> None:
+    """Fills the chunks with the weights of a `trainer` folder; the optimizer's state is not read.
+
+    Args:
+        folder: By `save_trainer` or `save_native_weights`, at any layout.
+        models: This rank's chunks, as `build_model` gives them.
+
+    Raises:
+        StoreError: If a file is missing, names something that a checkpoint need not name, or is
+            that of another model.
+    """
+    try:
+        read_metadata(folder)
+        loaded = dist_checkpointing.load(_sharded_weights(models), str(folder))
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from error
+    for index, model in enumerate(models):
+        model.load_state_dict(loaded[f"model{index}"], strict=True)
+
+
+def dtype_of(folder: Path) -> str:
+    """Of the weights in a `trainer` folder: `float32`, `bfloat16` or another of torch's names.
+
+    Raises:
+        StoreError: If its description is damaged, or has no embedding.
+    """
+    try:
+        described = read_metadata(folder).state_dict_metadata[EMBEDDING.megatron]
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from error
+    return str(described.properties.dtype).removeprefix("torch.")
 
 
 def save_model(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> None:
@@ -97,11 +146,8 @@ def save_model(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source
     if dist.get_rank() > 0:
         deque(weights, maxlen=0)
     else:
-        from transformers import AutoConfig
-
         save_weights(folder, weights)
-        AutoConfig.from_pretrained(source).save_pretrained(folder)
-        load_tokenizer(source).save_pretrained(folder)
+        copy_description(source, folder)
     dist.barrier()
 
 
@@ -112,18 +158,22 @@ def _make_on_rank_0(folder: Path) -> None:
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
-        for index, chunk in enumerate(chunks)
-    }
-    for name in list(state):
-        state[name] = {
-            key: value for key, value in state[name].items() if not isinstance(value, ShardedObject)
-        }
+    state = _sharded_weights([chunk.module for chunk in chunks])
     # The optimizer reads off the model's shards how its own lie in the whole.
     state["optimizer"] = optimizer.sharded_state_dict(
         state, is_loading=is_loading, metadata=dict(_METADATA)
     )
+    return state
+
+
+def _sharded_weights(models: list[Any]) -> dict[str, Any]:
+    """This rank's shards by chunk, without the objects that Megatron would pickle."""
+    state: dict[str, Any] = {}
+    for index, model in enumerate(models):
+        shards = model.sharded_state_dict(metadata=dict(_METADATA))
+        state[f"model{index}"] = {
+            key: value for key, value in shards.items() if not isinstance(value, ShardedObject)
+        }
     return state
 
 
@@ -161,42 +211,6 @@ def _part_steps(part: Any) -> None:
     for state in part.optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"].clone()
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's description of shards, and nothing that names other things."""
-
-    _ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "Metadata"),
-            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-            ("torch.distributed.checkpoint.planner", "SavePlan"),
-            ("torch.distributed.checkpoint.planner", "TensorWriteData"),
-            ("torch.distributed.checkpoint.planner", "WriteItem"),
-            ("torch.distributed.checkpoint.planner", "WriteItemType"),
-            ("torch.serialization", "_get_layout"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_type_of_tensor = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype
-        )
-        if not is_type_of_tensor and (module, name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
-
-
-def _refuse_foreign_code(path: Path) -> None:
-    with path.open("rb") as file:
-        _MetadataUnpickler(file).load()
 
 
 def _unreadable(folder: Path, error: Exception) -> StoreError:

@@ -1,0 +1,117 @@
+"""A peft adapter merged into the model that it belongs to."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_core.backends.training.dtensor.lora import merged
+from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
+from nemo_rl_core.data.pretrained import copy_description
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
+
+_PEFT = "base_model.model."
+# What would change the arithmetic; None, False and empty are as if it were not there.
+_NOT_PLAIN = (
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "use_dora",
+    "use_rslora",
+)
+
+
+def merge_lora(
+    adapter: Path, base: Path, target: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> int:
+    """Writes `W + alpha / rank * B A` for every adapted weight, and all others as they are.
+
+    In float32, as the trainer merges; then in the type of the base's tensor. Besides the adapter
+    there is no more than one file's tensors in memory.
+
+    Args:
+        adapter: `adapter_config.json` and `adapter_model.safetensors`, as peft writes them.
+        base: The transformers folder that the adapter was trained over.
+        target: A folder that does not exist yet.
+        max_shard_bytes: Bound on the size of one safetensors file.
+
+    Returns:
+        How many weights had an adapter.
+
+    Raises:
+        ModelError: If the adapter is none of plain LoRA, or not one of this base.
+        StoreError: If the target exists, or the disk refuses.
+    """
+    from safetensors.torch import load_file
+
+    require_folder(adapter, "adapter_config.json", "adapter_model.safetensors")
+    scaling = _scaling(adapter)
+    adapters = load_file(adapter / "adapter_model.safetensors")
+    stored = StoredWeights(base)
+    modules = _modules(adapters, stored)
+    with new_folder(target) as folder:
+        copy_description(base, folder)
+        weights = merged(_interleaved(stored, adapters, modules), scaling=scaling)
+        typed = ((name, tensor.to(stored.dtype(name))) for name, tensor in weights)
+        save_weights(folder, typed, max_shard_bytes=max_shard_bytes)
+    return len(modules)
+
+
+def _scaling(adapter: Path) -> float:
+    config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
+    wrong = {name: config[name] for name in _NOT_PLAIN if config.get(name)}
+    if config.get("peft_type") != "LORA":
+        wrong["peft_type"] = config.get("peft_type")
+    if wrong:
+        raise ModelError(
+            f"the adapter {adapter} cannot be merged",
+            expected="plain LoRA: W + alpha / rank * B A",
+            got=", ".join(f"{name}={value}" for name, value in wrong.items())[:200],
+            fix="merge it with peft's own merge_and_unload",
+        )
+    return float(config["lora_alpha"]) / float(config["r"])
+
+
+def _modules(adapters: dict[str, torch.Tensor], stored: StoredWeights) -> set[str]:
+    """The names of the adapted layers: every tensor of the adapter is a half of one of them."""
+    halves = {
+        half: {
+            name.removeprefix(_PEFT).removesuffix(f".{half}.weight")
+            for name in adapters
+            if name.startswith(_PEFT) and name.endswith(f".{half}.weight")
+        }
+        for half in ("lora_A", "lora_B")
+    }
+    modules = halves["lora_A"] & halves["lora_B"]
+    known = {module for module in modules if f"{module}.weight" in stored.names}
+    if 2 * len(known) != len(adapters) or not known:
+        strange = sorted(modules - known) or sorted(
+            name for name in adapters if not any(module in name for module in known)
+        )
+        raise ModelError(
+            "the adapter does not belong to the base",
+            expected="lora_A and lora_B of weights that the base has",
+            got=f"{len(adapters)} tensors, for {len(known)} weights of the base; strange: "
+            f"{', '.join(strange[:3]) or 'none'}",
+            fix="name the model that the adapter was trained over",
+        )
+    return known
+
+
+def _interleaved(
+    stored: StoredWeights, adapters: dict[str, torch.Tensor], modules: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in stored.names:
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in modules:
+            yield f"{module}.base_layer.weight", stored.read(name).float()
+            for half in ("lora_A", "lora_B"):
+                yield f"{module}.{half}.weight", adapters[f"{_PEFT}{module}.{half}.weight"].float()
+        else:
+            yield name, stored.read(name)

@@ -1,0 +1,156 @@
+"""Transformers folders into Megatron checkpoints and back, by as many ranks as a layout has.
+
+A checkpoint that is made here has weights only: `trainer/` in Megatron's own format, and `model/`
+with config and tokenizer. One that training wrote has the same and more, and converts as well; its
+weights in `model/` are not looked at. Besides the model, spread over the ranks, there is never more
+in memory than one file of the transformers folder.
+"""
+
+from collections import deque
+from pathlib import Path
+
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.converters.folders import new_folder, require_folder
+from nemo_rl_core.data.pretrained import copy_description
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
+
+_ONE_RANK = MegatronTraining()
+
+
+def hf_to_megatron(
+    model_folder: Path,
+    target: Path,
+    *,
+    training: MegatronTraining = _ONE_RANK,
+    dtype: DType = "float32",
+    num_ranks: int | None = None,
+) -> None:
+    """Writes a Megatron checkpoint with the weights of a transformers folder.
+
+    Args:
+        model_folder: With config, safetensors and tokenizer.
+        target: A folder that does not exist yet; `model/` and `trainer/` are made in it.
+        training: The layout whose ranks write; any other can read.
+        dtype: Of the weights in the checkpoint. One that holds less than the source loses bits.
+        num_ranks: Processes; None for those of one copy of the model.
+
+    Raises:
+        StoreError: If the target exists, or the disk refuses.
+        ModelError: If Megatron-core cannot hold the model.
+        ConfigError: If the layout does not divide the model.
+        WorkerError: If a rank raises, as it does when weights are missing; with its traceback.
+    """
+    require_folder(model_folder, "config.json")
+    _refuse_unfit(model_folder, training)
+
+    def convert(folder: Path) -> None:
+        from nemo_rl_core.backends.training.megatron.checkpoint import save_native_weights
+        from nemo_rl_core.backends.training.megatron.model import build_model
+        from nemo_rl_core.backends.training.megatron.topology import initialize_topology
+        from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
+
+        initialize_topology(training)
+        models = build_model(model_folder, training, dtype)
+        load_hf_weights(models, model_folder)
+        save_native_weights(folder / "trainer", models)
+
+    with new_folder(target) as folder:
+        (folder / "model").mkdir()
+        copy_description(model_folder, folder / "model", dtype=dtype)
+        run_ranks(convert, folder, world_size=num_ranks or num_ranks_of(training))
+
+
+def megatron_to_hf(
+    checkpoint: Path,
+    target: Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    training: MegatronTraining = _ONE_RANK,
+    num_ranks: int | None = None,
+) -> None:
+    """Writes a transformers folder with the weights that lie in a checkpoint's `trainer/`.
+
+    Args:
+        checkpoint: By `MegatronBackend.save_checkpoint`, at any layout, or by `hf_to_megatron`.
+        target: A folder that does not exist yet.
+        max_shard_bytes: Bound on the size of one safetensors file.
+        training: The layout whose ranks read.
+        num_ranks: Processes; None for those of one copy of the model.
+
+    Raises:
+        StoreError: If the target exists, the checkpoint's description is damaged, or the disk
+            refuses.
+        ModelError: If the folder is no Megatron checkpoint.
+        ConfigError: If the layout does not divide the model.
+        WorkerError: If a rank raises, as it does when shards are missing; with its traceback.
+    """
+    dtype = native_dtype(checkpoint)
+    _refuse_unfit(checkpoint / "model", training)
+
+    def convert(folder: Path) -> None:
+        from nemo_rl_core.backends.training.megatron.checkpoint import load_native_weights
+        from nemo_rl_core.backends.training.megatron.model import build_model
+        from nemo_rl_core.backends.training.megatron.topology import initialize_topology
+        from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights
+
+        initialize_topology(training)
+        models = build_model(checkpoint / "model", training, dtype)
+        load_native_weights(checkpoint / "trainer", models)
+        weights = iter_hf_weights(models)
+        if rank() == 0:
+            save_weights(folder, weights, max_shard_bytes=max_shard_bytes)
+        else:
+            deque(weights, maxlen=0)
+
+    with new_folder(target) as folder:
+        copy_description(checkpoint / "model", folder, dtype=dtype)
+        run_ranks(convert, folder, world_size=num_ranks or num_ranks_of(training))
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether Megatron's own distributed format lies in `trainer/`."""
+    return (folder / "trainer" / ".metadata").is_file()
+
+
+def native_dtype(checkpoint: Path) -> DType:
+    """The type of the weights in a Megatron checkpoint.
+
+    Raises:
+        ModelError: If the folder is none.
+        StoreError: If its description is damaged, or lacks the embedding.
+    """
+    from nemo_rl_core.backends.training.megatron.checkpoint import dtype_of
+
+    if not is_megatron_checkpoint(checkpoint):
+        raise ModelError(
+            f"{checkpoint} is no Megatron checkpoint",
+            expected="a folder with model/config.json and trainer/.metadata",
+            got=_contents(checkpoint),
+            fix="name the folder of one checkpoint that the megatron backend saved, such as "
+            "checkpoints/step-00000010",
+        )
+    require_folder(checkpoint / "model", "config.json")
+    return "bfloat16" if dtype_of(checkpoint / "trainer") == "bfloat16" else "float32"
+
+
+def _refuse_unfit(model_folder: Path, training: MegatronTraining) -> None:
+    # Here the error is the user's; in a rank it would be a worker's.
+    from nemo_rl_core.backends.training.megatron.families import family_of
+    from nemo_rl_core.backends.training.megatron.model import refuse_indivisible
+
+    refuse_indivisible(*family_of(model_folder), training)
+
+
+def _contents(folder: Path) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    return ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "an empty folder"
+
+
+def num_ranks_of(training: MegatronTraining) -> int:
+    """The fewest ranks that hold a copy of the model; experts lie over data-parallel ones."""
+    return training.ranks_per_replica * training.expert_parallel_size

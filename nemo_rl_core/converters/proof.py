@@ -1,0 +1,252 @@
+"""A conversion between transformers and Megatron, proven or refused."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.converters.folders import StoredWeights
+from nemo_rl_core.converters.megatron import is_megatron_checkpoint, native_dtype, num_ranks_of
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.errors import ConsistencyError, ModelError
+
+_ONE_RANK = MegatronTraining()
+_MAX_TOKENS_PER_PASS = 2048
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a proof compared.
+
+    Attributes:
+        num_tensors: Of the transformers folder.
+        num_equal: Of these, equal to the bit in the checkpoint, and again after transformers ->
+            Megatron -> transformers. All of them, or there would be no report.
+        num_rows: Sequences that both models read.
+        num_tokens: Their predicted tokens, whose logprobs were compared.
+        max_absolute_difference: Of these, in nats.
+        max_relative_difference: The same, over the largest absolute logprob.
+        tolerance: What the absolute difference stayed within.
+    """
+
+    num_tensors: int
+    num_equal: int
+    num_rows: int
+    num_tokens: int
+    max_absolute_difference: float
+    max_relative_difference: float
+    tolerance: float
+
+
+def prove(
+    source: Path,
+    converted: Path,
+    rows: Sequence[Sequence[int]],
+    *,
+    tolerance: float = 1e-4,
+    training: MegatronTraining = _ONE_RANK,
+) -> ConversionReport:
+    """Compares a transformers folder and a Megatron checkpoint: all tensors, and logprobs of rows.
+
+    Tensors, one at a time: as the checkpoint's native weights give them, and as they come back from
+    transformers -> Megatron -> transformers; both must equal the folder's to the bit (of the wider
+    type, where types differ). Logprobs: of the native weights in Megatron's model and of the folder
+    in transformers', both in float32.
+
+    Args:
+        source: What was converted, either form.
+        converted: What it became, the other form.
+        rows: Token ids, at least two a row.
+        tolerance: Bound on the difference of two logprobs, in nats.
+        training: The layout of Megatron's model.
+
+    Raises:
+        ConsistencyError: Naming the first tensor, or the row and token, that differ.
+        ModelError: If not exactly one of the two is a Megatron checkpoint.
+        WorkerError: If a rank raises.
+    """
+    checkpoint, folder = _told_apart(source, converted)
+    native_dtype(checkpoint)  # refuses a damaged one here
+    batch = collate(rows, [[True] * len(row) for row in rows])
+
+    def compare() -> tuple[int, str | None, torch.Tensor | None]:
+        return _compared(folder, checkpoint, batch, training)
+
+    found = run_ranks(compare, world_size=num_ranks_of(training))
+    num_tensors, differing, _ = found[0]
+    if differing is not None:
+        raise ConsistencyError(
+            f"the conversion of {source} is not faithful",
+            expected="every tensor equal to the bit",
+            got=differing,
+            fix=f"discard {converted}; the source is as it was. Where only the type differs, "
+            "convert to that of the source",
+        )
+    # The last rank is one of the last pipeline stage.
+    logprobs = found[-1][2]
+    assert logprobs is not None
+    reference = _transformers_logprobs(folder, batch)
+    absolute = _largest_difference(logprobs, reference, batch, tolerance=tolerance)
+    return ConversionReport(
+        num_tensors=num_tensors,
+        num_equal=num_tensors,
+        num_rows=len(rows),
+        num_tokens=int(batch["token_mask"].sum()),
+        max_absolute_difference=absolute,
+        max_relative_difference=absolute / reference.abs().max().item(),
+        tolerance=tolerance,
+    )
+
+
+def _told_apart(source: Path, converted: Path) -> tuple[Path, Path]:
+    match is_megatron_checkpoint(source), is_megatron_checkpoint(converted):
+        case True, False:
+            return source, converted
+        case False, True:
+            return converted, source
+    raise ModelError(
+        "only a conversion between Megatron and transformers can be proven",
+        expected="one folder with trainer/.metadata, and one without",
+        got=f"{source} and {converted}",
+        fix="name the checkpoint's own folder, not model/ or trainer/ in it",
+    )
+
+
+def _compared(
+    folder: Path, checkpoint: Path, batch: BatchedDataDict, training: MegatronTraining
+) -> tuple[int, str | None, torch.Tensor | None]:
+    """On each rank: tensors of the folder, the first that differs, and the last stage's logprobs.
+
+    Everything in float32, which holds every bfloat16 as it is.
+    """
+    from nemo_rl_core.backends.training.megatron.checkpoint import load_native_weights
+    from nemo_rl_core.backends.training.megatron.model import build_model
+    from nemo_rl_core.backends.training.megatron.topology import initialize_topology
+    from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
+
+    initialize_topology(training)
+    stored = StoredWeights(folder)
+    models = build_model(folder, training, "float32")
+    load_hf_weights(models, folder)
+    there_and_back = _first_differing(stored, iter_hf_weights(models))
+    load_native_weights(checkpoint / "trainer", models)
+    native = _first_differing(stored, iter_hf_weights(models))
+    logprobs = _megatron_logprobs(models, batch)
+    return len(stored.names), there_and_back or native, logprobs
+
+
+def _first_differing(
+    stored: StoredWeights, weights: Iterator[tuple[str, torch.Tensor]]
+) -> str | None:
+    """The first tensor that is not that of the folder; every rank iterates, rank 0 compares."""
+    differing: str | None = None
+    left = set(stored.names)
+    for name, tensor in weights:
+        if rank() > 0 or differing is not None:
+            continue
+        if name not in left:
+            differing = f"{name}, which the transformers folder does not have"
+            continue
+        left.remove(name)
+        expected = stored.read(name)
+        if not equal_to_the_bit(expected, tensor):
+            differing = _described(name, expected, tensor)
+    # A folder may hold a tied head a second time; the model has it once.
+    if differing is None and rank() == 0 and (missing := sorted(left - {_HEAD})):
+        differing = f"{missing[0]}, which did not come back"
+    return differing
+
+
+_HEAD = "lm_head.weight"
+
+
+def equal_to_the_bit(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits in the wider of their types; also where these are NaN.
+
+    Example:
+        >>> equal_to_the_bit(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+        >>> equal_to_the_bit(torch.tensor([0.5]), torch.tensor([0.5], dtype=torch.bfloat16))
+        True
+    """
+    wider = torch.promote_types(first.dtype, second.dtype)
+    bits = [one.detach().to(wider).contiguous().view(torch.uint8) for one in (first, second)]
+    return first.shape == second.shape and torch.equal(*bits)
+
+
+def _described(name: str, expected: torch.Tensor, came: torch.Tensor) -> str:
+    if expected.shape != came.shape:
+        return f"{name} of shape {tuple(came.shape)}, not {tuple(expected.shape)}"
+    places = (expected.float() != came.float()).nonzero()
+    if not len(places):
+        return f"{name}: values that are equal and bits that are not"
+    place = tuple(places[0].tolist())
+    values = f"{came[place].item()!r}, not {expected[place].item()!r}"
+    return f"{name}{list(place)} is {values} ({len(places)} of {expected.numel()} values differ)"
+
+
+def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tensor | None:
+    """`[B, T-1]` on ranks of the last pipeline stage, through the backend's own passes."""
+    from megatron.core import parallel_state
+
+    from nemo_rl_core.backends.training.megatron.heads import LogprobHead
+    from nemo_rl_core.backends.training.megatron.parts import Part, make_parts
+    from nemo_rl_core.backends.training.megatron.step import run_parts
+
+    head = LogprobHead(models[-1], vocab_size=models[-1].hf_config.vocab_size, temperature=1.0)
+    device = next(models[0].parameters()).device
+    parts = make_parts(batch, models[0].config, max_tokens=_largest_pass(batch), device=device)
+
+    def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden.new_zeros(()), head.logprobs(hidden, part.batch, part.rows)
+
+    results = run_parts(models, parts, consume, forward_only=True)
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    whole = torch.zeros(batch["token_mask"].shape)
+    for part, given in zip((part for part in parts if part.indices), results, strict=True):
+        whole[list(part.indices), : given.shape[1]] = given.cpu()
+    return whole
+
+
+def _largest_pass(batch: BatchedDataDict) -> int:
+    return max(_MAX_TOKENS_PER_PASS, int(batch["input_lengths"].max()))
+
+
+@torch.no_grad()
+def _transformers_logprobs(folder: Path, batch: BatchedDataDict) -> torch.Tensor:
+    """`[B, T-1]`, each row alone through the model's own logits."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result = torch.zeros(batch["token_mask"].shape)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        ids = batch["input_ids"][row : row + 1, :length]
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
+        result[row, : length - 1] = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+    return result
+
+
+def _largest_difference(
+    megatron: torch.Tensor, reference: torch.Tensor, batch: BatchedDataDict, *, tolerance: float
+) -> float:
+    difference = (megatron - reference).abs()
+    largest = difference.max().item()
+    if not largest <= tolerance:
+        # A NaN, too, is the largest.
+        row, place = divmod(int(difference.argmax()), difference.shape[1])
+        raise ConsistencyError(
+            "Megatron's model and transformers' disagree",
+            expected=f"logprobs within {tolerance} of each other",
+            got=f"row {row}, token {place + 1} "
+            f"(id {int(batch['input_ids'][row, place + 1])}): {megatron[row, place].item()!r} "
+            f"in Megatron, {reference[row, place].item()!r} in transformers",
+            fix="do not use what was converted; the source is as it was",
+        )
+    return largest

