@@ -9,6 +9,7 @@ as adapters do.
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 class TrainerState:
     """Optimizer, random state and number of updates of one rank, and weights that go with them.
 
-    Every rank makes one, in the same order, and calls its methods together with the others.
+    Every rank makes one and calls its methods together with the others; one at a time is writing.
 
     Args:
         optimizer: AdamW or another whose state holds tensors only.
@@ -49,9 +50,7 @@ class TrainerState:
     ) -> None:
         self._optimizer, self._trained, self._weights = optimizer, trained, weights or {}
         self._written: Future[Any] | None = None
-        # A group of its own: the thread that writes agrees with the other ranks' on who writes what
-        # while this one trains. Shards are planned on the CPU, whatever they were trained on.
-        self._group = dist.new_group(backend="gloo") if _has_peers() else None
+        self._group = _writers(dist.group.WORLD) if _has_peers() else None
 
     def start_saving(self, folder: Path, *, num_updates: int) -> None:
         """Copies the state, and writes the copy in the background into an existing folder.
@@ -186,6 +185,18 @@ def _flat(moments: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.
 
 def _has_peers() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+@cache
+def _writers(_: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of its own, one for all set-ups of this process.
+
+    The thread that writes agrees with the other ranks' on who writes what while this one trains.
+    Shards are planned on the CPU, whatever they were trained on.
+    """
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _random_state() -> dict[str, torch.Tensor]:
