@@ -28,6 +28,8 @@ from nemo_rl_core.errors import StoreError
 
 _STATE = "state.json"
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
+_OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
+"""What bitsandbytes keeps of the blocks of a parameter's moments, and of their 8-bit codes."""
 
 
 class TrainerState:
@@ -36,7 +38,7 @@ class TrainerState:
     Every rank makes one and calls its methods together with the others; one at a time is writing.
 
     Args:
-        optimizer: AdamW or another whose state holds tensors only.
+        optimizer: AdamW or another whose state holds tensors and whole numbers, by parameter.
         trained: The parameters that it trains, by name: `dict(model.named_parameters())`.
         weights: What else is saved and restored, such as adapters.
     """
@@ -62,7 +64,8 @@ class TrainerState:
         tensors |= {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
         tensors |= _random_state()
         if rank() == 0:
-            (folder / _STATE).write_text(json.dumps({"num_updates": num_updates}))
+            state = {"num_updates": num_updates, "numbers": self._numbers()}
+            (folder / _STATE).write_text(json.dumps(state))
         response = async_save(
             tensors,
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -112,7 +115,7 @@ class TrainerState:
             state = json.loads((folder / _STATE).read_text())
             reader = HuggingFaceStorageReader(str(folder))
             saved = reader.read_metadata().state_dict_metadata
-            num_updates = int(state["num_updates"])
+            num_updates, numbers = int(state["num_updates"]), state.get("numbers", {})
         except Exception as error:
             raise _unreadable(folder, error) from error
         moments = self._empty_moments(saved)
@@ -125,7 +128,7 @@ class TrainerState:
             raise _unreadable(folder, error) from error
         self._optimizer.state.clear()
         for name, values in moments.items():
-            self._optimizer.state[self._trained[name]] = values
+            self._optimizer.state[self._trained[name]] = values | numbers.get(name, {})
         _restore_random(random)
         return num_updates
 
@@ -135,6 +138,21 @@ class TrainerState:
             f"{name_of[parameter]}.{key}": value
             for parameter, values in self._optimizer.state.items()
             for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _numbers(self) -> dict[str, dict[str, int]]:
+        """What is no tensor, by parameter: bitsandbytes counts its steps in plain numbers."""
+        return {
+            name: numbers
+            for name, parameter in self._trained.items()
+            if (
+                numbers := {
+                    key: value
+                    for key, value in self._optimizer.state.get(parameter, {}).items()
+                    if isinstance(value, int)
+                }
+            )
         }
 
     def _empty_moments(self, saved: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -154,6 +172,9 @@ class TrainerState:
                 on_device = group.get("fused") or group.get("capturable")
                 device = parameter.device if on_device else torch.device("cpu")
                 value = torch.zeros((), dtype=entry.properties.dtype, device=device)
+            elif key in _OF_BLOCKS:
+                dtype = entry.properties.dtype
+                value = torch.zeros(entry.size, dtype=dtype, device=parameter.device)
             elif entry.size == parameter.shape:
                 value = torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
             else:

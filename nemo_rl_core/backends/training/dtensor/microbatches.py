@@ -52,7 +52,8 @@ class Microbatches:
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, maybe `pair_ids [B]` that keep rows
-                together; B may be 0. Where it carries its plan, that is used.
+                together; B may be 0. Where it carries its plan, that is used, unless it shares rows
+                and this model must not: who planned had another one in mind.
             share_rows: Whether a row may hold several sequences.
             device: Where the tensors are wanted.
 
@@ -72,8 +73,10 @@ class Microbatches:
     ) -> tuple[list[Microbatch], int]:
         """This rank's micro-batches, and how many the data rank with most has."""
         try:
-            plan: list[Microbatch] | None = getattr(batch, "microbatches", None)
-            plan = self._plan(batch, share_rows) if plan is None else plan
+            plan = batch.microbatches
+            shared = any(len(row) > 1 for part in plan or () for row in part.rows)
+            if plan is None or (shared and not share_rows):
+                plan = self._plan(batch, share_rows)
         except DataError:
             if self._mesh is not None:
                 self._mesh.data_max(_REFUSED)
