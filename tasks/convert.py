@@ -24,7 +24,6 @@ def convert(config: ProofStage, checkpoint: Checkpoint, rows: Dataset) -> Checkp
     def work(folder: Path) -> Made:
         from nemo_rl_core.converters.megatron import megatron_to_hf
         from nemo_rl_core.converters.proof import prove
-
         from nemo_rl_core.data.loader import token_sequences
 
         target = folder / "model"
@@ -33,7 +32,11 @@ def convert(config: ProofStage, checkpoint: Checkpoint, rows: Dataset) -> Checkp
         sequences = token_sequences(rows.folder, target, limit=config.num_rows)
         proof = prove(checkpoint.folder, target, sequences, tolerance=config.tolerance)
         write_atomic(folder / "proof.json", json.dumps(asdict(proof), indent=1))
-        return Made("checkpoint", "hf", proof.summary, step=checkpoint.step)
+        summary = (
+            f"{proof.num_equal} of {proof.num_tensors} tensors equal, logprobs within "
+            f"{proof.max_absolute_difference:.1g}"
+        )
+        return Made("checkpoint", "hf", summary, step=checkpoint.step)
 
     parents = {"checkpoint": checkpoint, "rows": rows}
     return CheckpointArtifact(**make("convert", config=config, parents=parents, work=work))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_rl_core.backends.training.dtensor.saving import as_published
@@ -131,4 +131,4 @@ def _prefix(saved: Any, shapes: dict[str, torch.Size], checkpoint: Path) -> str:
             got=f"prefixes {sorted(found)}" if found else f"names such as {sorted(saved)[:3]}",
             fix="name the prefix, and the config that the checkpoint was trained with",
         )
-    return found[0]
+    return str(found[0])

@@ -28,7 +28,7 @@ def token_rows(
     rows = read(source, seed=0).train[:num_rows]
     frame = validate_rows(rows, tokenizer=None, max_prompt_tokens=None, name=str(source)[:80])
     sequences = [
-        example.token_ids[:max_tokens]
+        list(example.token_ids[:max_tokens])
         for _, row in frame.iterrows()
         for example in examples_of(tokenizer, {str(name): row[name] for name in row.index}).values()
     ]

@@ -2,6 +2,10 @@
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def rank_environment(
@@ -35,6 +39,16 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_device() -> "torch.device":
+    """Where this rank computes: its own GPU, or the CPU."""
+    import torch  # in the functions, so that what starts workers need not wait for it
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A worker often sees its own GPU alone, whatever its rank on the machine.
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def join_process_group(*, timeout_seconds: float = 600.0) -> None:
     """Joins the ranks that the environment describes; again, or alone, that changes nothing.
 
@@ -43,12 +57,13 @@ def join_process_group(*, timeout_seconds: float = 600.0) -> None:
     Args:
         timeout_seconds: After which a collective that some rank does not join is an error.
     """
-    # Here, so that what starts workers need not wait for torch.
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())  # what collectives and libraries take unasked
     alone = "WORLD_SIZE" not in os.environ
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",

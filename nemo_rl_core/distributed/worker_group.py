@@ -57,10 +57,10 @@ class RayWorkerGroup:
                 fix="make the cluster larger, or leave num_workers to the sharding",
             )
         bundles = cluster.bundles()[:count]
-        share = cluster.admit(self.name)
         self._cluster = cluster
         self.is_broken = False
         environments = self._environments(count, dict(env_vars or {}))
+        share = cluster.admit(self.name)  # after all that may fail: nobody would count it out
         remote_class = ray.remote(worker_class)
         self._workers: list[Any] = [
             remote_class.options(

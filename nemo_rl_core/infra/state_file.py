@@ -2,26 +2,28 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_core.errors import StoreError
 
 _NAME = "state.json"
 
 
-def write_state(trainer: Path, *, backend: str, num_updates: int) -> None:
-    """Writes which backend the folder is of, and how many optimizer steps it has made."""
-    (trainer / _NAME).write_text(json.dumps({"backend": backend, "num_updates": num_updates}))
+def write_state(trainer: Path, *, backend: str, num_updates: int, **more: Any) -> None:
+    """Writes which backend the folder is of, how many optimizer steps it has made, and more."""
+    state = {"backend": backend, "num_updates": num_updates, **more}
+    (trainer / _NAME).write_text(json.dumps(state))
 
 
-def read_num_updates(trainer: Path, *, backend: str) -> int:
-    """How many optimizer steps the folder's state has made.
+def read_state(trainer: Path, *, backend: str) -> dict[str, Any]:
+    """What `write_state` wrote.
 
     Raises:
         StoreError: If another backend wrote it.
         OSError: If there is no such folder.
         ValueError: If its file is damaged.
     """
-    state = json.loads((trainer / _NAME).read_text())
+    state: dict[str, Any] = json.loads((trainer / _NAME).read_text())
     if state["backend"] != backend:
         raise StoreError(
             f"cannot go on from {trainer} with the backend {backend!r}",
@@ -29,7 +31,7 @@ def read_num_updates(trainer: Path, *, backend: str) -> int:
             got=f"one that {state['backend']!r} wrote",
             fix=f"set training.backend to {state['backend']!r}, or start from its `model/` anew",
         )
-    return int(state["num_updates"])
+    return state
 
 
 def saved_by(checkpoint: Path) -> str | None:

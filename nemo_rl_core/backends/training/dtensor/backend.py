@@ -17,7 +17,7 @@ from nemo_rl_core.backends.training.dtensor.loading import (
     shared_vocabulary_size,
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
-from nemo_rl_core.backends.training.dtensor.mesh import join_mesh, local_device
+from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
 from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Part
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
@@ -34,7 +34,7 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.process_group import rank, world_size
+from nemo_rl_core.distributed.process_group import local_device, rank, world_size
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
@@ -49,6 +49,7 @@ class DTensorBackend:
 
     def setup(self, setup: TrainingSetup) -> None:
         """Loads the model, checks that it computes right when packed, and makes an optimizer."""
+        self._finish_earlier()
         torch.manual_seed(setup.seed)
         torch.use_deterministic_algorithms(True)
         assert isinstance(setup.training, DTensorTraining)
@@ -68,6 +69,11 @@ class DTensorBackend:
         trained = adapters or dict(self._policy.model.named_parameters())
         self._optimizer = build_optimizer(trained.items(), setup.optimizer)
         self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
+
+    def _finish_earlier(self) -> None:
+        """Waits for what an earlier set-up still writes: its group is that of the next one."""
+        if "_trainer_state" in self.__dict__:
+            self.finish_checkpoint()
 
     def _trainable(self, load: Callable[..., Any]) -> Any:
         training, folder = self._training, self._setup.model_folder
@@ -372,7 +378,8 @@ class DTensorBackend:
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the models and the optimizer."""
+        """Frees the models and the optimizer, once what is being saved is written."""
+        self._finish_earlier()
         self.__dict__.clear()
 
 

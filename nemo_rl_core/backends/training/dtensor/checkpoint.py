@@ -8,6 +8,7 @@ as adapters do.
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,20 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.state_file import read_num_updates, write_state
+from nemo_rl_core.infra.state_file import read_state, write_state
 
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
+_OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
+"""What bitsandbytes keeps of the blocks of a parameter's moments, and of their 8-bit codes."""
 
 
 class TrainerState:
     """Optimizer, random state and number of updates of one rank, and weights that go with them.
 
-    Every rank makes one, in the same order, and calls its methods together with the others.
+    Every rank makes one and calls its methods together with the others; one at a time is writing.
 
     Args:
-        optimizer: AdamW or another whose state holds tensors only.
+        optimizer: AdamW or another whose state holds tensors and whole numbers, by parameter.
         trained: The parameters that it trains, by name: `dict(model.named_parameters())`.
         weights: What else is saved and restored, such as adapters.
     """
@@ -48,9 +51,7 @@ class TrainerState:
     ) -> None:
         self._optimizer, self._trained, self._weights = optimizer, trained, weights or {}
         self._written: Future[Any] | None = None
-        # A group of its own: the thread that writes agrees with the other ranks' on who writes what
-        # while this one trains. Shards are planned on the CPU, whatever they were trained on.
-        self._group = dist.new_group(backend="gloo") if _has_peers() else None
+        self._group = _writers(dist.group.WORLD) if _has_peers() else None
 
     def start_saving(self, folder: Path, *, num_updates: int) -> None:
         """Copies the state, and writes the copy in the background into an existing folder.
@@ -62,7 +63,8 @@ class TrainerState:
         tensors |= {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
         tensors |= _random_state()
         if rank() == 0:
-            write_state(folder, backend="dtensor", num_updates=num_updates)
+            numbers = self._numbers()
+            write_state(folder, backend="dtensor", num_updates=num_updates, numbers=numbers)
         response = async_save(
             tensors,
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
@@ -109,9 +111,10 @@ class TrainerState:
                 is then unchanged but, after damage, for weights.
         """
         try:
-            num_updates = read_num_updates(folder, backend="dtensor")
+            state = read_state(folder, backend="dtensor")
             reader = HuggingFaceStorageReader(str(folder))
             saved = reader.read_metadata().state_dict_metadata
+            num_updates, numbers = int(state["num_updates"]), state["numbers"]
         except StoreError:
             raise
         except Exception as error:
@@ -126,7 +129,7 @@ class TrainerState:
             raise _unreadable(folder, error) from error
         self._optimizer.state.clear()
         for name, values in moments.items():
-            self._optimizer.state[self._trained[name]] = values
+            self._optimizer.state[self._trained[name]] = values | numbers.get(name, {})
         _restore_random(random)
         return num_updates
 
@@ -136,6 +139,21 @@ class TrainerState:
             f"{name_of[parameter]}.{key}": value
             for parameter, values in self._optimizer.state.items()
             for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _numbers(self) -> dict[str, dict[str, int]]:
+        """What is no tensor, by parameter: bitsandbytes counts its steps in plain numbers."""
+        return {
+            name: numbers
+            for name, parameter in self._trained.items()
+            if (
+                numbers := {
+                    key: value
+                    for key, value in self._optimizer.state.get(parameter, {}).items()
+                    if isinstance(value, int)
+                }
+            )
         }
 
     def _empty_moments(self, saved: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -155,6 +173,9 @@ class TrainerState:
                 on_device = group.get("fused") or group.get("capturable")
                 device = parameter.device if on_device else torch.device("cpu")
                 value = torch.zeros((), dtype=entry.properties.dtype, device=device)
+            elif key in _OF_BLOCKS:
+                dtype = entry.properties.dtype
+                value = torch.zeros(entry.size, dtype=dtype, device=parameter.device)
             elif entry.size == parameter.shape:
                 value = torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
             else:
@@ -186,6 +207,18 @@ def _flat(moments: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.
 
 def _has_peers() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+@cache
+def _writers(_: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of its own, one for all set-ups of this process.
+
+    The thread that writes agrees with the other ranks' on who writes what while this one trains.
+    Shards are planned on the CPU, whatever they were trained on.
+    """
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -1,15 +1,19 @@
 """Which rank does what: the axes of a `DTensorTraining`, and sums over its data ranks."""
 
-import os
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.distributed.process_group import join_process_group, world_size
+from nemo_rl_core.distributed.process_group import (
+    join_process_group,
+    local_device,
+    world_size,
+)
 from nemo_rl_core.errors import ConfigError
 
 
@@ -75,14 +79,6 @@ class RankMesh:
         return dict(totals)
 
 
-def local_device() -> torch.device:
-    """Where this rank computes: its own GPU, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # A worker often sees its own GPU alone, whatever its rank on the machine.
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
 def join_mesh(training: DTensorTraining) -> RankMesh | None:
     """Joins the other ranks and lays the grid; None where one rank trains whole weights.
 
@@ -93,24 +89,35 @@ def join_mesh(training: DTensorTraining) -> RankMesh | None:
     check_sizes(training, num_ranks)
     if num_ranks == 1 and not training.cpu_offload:
         return None
-    device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     join_process_group()
     replicas, tensor = training.data_parallel_replicas, training.tensor_parallel_size
-    ranks = torch.arange(num_ranks)
-    return RankMesh(
-        parameters=DeviceMesh(
-            device.type,
+    context = training.context_parallel_size
+    parameters, tokens = _grids(dist.group.WORLD, local_device().type, replicas, context, tensor)
+    row_multiple = context * (tensor if training.sequence_parallel else 1)
+    return RankMesh(parameters, tokens, row_multiple)
+
+
+@cache
+def _grids(
+    world: dist.ProcessGroup, device_type: str, replicas: int, context: int, tensor: int
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks over the axes of `RankMesh.parameters`, and over those of `RankMesh.tokens`.
+
+    Kept, since workers are set up again for every stage: the groups behind a mesh, with their
+    connections, threads and buffers, last as long as the process does.
+    """
+    ranks = torch.arange(world.size())
+    return (
+        DeviceMesh(
+            device_type,
             ranks.view(replicas, -1, tensor),
             mesh_dim_names=("replica", "shard", "tensor"),
         ),
-        tokens=DeviceMesh(
-            device.type,
-            ranks.view(-1, training.context_parallel_size, tensor),
+        DeviceMesh(
+            device_type,
+            ranks.view(-1, context, tensor),
             mesh_dim_names=("data", "context", "tensor"),
         ),
-        row_multiple=training.context_parallel_size * (tensor if training.sequence_parallel else 1),
     )
 
 

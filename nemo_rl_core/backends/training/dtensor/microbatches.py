@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
+from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError
@@ -52,7 +52,8 @@ class Microbatches:
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, maybe `pair_ids [B]` that keep rows
-                together; B may be 0. Where it carries its plan, that is used.
+                together; B may be 0. Where it carries its plan, that is used, unless it shares rows
+                and this model must not: who planned had another one in mind.
             share_rows: Whether a row may hold several sequences.
             device: Where the tensors are wanted.
 
@@ -63,7 +64,7 @@ class Microbatches:
         plan, most = self._agreed_plan(batch, share_rows)
         for microbatch in plan:
             part = batch.select_indices(microbatch.indices).to(device)
-            yield Part(_cropped(part, int(part["input_lengths"].max())), microbatch)
+            yield Part(cropped(part, int(part["input_lengths"].max())), microbatch)
         for _ in range(most - len(plan)):
             yield _filler(device)
 
@@ -72,8 +73,10 @@ class Microbatches:
     ) -> tuple[list[Microbatch], int]:
         """This rank's micro-batches, and how many the data rank with most has."""
         try:
-            plan: list[Microbatch] | None = getattr(batch, "microbatches", None)
-            plan = self._plan(batch, share_rows) if plan is None else plan
+            plan = batch.microbatches
+            shared = any(len(row) > 1 for part in plan or () for row in part.rows)
+            if plan is None or (shared and not share_rows):
+                plan = self._plan(batch, share_rows)
         except DataError:
             if self._mesh is not None:
                 self._mesh.data_max(_REFUSED)
@@ -108,20 +111,3 @@ def _filler(device: torch.device) -> Part:
         }
     )
     return Part(filler.to(device), Microbatch(rows=((0,),), row_length=2), is_filler=True)
-
-
-def _cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches.
-
-    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
-    what has another width does not run along the tokens.
-    """
-    padded = part["input_ids"].shape[1]
-    widths = {padded: width, padded - 1: width - 1}
-
-    def crop(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value[:, : widths.get(value.shape[1])]
-        return value
-
-    return type(part)({name: crop(value) for name, value in part.items()})

@@ -11,6 +11,7 @@ from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import fill_parameter
+from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -55,7 +56,7 @@ class LogprobModel(PackedModel):
         if "topk_ids" not in batch:
             return self.logprobs(batch, microbatch), batch
         # Both in one pass, which then makes each chunk of logits once.
-        token_ids = torch.cat([_next_tokens(batch), batch["topk_ids"]], dim=-1)
+        token_ids = torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1)
         logprobs = self._token_logprobs(batch, microbatch, token_ids)
         current = {"current_topk_logprobs": logprobs[..., 1:]}
         return logprobs[..., 0], BatchedDataDict({**batch, **current})
@@ -66,7 +67,7 @@ class LogprobModel(PackedModel):
         Returns:
             `[B, T-1]` in nats, float32; 0 where the mask is not set.
         """
-        return self._token_logprobs(batch, microbatch, _next_tokens(batch))[..., 0]
+        return self._token_logprobs(batch, microbatch, next_tokens(batch))[..., 0]
 
     def topk_logprobs(
         self, batch: BatchedDataDict, microbatch: Microbatch, *, k: int, num_ids: int
@@ -77,27 +78,27 @@ class LogprobModel(PackedModel):
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
             normalized over the whole head; both 0 where the mask is not set.
         """
-        wanted = _wanted(batch)
+        wanted = wanted_positions(batch)
 
         def likeliest(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
                 return topk_logprobs(hidden, self._head, k=k, num_ids=num_ids, **self._options)
 
         ids, logprobs = self._read(batch, microbatch, wanted, likeliest)
-        return _spread(ids, wanted), _spread(logprobs, wanted)
+        return spread(ids, wanted), spread(logprobs, wanted)
 
     def _token_logprobs(
         self, batch: BatchedDataDict, microbatch: Microbatch, token_ids: torch.Tensor
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
-        wanted = _wanted(batch)
+        wanted = wanted_positions(batch)
         wanted_ids = token_ids[wanted]
 
         def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
                 return (token_logprobs(hidden, self._head, wanted_ids[numbers], **self._options),)
 
-        return _spread(self._read(batch, microbatch, wanted, chosen)[0], wanted)
+        return spread(self._read(batch, microbatch, wanted, chosen)[0], wanted)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
@@ -152,7 +153,7 @@ class ScoreModel(PackedModel):
         def score(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (self._head(hidden.float())[:, 0],)
 
-        return _spread(self._read(batch, microbatch, valid, score)[0], valid)
+        return spread(self._read(batch, microbatch, valid, score)[0], valid)
 
     def save(
         self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
@@ -186,24 +187,3 @@ class ScoreModel(PackedModel):
                 self._refuse_above(difference, "scores")
         finally:
             self._head.weight.copy_(own)
-
-
-def _next_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1, 1]` ids that the positions of the batch predict."""
-    next_tokens: torch.Tensor = batch["input_ids"][:, 1:, None]
-    return next_tokens
-
-
-def _wanted(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1]` bool: the mask, without positions that have no next token."""
-    mask: torch.Tensor = batch["token_mask"].bool()
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    has_next: torch.Tensor = positions < batch["input_lengths"][:, None] - 1
-    return mask & has_next
-
-
-def _spread(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """`values [N, ...]` at the N places of `wanted [B, T]` that are set, 0 at the others."""
-    places = wanted.reshape(*wanted.shape, *[1] * (values.dim() - 1))
-    spread: torch.Tensor = values.new_zeros(*wanted.shape, *values.shape[1:])
-    return spread.masked_scatter(places, values)

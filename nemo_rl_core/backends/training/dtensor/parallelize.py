@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
-from nemo_rl_core.backends.training.dtensor.mesh import RankMesh, local_device
+from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.distributed.process_group import local_device
 
 _WITHIN = "call_within_root"
 

@@ -26,6 +26,7 @@ from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, loa
 from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
@@ -56,7 +57,7 @@ class MegatronBackend:
         torch.use_deterministic_algorithms(True)
         self._setup = setup
         self._num_updates = 0
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = local_device()
         self._models = build_model(setup.model_folder, training, setup.dtype)
         load_hf_weights(self._models, setup.model_folder)
         self._chunks = wrap(self._models)

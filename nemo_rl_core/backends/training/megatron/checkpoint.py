@@ -26,7 +26,7 @@ from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.dcp_metadata import read_metadata
-from nemo_rl_core.infra.state_file import read_num_updates, write_state
+from nemo_rl_core.infra.state_file import read_state, write_state
 from nemo_rl_core.infra.tensors import save_weights
 
 # The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.
@@ -73,7 +73,7 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     """
     try:
         read_metadata(folder)
-        num_updates = read_num_updates(folder, backend="megatron")
+        num_updates = int(read_state(folder, backend="megatron")["num_updates"])
         _allocate_state(optimizer)
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))

@@ -54,9 +54,11 @@ class ReferenceWeights:
         self.vocabulary_size = shared_vocabulary_size(trained, folder)
         self._parameters = [p for model in models for p in model.parameters()]
         own = _copies(self._parameters)
-        load_hf_weights(models, folder)
-        self._tensors = _copies(self._parameters)
-        _write(own, self._parameters)
+        try:
+            load_hf_weights(models, folder)
+            self._tensors = _copies(self._parameters)
+        finally:  # also where a folder lacks a weight, and half of the others are in the model
+            _write(own, self._parameters)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:

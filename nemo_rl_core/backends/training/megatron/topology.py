@@ -16,9 +16,15 @@ from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.process_group import join_process_group
 from nemo_rl_core.errors import ConfigError
 
+_standing: tuple[object, dict[str, int | None]] | None = None
+"""The process group and the sizes for which Megatron's groups stand."""
+
 
 def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
-    """Joins the ranks and makes Megatron's groups; a layout that was there before is torn down.
+    """Joins the ranks and makes Megatron's groups, unless they are there from an earlier set-up.
+
+    Another layout that was there before is torn down. Its groups, with their connections, threads
+    and buffers, last as long as the process does, which is why the same ones are kept.
 
     Args:
         training: The sizes of the axes; data parallelism takes the ranks that are left.
@@ -27,22 +33,26 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
     Raises:
         ConfigError: If the number of ranks is no multiple of what one replica takes.
     """
+    global _standing  # noqa: PLW0603  (Megatron's groups are global, too)
     run_on_cpu_where_cuda_is_absent()
     from megatron.core import parallel_state, tensor_parallel
 
     join_process_group()
     _refuse_indivisible_world(training, dist.get_world_size())
-    tear_down_topology()
     # Megatron's word for a plain pipeline is None.
     virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=training.tensor_parallel_size,
-        pipeline_model_parallel_size=training.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_stages,
-        context_parallel_size=training.context_parallel_size,
-        expert_model_parallel_size=training.expert_parallel_size,
-        order="tp-cp-ep-dp-pp",
-    )
+    sizes = {
+        "tensor_model_parallel_size": training.tensor_parallel_size,
+        "pipeline_model_parallel_size": training.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        "context_parallel_size": training.context_parallel_size,
+        "expert_model_parallel_size": training.expert_parallel_size,
+    }
+    layout = dist.group.WORLD, sizes
+    if _standing != layout:
+        tear_down_topology()
+        parallel_state.initialize_model_parallel(**sizes, order="tp-cp-ep-dp-pp")
+        _standing = layout
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -51,8 +61,10 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
 
 def tear_down_topology() -> None:
     """Leaves Megatron's groups, but not the process group itself; without any, does nothing."""
+    global _standing  # noqa: PLW0603
     from megatron.core import parallel_state
 
+    _standing = None
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 

@@ -1,0 +1,124 @@
+"""What workers that outlive a stage keep, and what they must not keep."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
+from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, OptimizerConfig
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.data.packing import Microbatch
+from nemo_rl_core.distributed.local_ranks import run_ranks
+
+
+def num_groups() -> int:
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def meshes_on_rank() -> tuple[list[int], list[int]]:
+    counts, sizes = [], []
+    weight = torch.nn.Parameter(torch.zeros(2))
+    for training in (DTensorTraining(), DTensorTraining(), DTensorTraining(tensor_parallel_size=2)):
+        mesh = join_mesh(training)
+        assert mesh is not None
+        TrainerState(torch.optim.AdamW([weight]), {"weight": weight})
+        counts.append(num_groups())
+        sizes.append(mesh.tensor_size)
+    return counts, sizes
+
+
+def test_set_up_again_the_ranks_keep_their_groups() -> None:
+    for counts, sizes in run_ranks(meshes_on_rank, world_size=2):
+        assert counts[0] == counts[1] < counts[2]
+        assert sizes == [1, 1, 2]
+
+
+def test_a_plan_with_shared_rows_is_not_for_a_model_that_must_not_share_them() -> None:
+    batch = collate([[1, 2], [3, 4]], [[True] * 2] * 2)
+    batch.microbatches = [Microbatch(rows=((0, 1),), row_length=4)]
+    for share_rows, rows in ((True, ((0, 1),)), (False, ((0,), (1,)))):
+        parts = Microbatches(8, None).of(batch, share_rows=share_rows, device=torch.device("cpu"))
+        assert [part.plan.rows for part in parts] == [rows]
+
+
+class BlockwiseAdam(torch.optim.Optimizer):
+    """Keeps state in the form of bitsandbytes' AdamW8bit, which needs a GPU to compute it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            state["state1"] = torch.full(parameter.shape, state["step"], dtype=torch.uint8)
+            state["absmax1"] = torch.tensor([0.5 * state["step"]])
+            state["qmap1"] = torch.linspace(-1, 1, 256)
+
+
+def test_moments_in_blocks_with_counts_in_plain_numbers_come_back(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 5))
+    saved, loaded = BlockwiseAdam([weight]), BlockwiseAdam([weight])
+    for _ in range(3):
+        saved.step()
+    state = TrainerState(saved, {"weight": weight})
+    state.start_saving(tmp_path, num_updates=3)
+    state.finish_saving()
+    assert TrainerState(loaded, {"weight": weight}).load(tmp_path) == 3
+    assert loaded.state[weight].pop("step") == 3
+    saved.state[weight].pop("step")
+    torch.testing.assert_close(loaded.state[weight], saved.state[weight], rtol=0, atol=0)
+
+
+def megatron_on_rank(model: Path, damaged: Path) -> tuple[list[int], list[str], bool, float]:
+    from nemo_rl_core.backends.training.base import TrainingSetup
+    from nemo_rl_core.backends.training.megatron.backend import MegatronBackend
+    from nemo_rl_core.errors import ModelError
+
+    backend, counts = MegatronBackend(), []
+    setup = TrainingSetup(
+        model_folder=model,
+        optimizer=OptimizerConfig(),
+        max_tokens_per_microbatch=16,
+        training=MegatronTraining(),
+        reference_folder=damaged,
+    )
+    for _ in range(2):
+        backend.setup(setup)
+        counts.append(num_groups())
+    before = {name: weight.clone() for name, weight in backend.named_weights()}
+    batch = collate([[1, 2, 3]], [[False, True, True]])
+    alone = backend.get_logprobs(batch)
+    refusals = []
+    for _ in range(2):
+        try:
+            backend.get_reference_logprobs(batch)
+        except ModelError as error:
+            refusals.append(error.problem)
+    same = all(torch.equal(weight, before[name]) for name, weight in backend.named_weights())
+    return counts, refusals, same, (backend.get_logprobs(batch) - alone).abs().max().item()
+
+
+@pytest.mark.slow
+def test_megatron_keeps_its_groups_and_its_weights_where_a_reference_is_damaged(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    damaged = Path(shutil.copytree(tiny_model, tmp_path / "reference"))
+    weights = {name: value + 1 for name, value in load_file(damaged / "model.safetensors").items()}
+    del weights["model.norm.weight"]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    for counts, refusals, same, moved in run_ranks(
+        megatron_on_rank, tiny_model, damaged, world_size=2
+    ):
+        assert counts[0] == counts[1]
+        assert len(refusals) == 2
+        assert same
+        assert moved == 0.0
