@@ -292,6 +292,8 @@ def plain(folder: Path) -> dict[str, Any]:
 
 def error(found: Any, expected: Any) -> float:
     found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
     if torch.equal(found, expected):
         return 0.0
     return float((found - expected).abs().max() / expected.abs().max())
