@@ -156,7 +156,8 @@ def make_batch(*, all_tokens: bool = False) -> BatchedDataDict:
     shape = batch["token_mask"].shape
     batch["advantages"] = torch.randn(shape, generator=generator) + 0.5
     for name in ("prev_logprobs", "reference_logprobs"):
-        batch[name] = torch.randn(shape, generator=generator) * 0.5 - 3.0
+        # About where five steps lead, so that ratios fall on both sides of GRPO's band.
+        batch[name] = -1.5 * torch.rand(shape, generator=generator)
     return batch
 
 
