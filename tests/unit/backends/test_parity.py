@@ -83,39 +83,63 @@ def megatron(layout: str, tensor: int = 1, pipeline: int = 1, **axes: Any) -> Ca
     return Case(model, layout, training)
 
 
-# By number of ranks; what the layout leaves of them is data parallelism.
-CASES = {
-    1: [dtensor("1"), dtensor("1", "experts"), megatron("1x1"), megatron("EP 1")],
-    2: [
-        dtensor("FSDP 2"),
-        dtensor("TP 2", tensor_parallel_size=2),
-        dtensor("TP 2 + SP", tensor_parallel_size=2, sequence_parallel=True),
-        dtensor("CP 2", context_parallel_size=2),
-        dtensor("FSDP 2", "experts"),
-        megatron("2x1", 2),
-        megatron("2x1 + SP", 2, sequence_parallel=True),
-        megatron("1x2", 1, 2),
-        megatron("1x2 interleaved", 1, 2, virtual_pipeline_size=2),
-        megatron("DP 2 x 1x1 recomputed", activation_checkpointing=True),
-        megatron("EP 2", expert_parallel_size=2),
-    ],
-    4: [
-        dtensor("FSDP 2 x TP 2", tensor_parallel_size=2),
-        dtensor("HSDP 2 x 2 recomputed", data_parallel_replicas=2, activation_checkpointing=True),
-        dtensor("HSDP 2 x TP 2", data_parallel_replicas=2, tensor_parallel_size=2),
-        dtensor(
-            "CP 2 x TP 2 + SP",
-            context_parallel_size=2,
-            tensor_parallel_size=2,
-            sequence_parallel=True,
-        ),
-        dtensor("FSDP 2 x CP 2 offloaded", context_parallel_size=2, cpu_offload=True),
-        megatron("2x2", 2, 2),
-        megatron("DP 2 x 2x1", 2),
-        megatron("DP 2 x 1x2", 1, 2),
-        megatron("PP 2 x EP 2", 1, 2, expert_parallel_size=2),
-    ],
-}
+# With the number of ranks; what a layout leaves of them is data parallelism. Each group gets
+# processes of its own: a backend that was shut down leaves its process groups' threads behind.
+CASES = [
+    (1, [dtensor("1"), dtensor("1", "experts"), megatron("1x1"), megatron("EP 1")]),
+    (
+        2,
+        [
+            dtensor("FSDP 2"),
+            dtensor("TP 2", tensor_parallel_size=2),
+            dtensor("TP 2 + SP", tensor_parallel_size=2, sequence_parallel=True),
+            dtensor("CP 2", context_parallel_size=2),
+            dtensor("FSDP 2", "experts"),
+        ],
+    ),
+    (
+        2,
+        [
+            megatron("2x1", 2),
+            megatron("2x1 + SP", 2, sequence_parallel=True),
+            megatron("1x2", 1, 2),
+            megatron("1x2 interleaved", 1, 2, virtual_pipeline_size=2),
+            megatron("DP 2 x 1x1 recomputed", activation_checkpointing=True),
+            megatron("EP 2", expert_parallel_size=2),
+        ],
+    ),
+    (
+        4,
+        [
+            dtensor("FSDP 2 x TP 2", tensor_parallel_size=2),
+            dtensor(
+                "HSDP 2 x 2 recomputed", data_parallel_replicas=2, activation_checkpointing=True
+            ),
+        ],
+    ),
+    (
+        4,
+        [
+            dtensor("HSDP 2 x TP 2", data_parallel_replicas=2, tensor_parallel_size=2),
+            dtensor(
+                "CP 2 x TP 2 + SP",
+                context_parallel_size=2,
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+            ),
+            dtensor("FSDP 2 x CP 2 offloaded", context_parallel_size=2, cpu_offload=True),
+        ],
+    ),
+    (
+        4,
+        [
+            megatron("2x2", 2, 2),
+            megatron("DP 2 x 2x1", 2),
+            megatron("DP 2 x 1x2", 1, 2),
+            megatron("PP 2 x EP 2", 1, 2, expert_parallel_size=2),
+        ],
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -350,8 +374,8 @@ def test_every_layout_of_both_backends_follows_the_plain_loop(
         measured(folders[case.model], case.training) for case in cases
     ]
     table: dict[tuple[str, ...], dict[str, float]] = {}
-    for num_ranks, cases in CASES.items():
-        ranks = run_ranks(run, cases, world_size=num_ranks, timeout_seconds=1200.0)
+    for num_ranks, cases in CASES:
+        ranks = run_ranks(run, cases, world_size=num_ranks, timeout_seconds=600.0)
         for case, *found in zip(cases, *ranks, strict=True):
             assert [of_rank["buckets"] > 0 for of_rank in found] == [True] + [False] * (
                 num_ranks - 1
