@@ -1,13 +1,10 @@
-"""The training worker on several ranks against the plain transformers loop on one."""
+"""Checkpoints that move between layouts of ranks (`test_parity.py` has what a layout computes)."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -20,7 +17,6 @@ from nemo_rl_core.distributed.process_group import rank, world_size
 
 EPSILON = 1e-3  # as in test_dtensor.py: a gradient of rounding must not move a weight
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
-NUM_STEPS = 5
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "FSDP 2": {},
     "TP 2": {"tensor_parallel_size": 2},
@@ -77,104 +73,44 @@ def make_shard(axes: dict[str, Any]) -> tuple[list[int], BatchedDataDict]:
     return rows, make_batch().select_indices(rows)
 
 
-def trained(folder: Path, layouts: dict[str, dict[str, Any]], saved: Path) -> dict[str, Any]:
-    """What each layout gives on this rank, from logprobs to the weights after the last step.
-
-    What they have then is saved, and the next layout takes one more step from there.
-    """
-    results: dict[str, Any] = {}
+def losses(folder: Path, layouts: dict[str, dict[str, Any]], saved: Path) -> dict[str, Any]:
+    """Of the step behind a checkpoint: straight on, and resumed at the next layout."""
+    found: dict[str, Any] = {}
     names = list(layouts)
-    for name, axes in layouts.items():
+    for place, (name, axes) in enumerate(layouts.items()):
         backend = make_backend(folder, axes)
         rows, shard = make_shard(axes)
-        logprobs = backend.get_logprobs(shard)
         reference = backend.get_reference_topk_logprobs(shard, 3)
-        steps = [backend.train_step(shard, NLLLoss()) for _ in range(NUM_STEPS)]
+        for _ in range(2):
+            backend.train_step(shard, NLLLoss())
         checkpoint = saved / name
         checkpoint.mkdir(parents=True, exist_ok=True)
         backend.save_checkpoint(checkpoint)
-        results[name] = {
-            "rows": rows,
-            "logprobs": logprobs,
-            "reference": reference,
-            "steps": steps,
-            "weights": dict(backend.named_weights()),
-            "last": backend.get_logprobs(shard),
-            "buckets": len(backend.weight_buckets()[0]),
-        }
+        straight = backend.train_step(shard, NLLLoss())
         backend.shutdown()
-        other = layouts[names[(names.index(name) + 1) % len(names)]]
+        other = layouts[names[(place + 1) % len(names)]]
         resumed = make_backend(folder, other)
         resumed.load_checkpoint(checkpoint)
-        steps.append(resumed.train_step(make_shard(other)[1], NLLLoss()))
+        step = resumed.train_step(make_shard(other)[1], NLLLoss())
         resumed.shutdown()
-    return results
-
-
-def plain_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids).logits[0, :-1]
-    return torch.log_softmax(logits, dim=-1)
-
-
-def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
-    rows = []
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        ids = batch["input_ids"][row : row + 1, :length]
-        chosen = plain_logits(model, ids).gather(-1, ids[0, 1:, None])[:, 0]
-        rows.append(torch.nn.functional.pad(chosen, (0, batch["token_mask"].shape[1] + 1 - length)))
-    return torch.stack(rows) * batch["token_mask"]
-
-
-def plain_training(folder: Path) -> dict[str, Any]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = make_batch()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1
-    )
-    first = plain_logprobs(model, batch).detach()
-    steps = []
-    for step in range(NUM_STEPS + 1):
-        if step == NUM_STEPS:
-            weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-            last = plain_logprobs(model, batch).detach()
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
-        optimizer.zero_grad()
-        loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
-    return {"logprobs": first, "steps": steps, "weights": weights, "last": last}
-
-
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    rows = found["rows"]
-    close: Callable[..., None] = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
-    close(found["logprobs"], expected["logprobs"][rows])
-    close(found["last"], expected["last"][rows], atol=2e-5)
-    for metrics, (loss, norm) in zip(found["steps"], expected["steps"], strict=True):
-        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in found["weights"].items():
-        close(weight, expected["weights"][name], atol=1e-5)
+        found[name] = {"rows": rows, "reference": reference, "steps": (straight, step)}
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
-def test_every_layout_follows_the_plain_loop(
+def test_a_checkpoint_of_one_layout_goes_on_at_the_next(
     tiny_model: Path, tmp_path: Path, num_ranks: int, layouts: dict[str, dict[str, Any]]
 ) -> None:
-    expected = plain_training(tiny_model)
-    alone = trained(tiny_model, {"alone": {}}, tmp_path)["alone"]
-    compare(alone, expected)
+    alone = losses(tiny_model, {"alone": {}}, tmp_path)["alone"]
+    assert alone["steps"][0] == alone["steps"][1]  # to the bit
+    ids, logprobs = alone["reference"]
     found_by_rank = run_ranks(
-        trained, tiny_model, layouts, tmp_path, world_size=num_ranks, timeout_seconds=900.0
+        losses, tiny_model, layouts, tmp_path, world_size=num_ranks, timeout_seconds=500.0
     )
-    for place, results in enumerate(found_by_rank):
-        for found in results.values():
-            compare(found, expected)
-            ids, logprobs = found["reference"]
-            assert torch.equal(ids, alone["reference"][0][found["rows"]])
-            torch.testing.assert_close(logprobs, alone["reference"][1][found["rows"]])
-            assert (found["buckets"] > 0) == (place == 0)
+    for results in found_by_rank:
+        for name, found in results.items():
+            for metrics in found["steps"]:
+                assert metrics == pytest.approx(alone["steps"][0], rel=1e-5), name
+            assert torch.equal(found["reference"][0], ids[found["rows"]]), name
+            torch.testing.assert_close(found["reference"][1], logprobs[found["rows"]])

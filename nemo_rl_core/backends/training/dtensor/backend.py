@@ -28,6 +28,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
     whole_tensor,
 )
 from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
+from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
 from nemo_rl_core.config.training import DTensorTraining
@@ -315,7 +316,8 @@ class DTensorBackend:
         One at a time, and a collective: every rank must go through all of it.
         """
         weights = self._own_weights()
-        return self._adapters.merged(weights) if self._adapters else weights
+        merged = self._adapters.merged(weights) if self._adapters else weights
+        return as_published(self._policy.model, merged)
 
     def _own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self._policy.model

@@ -22,7 +22,7 @@ def save_model(
         folder: Made by rank 0, which alone writes.
         model: A transformers model, sharded or not.
         tokenizer: That of the model.
-        named_weights: Whole tensors under the model's own names, tied ones once. Every rank reads
+        named_weights: Whole tensors as `as_published` names them, tied ones once. Every rank reads
             the stream to its end, since making one tensor whole may take them all.
 
     Raises:
@@ -39,7 +39,7 @@ def save_model(
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_weights(folder, as_published(model, named_weights))
+    save_weights(folder, named_weights)
 
 
 def as_published(

@@ -1,15 +1,13 @@
-"""The Megatron worker against the plain transformers loop, over every layout."""
+"""The Megatron worker's packed rows and checkpoints (`test_parity.py` has what it computes)."""
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.training import MegatronTraining, OptimizerConfig
@@ -25,7 +23,6 @@ OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, num_warmup_steps=2, adam_epsilon=EPSILON
 )
 LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
-NUM_STEPS = 5
 MAX_TOKENS = 24
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -44,44 +41,16 @@ def layout(tensor: int = 1, pipeline: int = 1, **more: Any) -> MegatronTraining:
     return MegatronTraining(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **more)
 
 
-# By number of ranks; what tensor and pipeline parallelism leave is data parallelism.
-DENSE = {
-    1: {"1x1": layout()},
-    2: {
-        "2x1": layout(2),
-        "2x1 sequence": layout(2, sequence_parallel=True),
-        "1x2": layout(1, 2),
-        "1x2 interleaved": layout(1, 2, virtual_pipeline_size=2),
-        "data 2": layout(),
-        "1x1 recomputed": layout(activation_checkpointing=True),
-    },
-    4: {"2x2": layout(2, 2), "data 2 x 2x1": layout(2), "data 2 x 1x2": layout(1, 2)},
-}
-EXPERTS = {1: {"1x1": layout()}, 2: {"experts 2": layout(expert_parallel_size=2)}}
-
-
 @pytest.fixture(scope="module")
-def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model and a mixture of experts, with a tokenizer of 19 tokens: odd over two ranks."""
+def dense(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of 19 tokens: odd over two ranks."""
     tokenizer = load_tokenizer(tiny_model)
-    configs = {
-        "dense": Qwen2Config(**SHAPE, vocab_size=len(tokenizer)),
-        "experts": Qwen3MoeConfig(
-            **SHAPE,
-            vocab_size=len(tokenizer),
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            norm_topk_prob=True,
-        ),
-    }
-    root = tmp_path_factory.mktemp("megatron")
-    for name, config in configs.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    return {name: root / name for name in configs}
+    folder = tmp_path_factory.mktemp("megatron")
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPE, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_batch() -> BatchedDataDict:
@@ -121,87 +90,6 @@ def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
     return result * batch["token_mask"]
 
 
-def plain_run(folder: Path) -> dict[str, Any]:
-    """First logprobs, `(loss, norm)` of five steps, and the weights after them."""
-    batch = make_batch()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1
-    )
-    first = plain_logprobs(model, batch).detach()
-    steps = []
-    for step in range(NUM_STEPS):
-        # Two steps of warm-up: half the rate, then all of it.
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
-        optimizer.zero_grad()
-        loss = -plain_logprobs(model, batch).sum() / batch["token_mask"].sum()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
-    parameters = {name: weight.detach() for name, weight in model.named_parameters()}
-    weights = revert_weight_conversion(model, parameters)  # experts, as published, one by one
-    return {"logprobs": first, "steps": steps, "weights": weights}
-
-
-def megatron_run(folder: Path, training: MegatronTraining) -> dict[str, Any]:
-    """The same of the backend, as this rank sees it."""
-    from nemo_rl_core.algorithms.sft.loss import NLLLoss
-
-    backend = make_backend(folder, training)
-    rows = rows_of_this_rank(make_batch())
-    batch = make_batch().select_indices(rows)
-    first = backend.get_logprobs(batch)
-    steps = [backend.train_step(batch, NLLLoss()) for _ in range(NUM_STEPS)]
-    weights = {name: weight.clone() for name, weight in backend.named_weights()}
-    buckets, _ = backend.weight_buckets()
-    backend.shutdown()
-    return {
-        "rows": rows,
-        "logprobs": first,
-        "steps": steps,
-        "weights": weights,
-        "buckets": len(buckets),
-    }
-
-
-def every_layout(folder: Path, layouts: dict[str, MegatronTraining]) -> dict[str, Any]:
-    return {name: megatron_run(folder, training) for name, training in layouts.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "world_size"),
-    [*(("dense", size) for size in DENSE), *(("experts", size) for size in EXPERTS)],
-)
-def test_five_steps_follow_the_plain_loop(
-    folders: dict[str, Path], model: str, world_size: int
-) -> None:
-    layouts = {"dense": DENSE, "experts": EXPERTS}[model][world_size]
-    expected = plain_run(folders[model])
-    ranks = run_ranks(every_layout, folders[model], layouts, world_size=world_size)
-    for rank, results in enumerate(ranks):
-        for name, actual in results.items():
-            message: Callable[[str], str] = lambda text, name=name: f"{name}: {text}"  # noqa: E731
-            torch.testing.assert_close(
-                actual["logprobs"],
-                expected["logprobs"][actual["rows"]],
-                rtol=1e-5,
-                atol=1e-5,
-                msg=message,
-            )
-            for metrics, (loss, norm) in zip(actual["steps"], expected["steps"], strict=True):
-                assert metrics["loss"] == pytest.approx(loss, rel=1e-5), name
-                assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5), name
-                assert metrics["num_valid_tokens"] == make_batch()["token_mask"].sum(), name
-            assert actual["weights"].keys() == expected["weights"].keys(), name
-            for key, weight in actual["weights"].items():
-                torch.testing.assert_close(
-                    weight, expected["weights"][key], rtol=1e-5, atol=1e-5, msg=message
-                )
-            assert (actual["buckets"] > 0) == (rank == 0), name
-
-
 def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
     from nemo_rl_core.backends.training.megatron.packed import other_sequences
 
@@ -220,9 +108,9 @@ def changed_neighbour(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_changed_sequence_leaves_its_neighbours_alone_to_the_bit(
-    folders: dict[str, Path],
+    dense: Path,
 ) -> None:
-    ((before, after),) = run_ranks(changed_neighbour, folders["dense"], world_size=1)
+    ((before, after),) = run_ranks(changed_neighbour, dense, world_size=1)
     others = [row for row in range(len(LENGTHS)) if row != 1]
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[1], after[1])
@@ -256,8 +144,8 @@ def saved_and_resumed(folder: Path, path: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_resumes_at_another_layout(folders: dict[str, Path], tmp_path: Path) -> None:
-    losses = run_ranks(saved_and_resumed, folders["dense"], tmp_path, world_size=2)[0]
+def test_a_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> None:
+    losses = run_ranks(saved_and_resumed, dense, tmp_path, world_size=2)[0]
     assert losses["2x1"] == losses["straight"]  # the same layout goes on to the bit
     assert losses["1x2"] == pytest.approx(losses["straight"], rel=1e-5)
     assert losses["data 2"] == pytest.approx(losses["straight"], rel=1e-5)

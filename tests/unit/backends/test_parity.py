@@ -1,0 +1,394 @@
+"""The parity table: both backends at every layout against the plain transformers loop in float32.
+
+An error is relative: the largest |found - expected| over the largest |expected| of a tensor (of a
+number, of itself), and of many tensors the worst, on the worst rank.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from nemo_rl_core.algorithms.grpo.config import ClippedLoss, KLPenalty
+from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.config.training import (
+    DTensorTraining,
+    MegatronTraining,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.data.packing import Microbatch
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank, world_size
+
+TOLERANCE = 1e-5
+NUM_STEPS = 5
+MAX_TOKENS = 24
+LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
+# With Adam's usual epsilon, a gradient that is zero but for rounding moves a weight by the whole
+# learning rate, in a direction that rounding decides; nothing could be compared then.
+ADAM = OptimizerConfig(
+    learning_rate=1e-2, weight_decay=0.1, num_warmup_steps=2, adam_epsilon=1e-3, max_grad_norm=1.0
+)
+# Under an epsilon that drowns the second moment, Adam's first step is plain descent, and how far
+# it moves a weight is the gradient, however that is sharded. RATE is so large that the weight
+# itself is lost in the sum, not the gradient.
+RATE = 1e4
+DESCENT = OptimizerConfig(
+    learning_rate=RATE * 1e8, adam_epsilon=1e8, adam_beta1=0, adam_beta2=0, max_grad_norm=1e9
+)
+GRPO = GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1)))
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    model: str
+    layout: str
+    training: TrainingConfig
+
+
+def dtensor(layout: str, model: str = "dense", **axes: Any) -> Case:
+    return Case(model, layout, DTensorTraining(**axes))
+
+
+def megatron(layout: str, tensor: int = 1, pipeline: int = 1, **axes: Any) -> Case:
+    model = "experts" if "EP" in layout else "dense"
+    training = MegatronTraining(
+        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **axes
+    )
+    return Case(model, layout, training)
+
+
+# With the number of ranks; what a layout leaves of them is data parallelism. Each group gets
+# processes of its own: a backend that was shut down leaves its process groups' threads behind.
+CASES = [
+    (1, [dtensor("1"), dtensor("1", "experts"), megatron("1x1"), megatron("EP 1")]),
+    (
+        2,
+        [
+            dtensor("FSDP 2"),
+            dtensor("TP 2", tensor_parallel_size=2),
+            dtensor("TP 2 + SP", tensor_parallel_size=2, sequence_parallel=True),
+            dtensor("CP 2", context_parallel_size=2),
+            dtensor("FSDP 2", "experts"),
+        ],
+    ),
+    (
+        2,
+        [
+            megatron("2x1", 2),
+            megatron("2x1 + SP", 2, sequence_parallel=True),
+            megatron("1x2", 1, 2),
+            megatron("1x2 interleaved", 1, 2, virtual_pipeline_size=2),
+            megatron("DP 2 x 1x1 recomputed", activation_checkpointing=True),
+            megatron("EP 2", expert_parallel_size=2),
+        ],
+    ),
+    (
+        4,
+        [
+            dtensor("FSDP 2 x TP 2", tensor_parallel_size=2),
+            dtensor(
+                "HSDP 2 x 2 recomputed", data_parallel_replicas=2, activation_checkpointing=True
+            ),
+        ],
+    ),
+    (
+        4,
+        [
+            dtensor("HSDP 2 x TP 2", data_parallel_replicas=2, tensor_parallel_size=2),
+            dtensor(
+                "CP 2 x TP 2 + SP",
+                context_parallel_size=2,
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+            ),
+            dtensor("FSDP 2 x CP 2 offloaded", context_parallel_size=2, cpu_offload=True),
+        ],
+    ),
+    (
+        4,
+        [
+            megatron("2x2", 2, 2),
+            megatron("DP 2 x 2x1", 2),
+            megatron("DP 2 x 1x2", 1, 2),
+            megatron("PP 2 x EP 2", 1, 2, expert_parallel_size=2),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model and a mixture of experts, with a tokenizer of 19 tokens: odd over two ranks."""
+    tokenizer = load_tokenizer(tiny_model)
+    configs = {
+        "dense": Qwen2Config(**SHAPE, vocab_size=len(tokenizer)),
+        "experts": Qwen3MoeConfig(
+            **SHAPE,
+            vocab_size=len(tokenizer),
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            norm_topk_prob=True,
+        ),
+    }
+    root = tmp_path_factory.mktemp("parity")
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name or parameter_name.endswith("bias"):
+                    parameter.add_(torch.rand_like(parameter) - 0.5)
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in configs}
+
+
+def make_batch(*, all_tokens: bool = False) -> BatchedDataDict:
+    """Eight sequences, the second half of each trained on, with what GRPO's loss reads."""
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
+    masks = [[all_tokens or place >= n // 2 for place in range(n)] for n in LENGTHS]
+    batch = collate(sequences, masks)
+    shape = batch["token_mask"].shape
+    batch["advantages"] = torch.randn(shape, generator=generator) + 0.5
+    for name in ("prev_logprobs", "reference_logprobs"):
+        # About where five steps lead, so that ratios fall on both sides of GRPO's band.
+        batch[name] = -1.5 * torch.rand(shape, generator=generator)
+    return batch
+
+
+def rows_of_this_rank(training: TrainingConfig) -> list[int]:
+    """Uneven shards, and no rows at all for the last of four data ranks."""
+    stages = training.pipeline_parallel_size if isinstance(training, MegatronTraining) else 1
+    ranks_per_stage = training.ranks_per_replica // stages
+    num_data_ranks = training.data_parallel_size(world_size())
+    place = rank() // ranks_per_stage % num_data_ranks
+    bounds = {1: [0, 8], 2: [0, 6, 8], 4: [0, 5, 6, 8, 8]}[num_data_ranks]
+    return list(range(bounds[place], bounds[place + 1]))
+
+
+def shard_of(rows: list[int], *, padded: bool = False, all_tokens: bool = False) -> BatchedDataDict:
+    shard = make_batch(all_tokens=all_tokens).select_indices(rows)
+    if padded:  # one micro-batch of one sequence a row
+        plan = Microbatch(tuple((row,) for row in range(len(rows))), max(LENGTHS))
+        shard.microbatches = [plan] if rows else []
+    return shard
+
+
+def all_logprobs(backend: Any, rows: list[int]) -> torch.Tensor:
+    """`[B, T-1, V]`: logits, but for what a softmax does not see."""
+    shard = shard_of(rows, all_tokens=True)
+    ids, logprobs = backend.get_reference_topk_logprobs(shard, 19)
+    return torch.zeros_like(logprobs).scatter_add(-1, ids, logprobs)
+
+
+def start(folder: Path, training: TrainingConfig, optimizer: OptimizerConfig) -> Any:
+    backend = get_training_backend(training.backend)()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            optimizer=optimizer,
+            training=training,
+            max_tokens_per_microbatch=MAX_TOKENS,
+            reference_folder=folder,
+        )
+    )
+    return backend
+
+
+def gradients(
+    folder: Path, training: TrainingConfig, *, padded: bool = False
+) -> dict[str, torch.Tensor]:
+    """Whole gradients by the weights' names, of one step."""
+    backend = start(folder, training, DESCENT)
+    before = {name: weight.double() for name, weight in backend.named_weights()}
+    backend.train_step(shard_of(rows_of_this_rank(training), padded=padded), NLLLoss())
+    found = {name: (before[name] - w.double()) / RATE for name, w in backend.named_weights()}
+    backend.shutdown()
+    return found
+
+
+def measured(folder: Path, training: TrainingConfig) -> dict[str, Any]:
+    """What a backend gives on this rank."""
+    rows = rows_of_this_rank(training)
+    found: dict[str, Any] = {
+        "packed": gradients(folder, training),
+        "padded": gradients(folder, training, padded=True),
+    }
+    backend = start(folder, training, ADAM)
+    found |= {
+        "rows": rows,
+        "logits": all_logprobs(backend, rows),
+        "logprobs": backend.get_logprobs(shard_of(rows)),
+        "padded logprobs": backend.get_logprobs(shard_of(rows, padded=True)),
+        "steps": [backend.train_step(shard_of(rows), NLLLoss()) for _ in range(NUM_STEPS)],
+        "weights": {name: weight.clone() for name, weight in backend.named_weights()},
+        "buckets": len(backend.weight_buckets()[0]),
+        "grpo": backend.train_step(shard_of(rows), GRPO),
+    }
+    backend.shutdown()
+    return found
+
+
+def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
+    """`[B, T-1, V]`: each sequence alone through the model, 0 past its end."""
+    whole = []
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        logits = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, :-1]
+        short = max(LENGTHS) - length
+        whole.append(torch.nn.functional.pad(logits.log_softmax(-1), (0, 0, 0, short)))
+    return torch.stack(whole)
+
+
+def plain(folder: Path) -> dict[str, Any]:
+    """The same, of transformers and torch alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = make_batch()
+
+    def logprobs() -> torch.Tensor:
+        ids = batch["input_ids"][:, 1:, None]
+        return plain_logprobs(model, batch).gather(-1, ids)[..., 0] * batch["token_mask"]
+
+    def named(values: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+        # Experts one by one, as they are published.
+        return dict(revert_weight_conversion(model, {name: v.clone() for name, v in values}))
+
+    found: dict[str, Any] = {
+        "logits": plain_logprobs(model, batch).detach(),
+        "logprobs": logprobs().detach(),
+        "steps": [],
+    }
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+    )
+    num_tokens = batch["token_mask"].sum()
+    for step in range(NUM_STEPS):
+        # Two steps of warm-up: half the rate, then all of it.
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
+        optimizer.zero_grad()
+        loss = -logprobs().sum() / num_tokens
+        loss.backward()
+        if step == 0:
+            found["gradients"] = named((n, p.grad) for n, p in model.named_parameters())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found["steps"].append({"loss": loss.item(), "grad_norm": norm.item()})
+    found["weights"] = named((n, p.detach()) for n, p in model.named_parameters())
+    model.zero_grad()
+    loss, metrics = GRPO(
+        logprobs(),
+        batch,
+        global_valid_seqs=torch.tensor(float(len(LENGTHS))),
+        global_valid_tokens=num_tokens.float(),
+    )
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    found["grpo"] = {**{name: value.item() for name, value in metrics.items()}, "grad_norm": norm}
+    return found
+
+
+def error(found: Any, expected: Any) -> float:
+    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    if torch.equal(found, expected):
+        return 0.0
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    assert found.keys() == expected.keys()
+    return max(error(found[name], expected[name]) for name in expected)
+
+
+def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """One rank's row of the table."""
+    rows, steps = found["rows"], list(zip(found["steps"], expected["steps"], strict=True))
+    logprobs = expected["logprobs"][rows]
+    return {
+        "logits": error(found["logits"], expected["logits"][rows]),
+        "logprobs": error(found["logprobs"], logprobs),
+        "loss": max(error(a["loss"], b["loss"]) for a, b in steps),
+        "gradient norm": max(error(a["grad_norm"], b["grad_norm"]) for a, b in steps),
+        "gradients": worst(found["packed"], expected["gradients"]),
+        f"weights after {NUM_STEPS} steps": worst(found["weights"], expected["weights"]),
+        "GRPO metrics": worst({k: found["grpo"][k] for k in expected["grpo"]}, expected["grpo"]),
+        "logprobs, padded": error(found["padded logprobs"], logprobs),
+        "gradients, padded": worst(found["padded"], expected["gradients"]),
+        "gradients, packed to padded": worst(found["packed"], found["padded"]),
+    }
+
+
+def as_markdown(table: dict[tuple[str, ...], dict[str, float]]) -> str:
+    columns = ["model", "backend", "layout", "ranks", *next(iter(table.values()))]
+    lines = [columns, ["---"] * 4 + ["---:"] * (len(columns) - 4)]
+    lines += [[*place, *(f"{e:.1e}" for e in row.values())] for place, row in table.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@pytest.mark.parametrize("case", [dtensor("FSDP 2"), megatron("2x1", 2)], ids=lambda c: c.layout)
+def test_two_ranks_have_the_gradients_of_the_plain_loop(
+    folders: dict[str, Path], case: Case
+) -> None:
+    folder = folders[case.model]
+    expected = plain(folder)["gradients"]
+    for found in run_ranks(gradients, folder, case.training, world_size=2):
+        assert worst(found, expected) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_every_layout_of_both_backends_follows_the_plain_loop(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = {name: plain(folder) for name, folder in folders.items()}
+    run: Callable[[list[Case]], list[dict[str, Any]]] = lambda cases: [  # noqa: E731
+        measured(folders[case.model], case.training) for case in cases
+    ]
+    table: dict[tuple[str, ...], dict[str, float]] = {}
+    for num_ranks, cases in CASES:
+        ranks = run_ranks(run, cases, world_size=num_ranks, timeout_seconds=600.0)
+        for case, *found in zip(cases, *ranks, strict=True):
+            assert [of_rank["buckets"] > 0 for of_rank in found] == [True] + [False] * (
+                num_ranks - 1
+            )
+            rows = [errors(of_rank, expected[case.model]) for of_rank in found]
+            place = (case.model, case.training.backend, case.layout, str(num_ranks))
+            table[place] = {name: max(row[name] for row in rows) for name in rows[0]}
+    with capsys.disabled():
+        sys.stdout.write(f"\n\n{as_markdown(table)}\n\n")
+    too_large = {
+        (*place, name): found
+        for place, row in table.items()
+        for name, found in row.items()
+        if not found <= TOLERANCE
+    }
+    assert not too_large
