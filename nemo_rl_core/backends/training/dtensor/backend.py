@@ -255,7 +255,7 @@ class DTensorBackend:
             batch,
             greedy=greedy,
             max_new_tokens=max_new_tokens,
-            temperature=temperature or self._setup.temperature,
+            temperature=self._setup.temperature if temperature is None else temperature,
             stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
             seed=seed,
         )

@@ -251,7 +251,12 @@ class MegatronBackend:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (Megatron's own, sharded)."""
-        checkpoint.save_model(path / "model", self.named_weights(), self._setup.model_folder)
+        checkpoint.save_model(
+            path / "model",
+            self.named_weights(),
+            self._setup.model_folder,
+            dtype=self._setup.dtype,
+        )
         checkpoint.save_trainer(path / "trainer", self._chunks, self._optimizer, self._num_updates)
 
     def start_checkpoint(self, path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
+from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.dcp_metadata import read_metadata
@@ -34,6 +35,9 @@ _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": False,
 }
+
+_FROM_CONFIG = ("betas", "eps", "weight_decay")
+"""Settings of a parameter group that a load leaves as the config has them."""
 
 _UNREADABLE = (
     OSError,
@@ -55,6 +59,7 @@ def save_trainer(folder: Path, chunks: list[Any], optimizer: Any, num_updates: i
         num_updates: Optimizer steps so far, off which the warm-up goes on.
     """
     _make_on_rank_0(folder)
+    _allocate_state(optimizer)  # which it has not before its first step
     dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(folder))
     if dist.get_rank() == 0:
         write_state(folder, backend="megatron", num_updates=num_updates)
@@ -75,6 +80,9 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
         read_metadata(folder)
         num_updates = int(read_state(folder, backend="megatron")["num_updates"])
         _allocate_state(optimizer)
+        settings = [
+            {name: group[name] for name in _FROM_CONFIG} for group in optimizer.param_groups
+        ]
         wanted = _sharded_state(chunks, optimizer, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
     except _UNREADABLE as error:
@@ -86,6 +94,8 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     optimizer.load_state_dict(loaded["optimizer"])
     for part in optimizer.chained_optimizers:
         _part_steps(part)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     return num_updates
 
 
@@ -134,20 +144,23 @@ def dtype_of(folder: Path) -> str:
     return str(described.properties.dtype).removeprefix("torch.")
 
 
-def save_model(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> None:
+def save_model(
+    folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, *, dtype: DType
+) -> None:
     """Writes the transformers folder, a shard at a time.
 
     Args:
         folder: Seen by all ranks, and made.
         weights: Of all ranks together; every rank iterates.
         source: The folder that the model was built from, for config and tokenizer.
+        dtype: Of the weights, which the source's config may not be.
     """
     _make_on_rank_0(folder)
     if dist.get_rank() > 0:
         deque(weights, maxlen=0)
     else:
         save_weights(folder, weights)
-        copy_description(source, folder)
+        copy_description(source, folder, dtype=dtype)
     dist.barrier()
 
 
