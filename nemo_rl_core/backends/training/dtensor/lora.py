@@ -155,7 +155,7 @@ def merged(
     """`W + scaling * B A` for every `W` that is followed by its `A` and `B`; all under plain names.
 
     Args:
-        named_tensors: A layer's own `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
+        named_tensors: A layer's `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
             by names that hold these words; others pass.
         scaling: alpha / rank.
     """
