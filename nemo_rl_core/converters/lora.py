@@ -18,6 +18,7 @@ _PEFT = "base_model.model."
 _NOT_PLAIN = (
     "alpha_pattern",
     "fan_in_fan_out",
+    "layer_replication",
     "lora_bias",
     "modules_to_save",
     "rank_pattern",
@@ -68,6 +69,9 @@ def _scaling(adapter: Path) -> float:
     wrong = {name: config[name] for name in _NOT_PLAIN if config.get(name)}
     if config.get("peft_type") != "LORA":
         wrong["peft_type"] = config.get("peft_type")
+    if config.get("init_lora_weights") not in (None, True, False, "gaussian"):
+        # Others change the base's weights before training, and the adapter is added to those.
+        wrong["init_lora_weights"] = config["init_lora_weights"]
     if wrong:
         raise ModelError(
             f"the adapter {adapter} cannot be merged",

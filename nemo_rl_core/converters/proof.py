@@ -176,7 +176,7 @@ def equal_to_the_bit(first: torch.Tensor, second: torch.Tensor) -> bool:
         True
     """
     wider = torch.promote_types(first.dtype, second.dtype)
-    bits = [one.detach().to(wider).contiguous().view(torch.uint8) for one in (first, second)]
+    bits = [one.detach().to(wider).flatten().view(torch.uint8) for one in (first, second)]
     return first.shape == second.shape and torch.equal(*bits)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
-from nemo_rl_core.backends.training.dtensor.parallelize import whole_tensor
 from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError
@@ -97,7 +97,7 @@ class Adapters:
         to, since the merged weights beside them have lost the last bits of the base's. Every rank
         calls this, and rank 0 writes.
         """
-        tensors = {_peft_name(name): whole_tensor(p) for name, p in self.trained.items()}
+        tensors = {_peft_name(name): whole(p.detach()) for name, p in self.trained.items()}
         if rank() != 0:
             return
         adapter, base = folder / "adapter", folder / "base"
@@ -155,8 +155,8 @@ def merged(
     """`W + scaling * B A` for every `W` that is followed by its `A` and `B`; all under plain names.
 
     Args:
-        named_tensors: A layer's own `...base_layer.weight`, then `lora_A [r, in]` and
-            `lora_B [out, r]` by names that hold these words; others pass.
+        named_tensors: A layer's `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
+            by names that hold these words; others pass.
         scaling: alpha / rank.
     """
     weight: tuple[str, torch.Tensor] | None = None
@@ -178,6 +178,11 @@ def merged(
 def plain_name(name: str) -> str:
     """What a weight is called in the model without adapters."""
     return name.replace(_BASE_LAYER, ".")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or all of a sharded one, which every rank must ask for."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _peft_name(name: str) -> str:
