@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLConfig
 from transformers import Qwen2VLForConditionalGeneration as Qwen2VL
+from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
@@ -134,7 +135,8 @@ def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tok
         optimizer.step()
         assert backend.train_step(batch, NLLLoss())["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert not torch.equal(model.model.visual.patch_embed.proj.weight, start)
-    expected = dict(model.named_parameters())
+    # Under the names of the published checkpoint.
+    expected = revert_weight_conversion(model, dict(model.named_parameters()))
     for name, weight in backend.named_weights():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-3, atol=1e-4)
 
