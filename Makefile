@@ -5,7 +5,7 @@ CONFIG ?=
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train smollm2 test test-slow lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train smollm2 test test-slow parity lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -26,6 +26,9 @@ smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 test: setup ## Run the fast tests, with at least 85 % coverage
 	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu' \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=85
+
+parity: setup ## Show how both training backends agree with transformers, layout by layout
+	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py
 
 test-slow: setup ## Run the tests that take minutes
 	$(bin)/pytest -m 'slow and not gpu'

@@ -59,7 +59,9 @@ install_all() {
   [ "$extra" = gpu ] || torch_source .venv/bin/python
   export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
   echo "set-up: installing $requirements"
-  .venv/bin/uv pip sync --quiet --python .venv/bin/python "$requirements" "${TORCH_SOURCE[@]}"
+  # Compiled once, here: where PYTHONDONTWRITEBYTECODE is set, every process would compile torch anew.
+  .venv/bin/uv pip sync --quiet --compile-bytecode --python .venv/bin/python "$requirements" \
+    "${TORCH_SOURCE[@]}"
   # The locked setuptools builds the project: no isolated environment, no second download.
   .venv/bin/uv pip install --quiet --python .venv/bin/python \
     --no-deps --no-build-isolation --editable .
