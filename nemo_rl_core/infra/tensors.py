@@ -15,6 +15,22 @@ DEFAULT_SHARD_BYTES = 4 * 1024**3
 _WEIGHTS = "model.safetensors"
 
 
+def order_metadata(path: Path) -> None:
+    """Puts the metadata of a safetensors file in order, so that equal content is equal bytes.
+
+    The library keeps them in a hash table and writes them as they come, in another order every
+    time.
+    """
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size, path
+        file.seek(8)
+        file.write(text.ljust(size))
+
+
 def save_tensors(
     path: Path, tensors: Mapping[str, "Tensor"], *, metadata: dict[str, str] | None = None
 ) -> None:

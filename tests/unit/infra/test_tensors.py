@@ -2,11 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.tensors import load_tensors, save_tensors, save_weights
+from nemo_rl_core.infra.tensors import load_tensors, order_metadata, save_tensors, save_weights
 
 
 def test_tensors_round_trip_with_shared_sliced_and_empty_ones(tmp_path: Path) -> None:
@@ -104,3 +106,18 @@ def test_transformers_reads_streamed_weights(
     assert not any(report.values()), report
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
+
+
+def test_equal_content_is_equal_bytes_whatever_the_order_of_metadata(tmp_path: Path) -> None:
+    tensors = {"weight": torch.arange(6.0).view(2, 3), "step": torch.tensor(3)}
+    metadata = {name: f'value of {name}: äöü \\ "' for name in "abcdefgh"}
+    written = set()
+    for attempt in range(12):
+        path = tmp_path / f"{attempt}.safetensors"
+        safetensors.torch.save_file(tensors, path, metadata=metadata)
+        order_metadata(path)
+        written.add(path.read_bytes())
+        with safetensors.safe_open(path, "pt") as file:
+            assert file.metadata() == metadata
+            assert all(file.get_tensor(name).equal(tensor) for name, tensor in tensors.items())
+    assert len(written) == 1

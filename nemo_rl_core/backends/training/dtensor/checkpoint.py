@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.state_file import read_state, write_state
+from nemo_rl_core.infra.tensors import order_metadata
 
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
@@ -74,7 +75,7 @@ class TrainerState:
             no_dist=self._group is None,
         )
         assert isinstance(response, Future)
-        self._written = response
+        self._folder, self._written = folder, response
 
     def is_saved(self) -> bool:
         """Whether this rank has nothing left to write, or has failed to."""
@@ -91,6 +92,8 @@ class TrainerState:
             return
         try:
             written.result()
+            for file in self._folder.glob(f"shard-{rank() + 1:05d}-*.safetensors"):
+                order_metadata(file)
         except Exception as error:
             raise StoreError(
                 "the trainer's state could not be written",
