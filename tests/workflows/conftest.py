@@ -172,7 +172,8 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     process = start(RECIPE, store)
     try:
         # Step 1 of the second iteration up to where a save lies behind and the last ahead.
-        _wait_for_step(process, store, first=NUM_STEPS + 1, step=NUM_STEPS + SAVE_EVERY + 1)
+        # The save of step 4 is written in the background, and is there when that of step 8 begins.
+        _wait_for_step(process, store, first=NUM_STEPS + 1, step=NUM_STEPS + 2 * SAVE_EVERY + 1)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     finally:
