@@ -26,16 +26,30 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine made of a prompt: token ids with the engine's own logprobs.
+    """What followed a prompt: token ids, and where the policy wrote them, the engine's logprobs.
 
-    `token_ids` end with the stop token where the engine stopped by itself; `truncated` says that it
-    ran into `max_new_tokens` instead. `logprobs[i]` is that of `token_ids[i]`, in nats, under the
-    sampling temperature.
+    With an environment that answers, its turns lie between the policy's; nothing is ever tokenized
+    again. `token_ids` end with the stop token where the engine stopped by itself.
+
+    Attributes:
+        token_ids: `L` of them.
+        logprobs: `[L]`, in nats, under the sampling temperature; 0 where the environment wrote.
+        truncated: It ran into a bound on tokens or turns instead of ending.
+        generated: `[L]`: whether the policy wrote the token. Empty: it wrote all of them.
+        weight_versions: `[L]`: which weights the token was drawn with, as the number of updates
+            before. Empty: the caller knows, because all are of one version.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     truncated: bool
+    generated: tuple[bool, ...] = ()
+    weight_versions: tuple[int, ...] = ()
+
+    @property
+    def token_mask(self) -> tuple[bool, ...]:
+        """`[L]`: the tokens that are trained on."""
+        return self.generated or (True,) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +58,17 @@ class Rollout:
 
     Attributes:
         prompt: What was asked.
-        completion: What the engine answered.
-        text: The completion decoded, special tokens left out.
+        completion: What the engine answered, and, with several turns, the environment.
+        text: What the policy wrote, decoded, special tokens left out.
         reward: The environment's score; None until scored, or when scoring failed.
         advantage: The reward against its group's; None until computed.
         components: The rewards that `reward` is made of, where an environment gives several.
+        group: Place of the prompt in its step. Rollouts of one group are compared with each other.
+        sample: Place of the rollout in its group.
+        turn_rewards: Of each turn of the policy, where an environment answers; they sum to
+            `reward`.
+        messages: The conversation as text, `(role, content)`, where an environment answers.
+        error: Why there is no reward; such a rollout is counted, and not trained on.
     """
 
     prompt: Prompt
@@ -57,6 +77,11 @@ class Rollout:
     reward: float | None = None
     advantage: float | None = None
     components: tuple[float, ...] = ()
+    group: int = 0
+    sample: int = 0
+    turn_rewards: tuple[float, ...] = ()
+    messages: tuple[tuple[str, str], ...] = ()
+    error: str | None = None
 
     def scored(self, reward: float | None) -> "Rollout":
         """The same rollout with a reward."""

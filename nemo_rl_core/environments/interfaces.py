@@ -56,12 +56,15 @@ class EnvironmentReturn:
     """What an environment says to a batch of `B` conversations.
 
     Attributes:
-        observations: A message to append to each conversation; empty when all have ended.
+        observations: A message to append to each conversation, one a conversation; what is said
+            to one that has ended is not read. Empty when all have ended.
         metadata: What the environment wants back at the next step, one a conversation.
         next_stop_strings: Where the next completion must stop, one list (or None) a conversation.
         rewards: `[B]` float.
         terminateds: `[B]` bool.
         answers: The answers found in the completions, or None where none were looked for.
+        errors: Why a conversation could not be judged, one (or None) a conversation. It ends, its
+            reward is not read, and it is not trained on: an error is not a score of 0.
     """
 
     observations: list[dict[str, str]]
@@ -70,6 +73,7 @@ class EnvironmentReturn:
     rewards: "torch.Tensor"
     terminateds: "torch.Tensor"
     answers: list[str | None] | None = None
+    errors: list[str | None] | None = None
 
 
 class EnvironmentInterface(Protocol):
