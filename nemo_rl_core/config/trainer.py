@@ -85,9 +85,30 @@ def refuse_without_scalar_head(training: TrainingConfig) -> None:
         )
 
 
+class RolloutLimits(FrozenConfig):
+    """Where a rollout is cut, and how many failures a run puts up with.
+
+    `max_turns` of the policy are played with an environment that answers. `max_rollout_tokens` is
+    the room behind the prompt for all turns together, the environment's too; left out, it is
+    `generation.max_new_tokens`, which is the bound of one turn. A rollout that cannot be judged is
+    set aside: it is counted, and not trained on. Where more than `max_failed_fraction` of those
+    judged at once are, or all, the run stops.
+    """
+
+    max_turns: PositiveInt = 16
+    max_rollout_tokens: PositiveInt | None = None
+    max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
+
+
 class RolloutSettings(TrainerSettings):
     """What an algorithm reads besides that samples completions and scores them."""
 
     environment: EnvironmentConfig = ExactMatch()
     generation: GenerationConfig = GenerationConfig()
+    rollouts: RolloutLimits = RolloutLimits()
     max_prompt_tokens: PositiveInt = 512
+
+    @property
+    def max_rollout_tokens(self) -> int:
+        """The most tokens that can stand behind a prompt."""
+        return self.rollouts.max_rollout_tokens or self.generation.max_new_tokens

@@ -46,10 +46,13 @@ class EnvironmentScorer(Scorer):
     Args:
         environment: Gets conversations of a user's and an assistant's turn, and for each the row's
             `answer`, `task` and own metadata.
+
+    Attributes:
+        environment: For whoever goes on after the first exchange.
     """
 
     def __init__(self, environment: EnvironmentInterface) -> None:
-        self._environment = environment
+        self.environment = environment
         self._source = f"the environment {type(environment).__name__!r}"
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
@@ -70,7 +73,7 @@ class EnvironmentScorer(Scorer):
         returned: list[Any] = []
 
         def step() -> float:
-            returned.append(self._environment.step(logs, metadata))
+            returned.append(self.environment.step(logs, metadata))
             return 0.0
 
         first = rollouts[0]
@@ -97,7 +100,7 @@ class EnvironmentScorer(Scorer):
 
     def close(self) -> None:
         """Ends the environment, if it can be ended."""
-        end = getattr(self._environment, "shutdown", None)
+        end = getattr(self.environment, "shutdown", None)
         if callable(end):
             end()
 

@@ -1,8 +1,6 @@
-"""Scored rollouts as a training batch, and as a table to read."""
+"""Scored rollouts as a training batch, and its figures."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +14,15 @@ from nemo_rl_core.types import Rollout
 
 
 def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
-    """Scored rollouts as tensors, trained on their completions.
+    """Scored rollouts as tensors, trained on what the policy wrote.
 
     Args:
-        rollouts: `B`, in order.
+        rollouts: `B`, in order, all with a reward.
 
     Returns:
-        What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 on the prompt),
-        `truncated [B]` and, where the environment gives several rewards, `reward_components
-        [B, R]`.
+        What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 where the
+        policy did not write), `truncated [B]`, `num_turns [B]` where an environment answered, and,
+        where it gives several rewards, `reward_components [B, R]`.
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have.
@@ -32,19 +30,21 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     batch = collate(
         [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
         [
-            [False] * len(rollout.prompt.token_ids) + [True] * len(rollout.completion.token_ids)
+            (False,) * len(rollout.prompt.token_ids) + rollout.completion.token_mask
             for rollout in rollouts
         ],
     )
     logprobs = torch.zeros(batch["token_mask"].shape)
     logprobs[batch["token_mask"]] = torch.tensor(
-        [value for rollout in rollouts for value in rollout.completion.logprobs]
+        [value for rollout in rollouts for value in _own_logprobs(rollout)]
     )
     batch.update(
         generation_logprobs=logprobs,
         rewards=torch.tensor([float(_reward(rollout)) for rollout in rollouts]),
         truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
     )
+    if any(rollout.turn_rewards for rollout in rollouts):
+        batch["num_turns"] = torch.tensor([len(rollout.turn_rewards) for rollout in rollouts])
     components = [rollout.components for rollout in rollouts]
     counts = sorted({len(values) for values in components})
     if len(counts) > 1:
@@ -57,6 +57,11 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     if counts != [0]:
         batch["reward_components"] = torch.tensor(components)
     return batch
+
+
+def _own_logprobs(rollout: Rollout) -> list[float]:
+    pairs = zip(rollout.completion.logprobs, rollout.completion.token_mask, strict=True)
+    return [value for value, is_own in pairs if is_own]
 
 
 def _reward(rollout: Rollout) -> float:
@@ -79,49 +84,14 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
         "completion_length": lengths.mean().item(),
         "completion_length_max": lengths.max().item(),
     }
+    if "num_turns" in batch:
+        metrics["num_turns"] = batch["num_turns"].float().mean().item()
     if "prev_logprobs" in batch:
         logprobs = (batch["generation_logprobs"], batch["prev_logprobs"], batch["token_mask"])
         metrics["kl_generation_trainer"] = float(kl_generation_trainer(*logprobs))
     return metrics
 
 
-def save_rollouts(
-    rollouts: Sequence[Rollout], path: Path, *, advantages: Tensor | None = None
-) -> None:
-    """Writes one row a rollout as parquet; the same rollouts give the same bytes.
-
-    Args:
-        rollouts: `B`.
-        path: The file.
-        advantages: `[B]`, where the algorithm has such.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    values: Sequence[float | None] = (
-        [None] * len(rollouts) if advantages is None else advantages.tolist()
-    )
-    rows = [_row(*pair) for pair in zip(rollouts, values, strict=True)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
 def mean_advantages(batch: BatchedDataDict) -> Tensor:
     """`[B]`: the mean of `advantages [B, T-1]` over each completion's tokens."""
     return masked_sequence_mean(batch["advantages"], batch["token_mask"].bool())
-
-
-def _row(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    return {
-        "prompt_id": rollout.prompt.id,
-        "task": rollout.prompt.task,
-        "prompt": rollout.prompt.text,
-        "completion": rollout.text,
-        "answer": rollout.prompt.answer,
-        "reward": rollout.reward,
-        "advantage": advantage,
-        "truncated": rollout.completion.truncated,
-        "prompt_ids": list(rollout.prompt.token_ids),
-        "completion_ids": list(rollout.completion.token_ids),
-        "logprobs": list(rollout.completion.logprobs),
-    }

@@ -9,9 +9,14 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures
+from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Rollout
 
 
@@ -28,7 +33,7 @@ class Sampler(AbstractContextManager["Sampler"]):
     Attributes:
         tokenizer: The model's.
         generation: The engine, for weight updates.
-        engine: Makes rollouts with it.
+        engine: Makes rollouts with it: of several turns, where the scorer is an environment.
     """
 
     def __init__(
@@ -50,20 +55,38 @@ class Sampler(AbstractContextManager["Sampler"]):
             GenerationSetup(
                 model_folder=model_folder,
                 config=settings.generation,
-                max_model_len=settings.max_prompt_tokens + settings.generation.max_new_tokens,
+                max_model_len=settings.max_prompt_tokens + settings.max_rollout_tokens,
                 stop_token_ids=stop_token_ids(model_folder, self.tokenizer),
                 dtype=settings.dtype,
             ),
         )
-        self.engine = RolloutEngine(self.generation, self.tokenizer, seed=settings.seed)
+        self._max_failed_fraction = settings.rollouts.max_failed_fraction
+        self.engine = self._rollout_engine(settings)
+
+    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
+        if not isinstance(self._scorer, EnvironmentScorer):
+            return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
+        bounds = Bounds(
+            max_turns=settings.rollouts.max_turns,
+            max_tokens=settings.max_rollout_tokens,
+            max_new_tokens=settings.generation.max_new_tokens,
+        )
+        environment = self._scorer.environment
+        return MultiTurnRollouts(
+            self.generation, self.tokenizer, environment, seed=settings.seed, bounds=bounds
+        )
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with their rewards.
+        """The same rollouts, each with its reward or with the error for which it has none.
 
         Raises:
-            RewardError: If one cannot be scored.
+            RewardError: If more of them failed than the settings accept, or all.
         """
-        return self._scorer.scored(rollouts)
+        # An environment that answered has judged on the way.
+        is_judged = isinstance(self._scorer, EnvironmentScorer)
+        scored = list(rollouts) if is_judged else self._scorer.judged(rollouts)
+        refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
+        return scored
 
     def __exit__(self, *_: object) -> None:
         self._scorer.close()

@@ -1,0 +1,88 @@
+"""Another speaker's turn behind a turn of the policy, as token ids.
+
+The policy's tokens stay as they were sampled: they are neither decoded nor encoded again. What
+comes behind them is found by rendering a conversation with a stand-in for the policy's turn, once
+up to the stand-in and once with the reply, and taking the tokens between. A template that opens the
+assistant's turn in another way than it writes it down later (with `<think>`, for example) is
+refused: the model would see another conversation while it plays than any that it was made for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from nemo_rl_core.data.turns import Turn, as_turns
+from nemo_rl_core.errors import DataError
+
+_STAND_IN = "0"
+"""A turn that no template trims and no tokenizer joins to the token behind it."""
+
+_ROLES = {"environment": "user"}
+"""What a role is called in chat templates, where it is called otherwise."""
+
+
+def reply_token_ids(
+    tokenizer: Any, prompt: str, reply: Mapping[str, str], *, last_token: int | None
+) -> list[int]:
+    """The tokens to append to the policy's turn, up to where its next turn begins.
+
+    Args:
+        tokenizer: A transformers tokenizer. Without a chat template the reply's text follows as it
+            stands.
+        prompt: The text of the first turn, or the JSON of the first turns.
+        reply: `role` and `content`; the role `environment` is a template's `user`.
+        last_token: The policy's last token; where it is the one that ends a turn, that one is not
+            repeated.
+
+    Raises:
+        DataError: If the template cannot write such a turn, or writes what came before differently
+            once it follows.
+
+    Example:
+        >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+        >>> tokenizer, reply = build_arithmetic_tokenizer(), {"role": "user", "content": "7"}
+        >>> tokenizer.decode(reply_token_ids(tokenizer, "1+2=", reply, last_token=5))
+        '<eos>7'
+        >>> tokenizer.decode(reply_token_ids(tokenizer, "1+2=", reply, last_token=2))
+        '7'
+    """
+    if not tokenizer.chat_template:
+        return list(tokenizer.encode(reply["content"], add_special_tokens=False))
+    turns = as_turns(prompt, role="user")
+    role = _ROLES.get(reply["role"], reply["role"])
+    behind = [
+        {"role": "assistant", "content": _STAND_IN},
+        {"role": role, "content": reply["content"]},
+    ]
+    before = _render(tokenizer, turns, role) + _STAND_IN
+    whole = _render(tokenizer, [*turns, *behind], role)
+    before_ids, whole_ids = _encode(tokenizer, before), _encode(tokenizer, whole)
+    if not whole.startswith(before) or whole_ids[: len(before_ids)] != before_ids:
+        raise DataError(
+            "the chat template writes the policy's turn differently once another turn follows",
+            expected=f"text that begins with {before[-60:]!r}",
+            got=repr(whole[max(len(before) - 60, 0) : len(before) + 20]),
+            fix="take a chat template that opens the assistant's turn as it writes it down later",
+        )
+    new = whole_ids[len(before_ids) :]
+    return new[1:] if new[:1] == [last_token] else new
+
+
+def _render(tokenizer: Any, turns: Sequence[Turn], role: str) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(turns), tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"the chat template cannot write a turn of {role!r} behind the assistant's",
+            got=str(error)[:200],
+            fix="let the environment answer as 'user', or take another chat template",
+        ) from error
+    return text
+
+
+def _encode(tokenizer: Any, rendered: str) -> list[int]:
+    # The template has already written the special tokens out.
+    return list(tokenizer.encode(rendered, add_special_tokens=False))

@@ -1,0 +1,175 @@
+"""One rollout of several turns while it goes on: what is asked next, and what has been said.
+
+It knows neither engine nor environment, so whoever drives it may ask for all conversations at once
+or for each as soon as its answer is there; the rollout is the same.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.turns import as_turns
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.rollouts.engine import request_seed
+from nemo_rl_core.rollouts.judging import Reply
+from nemo_rl_core.rollouts.requests import Answer, Request
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where a conversation is cut.
+
+    Attributes:
+        max_turns: Of the policy.
+        max_tokens: Behind the prompt, the policy's and the environment's together.
+        max_new_tokens: Of one turn of the policy.
+    """
+
+    max_turns: int
+    max_tokens: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rollout of a run it is: what its seeds are made of.
+
+    Attributes:
+        seed: The run's.
+        step: Number of the step.
+        group: Place of the prompt in its step.
+        sample: Place in the group.
+    """
+
+    seed: int
+    step: int
+    group: int
+    sample: int
+
+
+class Conversation:
+    """A prompt, the policy's turns, and the environment's between them.
+
+    Args:
+        prompt: What is asked first.
+        place: Which rollout it is.
+        bounds: Where it is cut.
+        tokenizer: Decodes the policy's turns and encodes the environment's.
+        stop_strings: Where the first turn must stop.
+
+    Attributes:
+        messages: What has been said, beginning with the prompt.
+        metadata: What the environment wants to see next.
+        is_over: Nothing is to be asked any more.
+
+    Example:
+        >>> while not conversation.is_over:                              # doctest: +SKIP
+        ...     conversation.hear_policy(answer_to(conversation.request()))
+        ...     conversation.hear_environment(reply_to(conversation.messages))
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        place: Place,
+        *,
+        bounds: Bounds,
+        tokenizer: Any,
+        stop_strings: tuple[str, ...] = (),
+    ) -> None:
+        self._prompt = prompt
+        self._place = place
+        self._bounds = bounds
+        self._tokenizer = tokenizer
+        self._stop_strings = stop_strings
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._generated: list[bool] = []
+        self._texts: list[str] = []
+        self._rewards: list[float] = []
+        self._is_cut = False
+        self._error: str | None = None
+        self.is_over = False
+        self.messages: list[dict[str, str]] = [
+            {"role": turn["role"], "content": turn["content"]}
+            for turn in as_turns(prompt.text, role="user")
+        ]
+        self.metadata: Any = {
+            **json.loads(prompt.metadata),
+            "answer": prompt.answer,
+            "task": prompt.task,
+        }
+
+    def request(self) -> Request:
+        """What the policy is asked next."""
+        place = self._place
+        left = self._bounds.max_tokens - len(self._token_ids)
+        return Request(
+            self._prompt.token_ids + tuple(self._token_ids),
+            request_seed(place.seed, place.step, place.group, place.sample, len(self._texts)),
+            self._stop_strings,
+            min(left, self._bounds.max_new_tokens),
+        )
+
+    def hear_policy(self, answer: Answer) -> None:
+        """Appends a turn of the policy: its tokens as they are."""
+        self._append(answer.token_ids, answer.logprobs, generated=True)
+        text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
+        self._texts.append(text)
+        self.messages.append({"role": "assistant", "content": text})
+        self._is_cut = answer.truncated
+
+    def hear_environment(self, reply: Reply | RewardError) -> None:
+        """Takes the reward of the policy's turn, and what the environment says to it.
+
+        A turn that was cut is judged, and is the last: what would follow is no answer to what the
+        policy wanted to say.
+        """
+        if isinstance(reply, RewardError):
+            self._error, self.is_over = reply.in_one_line, True
+            return
+        self._rewards.append(reply.reward)
+        if reply.message is None or self._is_cut:
+            self.is_over = True
+            return
+        self.messages.append(dict(reply.message))
+        new = reply_token_ids(
+            self._tokenizer,
+            self._prompt.text,
+            reply.message,
+            last_token=self._token_ids[-1] if self._token_ids else None,
+        )
+        too_long = len(self._token_ids) + len(new) >= self._bounds.max_tokens
+        if too_long or len(self._texts) == self._bounds.max_turns:
+            self._is_cut = self.is_over = True
+            return
+        self._append(new, [0.0] * len(new), generated=False)
+        self.metadata, self._stop_strings = reply.metadata, reply.stop_strings
+
+    def rollout(self) -> Rollout:
+        """What has been said as a record; its reward is the sum over the turns."""
+        return Rollout(
+            self._prompt,
+            Completion(
+                tuple(self._token_ids),
+                tuple(self._logprobs),
+                self._is_cut,
+                () if all(self._generated) else tuple(self._generated),
+            ),
+            "\n".join(self._texts),
+            reward=sum(self._rewards) if self._error is None else None,
+            group=self._place.group,
+            sample=self._place.sample,
+            turn_rewards=tuple(self._rewards),
+            messages=tuple((said["role"], said["content"]) for said in self.messages),
+            error=self._error,
+        )
+
+    def _append(
+        self, token_ids: "tuple[int, ...] | list[int]", logprobs: Any, *, generated: bool
+    ) -> None:
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        self._generated += [generated] * len(token_ids)

@@ -1,0 +1,83 @@
+"""Multi-turn rollouts: the policy speaks, the environment answers, until either has enough."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.environments.interfaces import EnvironmentInterface
+from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.rollouts.conversation import Bounds, Conversation, Place
+from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.judging import replies_to
+from nemo_rl_core.rollouts.requests import answers_to
+from nemo_rl_core.types import Prompt, Rollout
+
+
+class MultiTurnRollouts(RolloutEngine):
+    """Plays conversations, all that go on in step with each other.
+
+    Each round asks the engine once, and then the environment once, for every conversation that is
+    not over. What a conversation becomes does not depend on which others there are: its requests
+    have seeds of their own, and the environment judges each by its own turns.
+
+    Args:
+        generation: The engine.
+        tokenizer: Decodes the policy's turns; encodes the environment's.
+        environment: Answers, and rewards each turn.
+        seed: The run's seed.
+        bounds: Where a conversation is cut.
+
+    Raises:
+        DataError: If the chat template cannot append turns to what the policy has said.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationInterface,
+        tokenizer: Any,
+        environment: EnvironmentInterface,
+        *,
+        seed: int,
+        bounds: Bounds,
+    ) -> None:
+        # A template that cannot do it is better refused here than after the first answers.
+        reply_token_ids(tokenizer, "1", {"role": "user", "content": "2"}, last_token=None)
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._seed = seed
+        self._bounds = bounds
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations_per_prompt: int,
+        step: int,
+        first_place: int = 0,
+        greedy: bool = False,
+    ) -> list[Rollout]:
+        """As `RolloutEngine.run`; each rollout has a reward, or says why it has none."""
+        conversations = [
+            Conversation(
+                prompt,
+                Place(self._seed, step, group, sample),
+                bounds=self._bounds,
+                tokenizer=self._tokenizer,
+            )
+            for group, prompt in enumerate(prompts, start=first_place)
+            for sample in range(num_generations_per_prompt)
+        ]
+        while live := [each for each in conversations if not each.is_over]:
+            requests = [each.request() for each in live]
+            answers = answers_to(requests, self._generation, greedy=greedy)
+            for conversation, answer in zip(live, answers, strict=True):
+                conversation.hear_policy(answer)
+            replies = replies_to(
+                [list(each.messages) for each in live],
+                [each.metadata for each in live],
+                self._environment,
+            )
+            for conversation, reply in zip(live, replies, strict=True):
+                conversation.hear_environment(reply)
+        return [each.rollout() for each in conversations]

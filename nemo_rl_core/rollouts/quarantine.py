@@ -1,0 +1,49 @@
+"""Rollouts that could not be judged: set aside and counted, never taken for bad ones."""
+
+from collections.abc import Sequence
+
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Rollout
+
+_NUM_SHOWN = 3
+
+
+def judged(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those without an error, in order: what is trained on."""
+    return [rollout for rollout in rollouts if rollout.error is None]
+
+
+def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """`num_failed_rollouts` and `failed_fraction` of at least one rollout."""
+    num_failed = len(rollouts) - len(judged(rollouts))
+    return {
+        "num_failed_rollouts": float(num_failed),
+        "failed_fraction": num_failed / len(rollouts),
+    }
+
+
+def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction: float) -> None:
+    """Stops where so many could not be judged that the environment itself must be at fault.
+
+    Args:
+        rollouts: All that were judged at once.
+        max_failed_fraction: The largest share of failures that is accepted; that nothing at all is
+            left never is.
+
+    Raises:
+        RewardError: Past that share; with the first errors.
+    """
+    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    num_failed, total = len(errors), len(rollouts)
+    if not num_failed or num_failed <= max_failed_fraction * total and num_failed < total:
+        return
+    first = list(dict.fromkeys(errors))[:_NUM_SHOWN]
+    raise RewardError(
+        f"{num_failed} of {total} rollouts could not be judged",
+        expected=f"at most {max_failed_fraction:.0%} of them (max_failed_fraction)"
+        if num_failed < total
+        else "a reward for at least one",
+        got="; ".join(first),
+        fix="mend the environment, or the rows that it cannot judge; raise max_failed_fraction "
+        "if so many failures are to be expected",
+    )

@@ -1,0 +1,207 @@
+"""Rollouts of a step on disk: written, listed, and read back as they were.
+
+A folder holds one parquet file a step. What is read back equals what was written, so it can be
+trained on again without an engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class RolloutRecords:
+    """The rollouts of the steps of a run.
+
+    Args:
+        folder: With `step_000001.parquet` and so on; made when first written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """The numbers of the steps that are there, in order."""
+        return sorted(int(path.stem.removeprefix("step_")) for path in self._files())
+
+    def load(self, step: int) -> list[Rollout]:
+        """The rollouts of a step.
+
+        Raises:
+            DataError: If there are none, or the file is no such record.
+        """
+        path = self._path(step)
+        if not path.exists():
+            known = self.steps()
+            raise DataError(
+                f"no rollouts of step {step} in {self.folder.name!r}",
+                expected=f"a step from {known[0]} to {known[-1]}" if known else path.name,
+                got=f"{len(known)} recorded steps",
+                fix="give the folder `rollouts` of a training artifact that has this step",
+            )
+        return load_rollouts(path)
+
+    def save(
+        self, step: int, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
+    ) -> None:
+        """Writes a step; see `save_rollouts`."""
+        save_rollouts(rollouts, self._path(step), advantages=advantages)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}.parquet"
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.folder.glob("step_*.parquet") if path.stem[5:].isdigit()]
+
+
+def save_rollouts(
+    rollouts: Sequence[Rollout], path: Path, *, advantages: Tensor | None = None
+) -> None:
+    """Writes one row a rollout as parquet; the same rollouts give the same bytes.
+
+    Args:
+        rollouts: `B`, among them those that could not be judged.
+        path: The file.
+        advantages: One for each rollout that was judged, where the algorithm has such.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if advantages is not None:
+        rollouts = _with_advantages(rollouts, advantages.tolist())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [_row(rollout) for rollout in rollouts]
+    pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), path)
+
+
+def load_rollouts(path: Path) -> list[Rollout]:
+    """The rollouts that `save_rollouts` wrote, with the advantages that it was given.
+
+    Raises:
+        DataError: If the file is no such record.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(
+            f"{path.name!r} cannot be read as rollouts",
+            expected="a parquet file that a training step wrote",
+            got=str(error).splitlines()[0][:200],
+            fix="take the file from the artifact again",
+        ) from error
+    missing = [name for name in _schema().names if name not in table.column_names]
+    if missing:
+        raise DataError(
+            f"{path.name!r} holds no whole rollouts",
+            expected=f"the columns {', '.join(_schema().names)}",
+            got=f"none called {', '.join(missing)}",
+            fix="sample again: the file was written by an earlier version, or by something else",
+        )
+    return [_rollout(row) for row in table.to_pylist()]
+
+
+def _with_advantages(rollouts: Sequence[Rollout], advantages: list[float]) -> list[Rollout]:
+    left = iter(advantages)
+    placed = [
+        replace(rollout, advantage=next(left)) if rollout.error is None else rollout
+        for rollout in rollouts
+    ]
+    assert next(left, None) is None, "more advantages than judged rollouts"
+    return placed
+
+
+def _schema() -> "pa.Schema":
+    import pyarrow as pa
+
+    ids, numbers = pa.list_(pa.int64()), pa.list_(pa.float64())
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    return pa.schema(
+        [
+            ("prompt_id", pa.string()),
+            ("group", pa.int64()),
+            ("sample", pa.int64()),
+            ("task", pa.string()),
+            ("prompt", pa.string()),
+            ("completion", pa.string()),
+            ("answer", pa.string()),
+            ("reward", pa.float64()),
+            ("advantage", pa.float64()),
+            ("truncated", pa.bool_()),
+            ("error", pa.string()),
+            ("turn_rewards", numbers),
+            ("components", numbers),
+            ("messages", pa.list_(message)),
+            ("metadata", pa.string()),
+            ("prompt_ids", ids),
+            ("completion_ids", ids),
+            ("logprobs", numbers),
+            ("generated", pa.list_(pa.bool_())),
+            ("weight_versions", ids),
+        ]
+    )
+
+
+def _row(rollout: Rollout) -> dict[str, Any]:
+    prompt, completion = rollout.prompt, rollout.completion
+    return {
+        "prompt_id": prompt.id,
+        "group": rollout.group,
+        "sample": rollout.sample,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "completion": rollout.text,
+        "answer": prompt.answer,
+        "reward": rollout.reward,
+        "advantage": rollout.advantage,
+        "truncated": completion.truncated,
+        "error": rollout.error,
+        "turn_rewards": list(rollout.turn_rewards),
+        "components": list(rollout.components),
+        "messages": [{"role": role, "content": content} for role, content in rollout.messages],
+        "metadata": prompt.metadata,
+        "prompt_ids": list(prompt.token_ids),
+        "completion_ids": list(completion.token_ids),
+        "logprobs": list(completion.logprobs),
+        "generated": list(completion.generated),
+        "weight_versions": list(completion.weight_versions),
+    }
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    return Rollout(
+        Prompt(
+            id=row["prompt_id"],
+            text=row["prompt"],
+            token_ids=tuple(row["prompt_ids"]),
+            answer=row["answer"],
+            task=row["task"],
+            metadata=row["metadata"],
+        ),
+        Completion(
+            tuple(row["completion_ids"]),
+            tuple(row["logprobs"]),
+            row["truncated"],
+            tuple(row["generated"]),
+            tuple(row["weight_versions"]),
+        ),
+        row["completion"],
+        reward=row["reward"],
+        advantage=row["advantage"],
+        components=tuple(row["components"]),
+        group=row["group"],
+        sample=row["sample"],
+        turn_rewards=tuple(row["turn_rewards"]),
+        messages=tuple((said["role"], said["content"]) for said in row["messages"]),
+        error=row["error"],
+    )
