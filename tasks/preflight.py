@@ -77,11 +77,13 @@ def _check_context(experiment: Experiment) -> None:
         limit = model.max_position_embeddings
     elif isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
         limit = context_length(Path(model.name).expanduser())
-    prompt, completion = experiment.data.max_prompt_tokens, experiment.generation.max_new_tokens
+    prompt = experiment.data.max_prompt_tokens
+    completion = experiment.rollouts.max_rollout_tokens or experiment.generation.max_new_tokens
     if limit is not None and prompt + completion > limit:
         raise ConfigError(
             "prompts and completions may be longer than the model's context",
-            expected=f"data.max_prompt_tokens + generation.max_new_tokens <= {limit}",
+            expected="data.max_prompt_tokens + generation.max_new_tokens (or "
+            f"rollouts.max_rollout_tokens) <= {limit}",
             got=f"{prompt} + {completion}",
             fix="lower one of the two, or take a model with a longer context",
         )

@@ -31,6 +31,8 @@ def sample_pairs(
         )
         save_pairs(found.pairs, folder)
         summary = f"{len(found.pairs)} pairs of {found.num_prompts} prompts"
+        if found.num_failed_rollouts:
+            summary += f", {found.num_failed_rollouts} completions could not be judged"
         return Made(
             "pairs",
             "parquet",

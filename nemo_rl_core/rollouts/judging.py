@@ -94,9 +94,7 @@ def _reply(returned: EnvironmentReturn, place: int, about: dict[str, str]) -> Re
     if bool(returned.terminateds[place]):
         return Reply(None, None, (), reward)
     stops = returned.next_stop_strings[place] if returned.next_stop_strings else None
-    return Reply(
-        returned.observations[place], returned.metadata[place], tuple(stops or ()), reward
-    )
+    return Reply(returned.observations[place], returned.metadata[place], tuple(stops or ()), reward)
 
 
 def _about(conversation: Sequence[Message]) -> dict[str, str]:

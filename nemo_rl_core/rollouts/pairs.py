@@ -9,6 +9,7 @@ from nemo_rl_core.data.pairs import PreferencePair, pairs_from_rollouts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.rollouts.quarantine import judged
 from nemo_rl_core.rollouts.sampler import Sampler
 
 
@@ -21,12 +22,14 @@ class SampledPairs:
         num_prompts: How many prompts were sampled from.
         num_tokens: Tokens generated.
         peak_memory_gib: The most memory that the engine has held.
+        num_failed_rollouts: Completions that could not be judged; no pair holds one.
     """
 
     pairs: list[PreferencePair]
     num_prompts: int
     num_tokens: int
     peak_memory_gib: float
+    num_failed_rollouts: int
 
 
 def sample_pairs(
@@ -70,4 +73,5 @@ def sample_pairs(
             fix="sample more completions a prompt, or begin with a model that is sometimes right",
         )
     num_tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
-    return SampledPairs(pairs, len(rows), num_tokens, peak_memory_gib)
+    num_failed = len(rollouts) - len(judged(rollouts))
+    return SampledPairs(pairs, len(rows), num_tokens, peak_memory_gib, num_failed)

@@ -35,7 +35,7 @@ def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction
     """
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     num_failed, total = len(errors), len(rollouts)
-    if not num_failed or num_failed <= max_failed_fraction * total and num_failed < total:
+    if num_failed <= max_failed_fraction * total and not 0 < num_failed == total:
         return
     first = list(dict.fromkeys(errors))[:_NUM_SHOWN]
     raise RewardError(

@@ -58,6 +58,8 @@ class Job:
         scorer: Scores completions in place of the environment that the settings name.
         reward_model: A sequence classifier's folder, for an environment `reward_model` that names
             no model.
+        replay: A folder of rollouts of each step (see `RolloutRecords`), which are trained on
+            again in place of new ones: no engine runs, and nothing is scored or validated.
     """
 
     train: Path
@@ -70,6 +72,7 @@ class Job:
     iteration: int = 1
     scorer: Scorer | None = None
     reward_model: Path | None = None
+    replay: Path | None = None
 
 
 class BaseTrainer(ABC, Generic[S, C]):

@@ -10,6 +10,8 @@ from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
+from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures
+from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import BaseTrainer, Job
 from nemo_rl_core.types import Prompt, Rollout
@@ -24,15 +26,24 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     The algorithm's section names `num_prompts_per_step` and `num_generations_per_prompt`.
 
     Attributes:
-        sampler: The engine, with the weights that the last `_roll_out` gave it, and the scorer.
+        sampler: The engine, with the weights that the last `_roll_out` gave it, and the scorer;
+            None where recorded rollouts are trained on again.
+        records: Where each step's rollouts are written.
     """
 
-    sampler: Sampler
+    sampler: Sampler | None
+    records: RolloutRecords
+    _replayed: RolloutRecords | None
     _held_out: list[Prompt]
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         self._check_context(job.start)
         super()._set_up(job, resources)
+        self.records = RolloutRecords(job.work / "rollouts")
+        self._replayed = RolloutRecords(job.replay) if job.replay is not None else None
+        self.sampler, self._held_out = None, []
+        if self._replayed is not None:
+            return
         self.sampler = resources.enter_context(
             Sampler(
                 self.session,
@@ -42,17 +53,18 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 reward_model=job.reward_model,
             )
         )
-        held_out = job.validation
-        self._held_out = load_prompts(held_out, self.sampler.tokenizer) if held_out else []
+        if job.validation is not None:
+            self._held_out = load_prompts(job.validation, self.sampler.tokenizer)
 
     def _check_context(self, model_folder: Path) -> None:
         """Before any worker starts: vLLM says the same a minute later, and less plainly."""
-        prompt, new = self.settings.max_prompt_tokens, self.settings.generation.max_new_tokens
+        prompt, new = self.settings.max_prompt_tokens, self.settings.max_rollout_tokens
         limit = context_length(model_folder)
         if limit is not None and prompt + new > limit:
             raise ConfigError(
                 "prompts and completions may be longer than the model's context",
-                expected=f"max_prompt_tokens + max_new_tokens of at most {limit}",
+                expected="max_prompt_tokens + max_new_tokens (or rollouts.max_rollout_tokens) of "
+                f"at most {limit}",
                 got=f"{prompt} + {new}",
                 fix="lower one of the two, or take a model with a longer context",
             )
@@ -68,15 +80,21 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         )
 
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
-        """Hands the policy's weights to the engine, completes every prompt, and scores.
+        """Hands the policy's weights to the engine, rolls every prompt out, and scores.
 
         Args:
             prompts: `P` prompts.
             first_place: Of the first one within the step, where a step rolls out more than once.
 
         Returns:
-            `P * G` rollouts; those of one prompt lie next to each other.
+            `P * G` rollouts; those of one prompt lie next to each other. Some may have an error
+            instead of a reward. Of a replayed run, what was recorded at this step.
+
+        Raises:
+            RewardError: If too many could not be judged.
         """
+        if self.sampler is None:
+            return self._recorded()
         config: Any = self.config
         with self.timer.phase("sync"):
             self.sampler.generation.update_weights(self.policy)
@@ -90,12 +108,20 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         with self.timer.phase("reward"):
             return self.sampler.score(rollouts)
 
+    def _recorded(self) -> list[Rollout]:
+        assert self._replayed is not None
+        rollouts = self._replayed.load(self.step)
+        limit = self.settings.rollouts.max_failed_fraction
+        refuse_too_many_failures(rollouts, max_failed_fraction=limit)
+        return rollouts
+
     def _validate(self) -> dict[str, float]:
         """Greedy accuracy and mean reward on the held-out prompts."""
-        if not self._held_out:
+        if self.sampler is None or not self._held_out:
             return {}
         self.sampler.generation.update_weights(self.policy)
         return greedy_metrics(self.sampler, self._held_out)
 
     def _peak_memory_gib(self) -> float:
-        return super()._peak_memory_gib() + self.sampler.generation.peak_memory_gib()
+        own = super()._peak_memory_gib()
+        return own if self.sampler is None else own + self.sampler.generation.peak_memory_gib()

@@ -12,7 +12,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
-from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
+from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from tasks.contents import data_content, model_content, reward_content
 from tasks.recipe import Recipe
@@ -28,6 +28,7 @@ class Experiment(Recipe):
     sft: SFTConfig | None = None
     training: TrainingConfig = DTensorTraining()
     generation: GenerationConfig = GenerationConfig()
+    rollouts: RolloutLimits = RolloutLimits()
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
@@ -153,5 +154,6 @@ def rollout_fields(config: Experiment) -> dict[str, Any]:
         "environment": config.environment,
         "reward_content": reward_content(config.environment),
         "generation": config.generation,
+        "rollouts": config.rollouts,
         "max_prompt_tokens": config.data.max_prompt_tokens,
     }

@@ -16,7 +16,7 @@ from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Prompt, Rollout
 
 G = 8
@@ -31,7 +31,7 @@ def tokenizer(tiny_model: Path):
 @pytest.fixture
 def roll_out(engine: VllmGeneration, tokenizer, prompts: list[Prompt]):
     def run(*, step: int = 1, seed: int = 0, greedy: bool = False) -> list[Rollout]:
-        rollouts = RolloutEngine(engine, tokenizer, seed=seed)
+        rollouts = SingleTurnRollouts(engine, tokenizer, seed=seed)
         return rollouts.run(prompts, num_generations_per_prompt=G, step=step, greedy=greedy)
 
     return run
@@ -39,7 +39,7 @@ def roll_out(engine: VllmGeneration, tokenizer, prompts: list[Prompt]):
 
 def as_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     scored = [rollout.scored(0.0) for rollout in rollouts]
-    return grpo_batch(scored, num_generations_per_prompt=G)
+    return grpo_batch(scored)
 
 
 def compared(rollouts: Sequence[Rollout], policy: Policy) -> BatchedDataDict:

@@ -11,7 +11,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models.generation import VllmGeneration
-from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Prompt
 
 
@@ -24,14 +24,14 @@ def test_logprobs_are_those_of_the_sampling_temperature(
 ) -> None:
     config = generation_setup.config.replace(temperature=0.7)
     engine = VllmGeneration(session, replace(generation_setup, config=config))
-    rollouts = RolloutEngine(engine, load_tokenizer(tiny_model), seed=0)
+    rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
 
     def sample(step: int) -> BatchedDataDict:
         scored = [
             rollout.scored(0.0)
             for rollout in rollouts.run(prompts, num_generations_per_prompt=4, step=step)
         ]
-        return grpo_batch(scored, num_generations_per_prompt=4)
+        return grpo_batch(scored)
 
     def difference(batch: BatchedDataDict, logprobs: BatchedDataDict) -> float:
         gap = (batch["generation_logprobs"] - logprobs["logprobs"]).abs()

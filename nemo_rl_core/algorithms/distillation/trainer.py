@@ -7,7 +7,8 @@ from nemo_rl_core.algorithms.distillation.config import DistillationConfig, Dist
 from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics, save_rollouts
+from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
+from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt
@@ -26,7 +27,6 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
         _refuse_without_teacher(job)
         super()._set_up(job, resources)
         self._loss = DistillationLossFn(self.config.divergence)
-        self._rollouts = job.work / "rollouts"
 
     def _training_setup(self, job: Job) -> TrainingSetup:
         return replace(
@@ -37,13 +37,13 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        data = rollout_batch(rollouts)
+        data = rollout_batch(judged(rollouts))
         with self.timer.phase("teacher"):
             data.update(self.policy.get_reference_topk_logprobs(data, self.config.top_k))
         with self.timer.phase("train"):
             trained = self.policy.train(data, self._loss)
-        save_rollouts(rollouts, self._rollouts / f"step_{self.step:06d}.parquet")
-        return {**rollout_metrics(data), **trained}
+        self.records.save(self.step, rollouts)
+        return {**rollout_metrics(data), **failure_metrics(rollouts), **trained}
 
 
 def _refuse_without_teacher(job: Job) -> None:

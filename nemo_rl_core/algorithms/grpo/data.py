@@ -35,12 +35,11 @@ _GROUP_ADVANTAGES = {
 }
 
 
-def grpo_batch(rollouts: Sequence[Rollout], *, num_generations_per_prompt: int) -> BatchedDataDict:
-    """Rollouts, group by group, as tensors.
+def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
+    """Rollouts as tensors, and which of them are compared with each other.
 
     Args:
-        rollouts: `B = P * G`, scored; those of one prompt lie next to each other.
-        num_generations_per_prompt: G.
+        rollouts: `B`, scored; groups need not be equally large.
 
     Returns:
         What `rollout_batch` returns, and `group_ids [B]`. `add_advantages` adds what else a loss
@@ -48,7 +47,7 @@ def grpo_batch(rollouts: Sequence[Rollout], *, num_generations_per_prompt: int) 
     """
     batch = rollout_batch(rollouts)
     # The place in the step, not the prompt's text, makes a group: a prompt may be drawn twice.
-    batch["group_ids"] = torch.arange(len(rollouts)) // num_generations_per_prompt
+    batch["group_ids"] = torch.tensor([rollout.group for rollout in rollouts])
     return batch
 
 

@@ -10,11 +10,13 @@ from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics, save_rollouts
+from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
+from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.minibatches import train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -33,28 +35,26 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         super()._set_up(job, resources)
         self._loss = GRPOLossFn(self.config.loss)
-        self._rollouts = job.work / "rollouts"
         if self.config.dynamic_sampling is not None:
             # Another order than that of the steps, which extra draws must not run ahead of.
             self._more_prompts = PromptLoader(
-                load_prompts(job.train, self.sampler.tokenizer),
+                load_prompts(job.train, load_tokenizer(job.start)),
                 batch_size=self.config.num_prompts_per_step,
                 seed=request_seed(self.settings.seed, 0, 0, 0),
             )
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts, drawn = self._draw(batch)
-        data = grpo_batch(rollouts, num_generations_per_prompt=self._group_size)
+        data = grpo_batch(judged(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
         error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
-        limit = self.settings.generation.max_new_tokens
+        limit = self.settings.max_rollout_tokens
         data = add_advantages(data, self.config, max_new_tokens=limit)
         with self.timer.phase("train"):
             size = self.config.train_global_batch_size
             trained = train_in_parts(self.policy, data, self._loss, size=size)
-        path = self._rollouts / f"step_{self.step:06d}.parquet"
-        save_rollouts(rollouts, path, advantages=mean_advantages(data))
+        self.records.save(self.step, rollouts, advantages=mean_advantages(data))
         return {"token_mult_prob_error": error, **rollout_metrics(data), **drawn, **trained}
 
     def _draw(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
@@ -62,23 +62,29 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
         With dynamic sampling, groups whose rewards are all equal are drawn anew with other prompts,
         and surplus groups are dropped, so that no completion is older than its weights. If no group
-        of any draw teaches anything, the step takes the first draw.
+        of any draw teaches anything, the step takes the first draw. Rollouts that could not be
+        judged stay in the records of the step. A replayed step is taken as it was recorded.
         """
         first = drawn = self._roll_out(prompts)
         sampling = self.config.dynamic_sampling
-        if sampling is None:
-            return first, _drawn_metrics(first, self._group_size)
+        if sampling is None or self.sampler is None:
+            return first, _drawn_metrics(first)
         kept, draws = self._informative(first), 1
-        while len(kept) < len(first) and draws < sampling.max_draws:
+        while len(_groups(kept)) < len(prompts) and draws < sampling.max_draws:
             index = (self.step - 1) * (sampling.max_draws - 1) + draws - 1
             more = self._roll_out(self._more_prompts.batch(index), first_place=draws * len(prompts))
             drawn, draws = drawn + more, draws + 1
             kept += self._informative(more)
-        metrics = {**_drawn_metrics(drawn, self._group_size), "num_draws": float(draws)}
-        return kept[: len(first)] or first, metrics
+        wanted = set(_groups(kept)[: len(prompts)])
+        metrics = {**_drawn_metrics(drawn), "num_draws": float(draws)}
+        if not wanted:
+            return first, metrics
+        failed = [rollout for rollout in drawn if rollout.error is not None]
+        return [rollout for rollout in kept if rollout.group in wanted] + failed, metrics
 
     def _informative(self, rollouts: list[Rollout]) -> list[Rollout]:
-        data = grpo_batch(rollouts, num_generations_per_prompt=self._group_size)
+        rollouts = judged(rollouts)
+        data = grpo_batch(rollouts)
         rewards = data["rewards"][:, None]
         if isinstance(self.config.advantage, GDPO):
             # It normalizes each reward alone: sums may be equal where the parts are not.
@@ -86,10 +92,6 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
         informative = torch.stack(masks).any(dim=0).tolist()
         return [rollout for rollout, keep in zip(rollouts, informative, strict=True) if keep]
-
-    @property
-    def _group_size(self) -> int:
-        return self.config.num_generations_per_prompt
 
     def _training_setup(self, job: Job) -> TrainingSetup:
         return replace(
@@ -106,12 +108,18 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             batch["reference_logprobs"] = reference["logprobs"]
 
 
-def _drawn_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+def _groups(rollouts: list[Rollout]) -> list[int]:
+    """The groups that there are, in order of first appearance."""
+    return list(dict.fromkeys(rollout.group for rollout in rollouts))
+
+
+def _drawn_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Of every rollout that was sampled, also those that dynamic sampling sets aside."""
-    data = grpo_batch(rollouts, num_generations_per_prompt=group_size)
+    data = grpo_batch(judged(rollouts))
     of_all = rollout_metrics(data)
     return {
         "reward": of_all["reward"],
         "reward_std": of_all["reward_std"],
         "zero_variance_fraction": float(zero_variance_fraction(data["rewards"], data["group_ids"])),
+        **failure_metrics(rollouts),
     }

@@ -13,12 +13,8 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.value import explained_variance
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.batch import (
-    mean_advantages,
-    rollout_batch,
-    rollout_metrics,
-    save_rollouts,
-)
+from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_metrics
+from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.minibatches import combined, train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -48,7 +44,6 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         super()._set_up(job, resources)
-        self._rollouts = job.work / "rollouts"
         self._policy_loss = PPOLossFn(self.config.loss)
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
         self.critic = Policy(self.session, self._critic_setup(job), name=CRITIC)
@@ -57,7 +52,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        data = rollout_batch(rollouts)
+        data = rollout_batch(judged(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
         with self.timer.phase("values"):
@@ -65,9 +60,13 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data = add_advantages(data, self.config)
         error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
         trained = self._train(data)
-        path = self._rollouts / f"step_{self.step:06d}.parquet"
-        save_rollouts(rollouts, path, advantages=mean_advantages(data))
-        return {"token_mult_prob_error": error, **rollout_metrics(data), **trained}
+        self.records.save(self.step, rollouts, advantages=mean_advantages(data))
+        return {
+            "token_mult_prob_error": error,
+            **rollout_metrics(data),
+            **failure_metrics(rollouts),
+            **trained,
+        }
 
     def _train(self, batch: BatchedDataDict) -> dict[str, float]:
         """All epochs over the step's rollouts; after each, the critic's turn."""

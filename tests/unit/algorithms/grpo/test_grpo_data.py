@@ -1,6 +1,7 @@
 """From rollouts to tensors and advantages, by hand."""
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -9,7 +10,8 @@ import torch
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.errors import ConfigError, RewardError
-from nemo_rl_core.rollouts.batch import mean_advantages, save_rollouts
+from nemo_rl_core.rollouts.batch import mean_advantages
+from nemo_rl_core.rollouts.records import save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 S = math.sqrt(0.5)
@@ -23,7 +25,8 @@ def rollout(reward, length=1, truncated=False, components=()):
 
 
 def batch_of(*rollouts, group=2):
-    return grpo_batch(rollouts, num_generations_per_prompt=group)
+    placed = [replace(each, group=place // group) for place, each in enumerate(rollouts)]
+    return grpo_batch(placed)
 
 
 def advantages(batch, max_new_tokens=10, **values):
@@ -45,6 +48,29 @@ def test_batch_by_hand():
     assert batch["group_ids"].tolist() == [0, 0]
     assert batch["truncated"].tolist() == [False, True]
     assert "reward_components" not in batch
+
+
+def test_groups_are_those_that_the_rollouts_name():
+    # the second of group 7 could not be judged and is gone; group 2 is whole
+    rollouts = [replace(rollout(1.0), group=7), *[replace(rollout(r), group=2) for r in (3.0, 1.0)]]
+    batch = grpo_batch(rollouts)
+    assert batch["group_ids"].tolist() == [7, 2, 2]
+    found = advantages(batch, advantage={"kind": "leave_one_out"})
+    close(found, [[0, 0], [0, 2], [0, -2]])
+
+
+def test_only_the_tokens_of_the_policy_count():
+    several = Completion((5, 9, 9, 6), (-0.5, 0.0, 0.0, -0.25), False, (True, False, False, True))
+    turns = replace(rollout(1.0), completion=several, turn_rewards=(0.0, 1.0))
+    batch = grpo_batch([turns, replace(rollout(0.0), turn_rewards=(0.0,))])
+    assert batch["input_ids"].tolist() == [[7, 8, 5, 9, 9, 6], [7, 8, 5, 0, 0, 0]]
+    assert batch["token_mask"].int().tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 0, 0]]
+    assert batch["generation_logprobs"].tolist() == [[0, -0.5, 0, 0, -0.25], [0, -0.5, 0, 0, 0]]
+    assert batch["num_turns"].tolist() == [2, 1]
+    close(
+        advantages(batch, advantage={"kind": "group_centered"}),
+        [[0, 0.5, 0, 0, 0.5], [0, -0.5, 0, 0, 0]],
+    )
 
 
 def test_components_are_a_column():

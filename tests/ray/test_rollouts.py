@@ -1,0 +1,223 @@
+"""Rollouts from their beginning to the weights: several turns, failures, and a replay."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer, SFTTrainer
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.types import Rollout
+
+OFFLINE = {"cluster": {"num_threads": 1}, "save_every_num_steps": 9, "learning_rate": 0.01}
+# As in conftest.py, so that all tests share one engine.
+ONLINE = {
+    **OFFLINE,
+    "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
+    "max_prompt_tokens": 16,
+    "num_prompts_per_step": 4,
+    "num_generations_per_prompt": 4,
+}
+PROMPTS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 34)]
+
+
+class Countdown:
+    """The policy names a digit a turn; the environment answers with what is left of the answer.
+
+    Small digits earn most, and a 9 cannot be judged.
+    """
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        said = [log[-1]["content"][:1] for log in message_log_batch]
+        digits = [int(text) if text.isdigit() else 0 for text in said]
+        left = [int(m["answer"]) - digit for m, digit in zip(metadata, digits, strict=True)]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"{n % 10}="} for n in left],
+            metadata=[{"answer": str(number)} for number in left],
+            next_stop_strings=[None] * len(left),
+            rewards=torch.tensor([1 - digit / 10 for digit in digits]),
+            terminateds=torch.tensor([number % 7 == 0 for number in left]),
+            errors=["nine" if digit == 9 else None for digit in digits],
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        return batch, {}
+
+
+def sometimes(prompt: str, response: str) -> float:
+    """A reward that fails for about a quarter of what random weights write."""
+    if "7" in response:
+        raise LookupError("no sevens")
+    return float(len(response))
+
+
+@pytest.fixture(scope="module")
+def speaker(session: ClusterSession, tiny_model: Path) -> Path:
+    """The tiny model, after it has learnt to say one digit at a time."""
+    rows = [{"prompt": f"{n}=", "completion": str(n * 7 % 9)} for n in range(100)]
+    settings = {"num_steps": 12, "global_batch_size": 16, **OFFLINE}
+    return SFTTrainer.from_pretrained(tiny_model, **settings).fit(rows).checkpoint
+
+
+@pytest.fixture(scope="module")
+def game(session: ClusterSession, speaker: Path) -> TrainResult:
+    trainer = GRPOTrainer.from_pretrained(
+        speaker, num_steps_per_iteration=2, max_failed_fraction=0.5, **ONLINE
+    )
+    return trainer.fit(PROMPTS, reward_fn=Countdown())
+
+
+@pytest.fixture(scope="module")
+def failing(session: ClusterSession, tiny_model: Path) -> TrainResult:
+    trainer = GRPOTrainer.from_pretrained(
+        tiny_model, num_steps_per_iteration=2, max_failed_fraction=0.8, **ONLINE
+    )
+    return trainer.fit(PROMPTS, reward_fn=sometimes)
+
+
+def recorded(result: TrainResult) -> RolloutRecords:
+    return RolloutRecords(result.folder / "rollouts")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def replayed(
+    trainer: Any, result: TrainResult, replay: RolloutRecords, work: Path
+) -> list[dict[str, float]]:
+    """Trains again on what was recorded; returns the figures of its steps."""
+    parents = {parent.stage: Path(parent.path) for parent in Manifest.read(result.folder).parents}
+    start = parents["prepare_model"] / "model"
+    work.mkdir()
+    job = Job(
+        train=parents["prepare_data train"],
+        start=start,
+        work=work,
+        reference=start,
+        replay=replay.folder,
+    )
+    seen: list[dict[str, float]] = []
+
+    from nemo_rl_core.trainers.callbacks import Callback
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            seen.append(dict(metrics))
+
+    trainer.run(job, callbacks=[Watch()])
+    assert trainer.sampler is None
+    return seen
+
+
+def without(metrics: dict[str, float], *names: str) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name not in names}
+
+
+def test_turns_are_played_masked_and_agreed_upon(game: TrainResult) -> None:
+    rollouts = [each for step in (1, 2) for each in recorded(game).load(step)]
+    several = [each for each in rollouts if each.completion.generated]
+    assert len(several) > len(rollouts) / 4
+    for each in several:
+        own = each.completion.token_mask
+        # Turns of the policy between such of the environment, which are two characters each.
+        runs = [(is_own, len(list(run))) for is_own, run in groupby(own)]
+        assert runs[0][0] and runs[-1][0]
+        assert all(length == 2 for is_own, length in runs if not is_own)
+        pairs = list(zip(each.completion.logprobs, own, strict=True))
+        assert all(value == 0 for value, is_own in pairs if not is_own)
+        assert all(value < 0 for value, is_own in pairs if is_own)
+        if each.error is None:
+            assert sum(each.turn_rewards) == each.reward
+    for metrics in game.metrics:
+        assert metrics["token_mult_prob_error"] < 1.001
+        assert metrics["num_turns"] > 1.2
+
+
+def test_tokens_of_the_environment_do_not_enter_the_loss(game: TrainResult) -> None:
+    rollouts = judged(recorded(game).load(1))
+    assert game.metrics[0]["num_valid_tokens"] == sum(
+        sum(each.completion.token_mask) for each in rollouts
+    )
+    assert game.metrics[0]["loss"] == pytest.approx(first_loss(rollouts), abs=1e-5)
+
+
+def first_loss(rollouts: Sequence[Rollout]) -> float:
+    """By hand: with new weights the ratio is 1, so each token of the policy adds its advantage.
+
+    The reference is the policy itself, so there is no penalty.
+    """
+    groups: dict[int, list[float]] = {}
+    for each in rollouts:
+        groups.setdefault(each.group, []).append(each.reward)
+    total = count = 0.0
+    for each in rollouts:
+        rewards = groups[each.group]
+        spread = statistics.stdev(rewards) if len(set(rewards)) > 1 else math.inf
+        length = sum(each.completion.token_mask)
+        total += length * (each.reward - statistics.mean(rewards)) / (spread + 1e-6)
+        count += length
+    return -total / count
+
+
+def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_path: Path) -> None:
+    rollouts = recorded(failing).load(1)
+    failed = [each for each in rollouts if each.error is not None]
+    assert 0 < len(failed) < len(rollouts) == 16
+    assert all("7" in each.text and "no sevens" in each.error for each in failed)
+    metrics = failing.metrics[0]
+    assert metrics["num_failed_rollouts"] == len(failed)
+    assert metrics["failed_fraction"] == len(failed) / 16
+    counted = judged(rollouts)
+    assert metrics["reward"] == pytest.approx(statistics.mean(each.reward for each in counted))
+    assert metrics["loss"] == pytest.approx(first_loss(counted), abs=1e-5)
+    # As if they had never been: the same weights from the others alone.
+    others = RolloutRecords(tmp_path / "others")
+    for step in (1, 2):
+        others.save(step, judged(recorded(failing).load(step)))
+    trainer = GRPOTrainer.from_pretrained("unused", num_steps_per_iteration=2, **ONLINE)
+    seen = replayed(trainer, failing, others, tmp_path / "work")
+    ignored = ("global_step", "num_failed_rollouts", "failed_fraction")
+    assert [without(m, *ignored) for m in seen] == [without(m, *ignored) for m in failing.metrics]
+    assert_equal(weights(tmp_path / "work"), weights(failing.folder))
+
+
+def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path: Path) -> None:
+    settings = {"num_steps_per_iteration": 2, "max_failed_fraction": 0.5, **ONLINE}
+    trainer = GRPOTrainer.from_pretrained("unused", **settings)
+    seen = replayed(trainer, game, recorded(game), tmp_path / "work")
+    assert seen == [without(metrics, "global_step") for metrics in game.metrics]
+    assert_equal(weights(tmp_path / "work"), weights(game.folder))
+    again = RolloutRecords(tmp_path / "work" / "rollouts")
+    assert [again.load(step) for step in (1, 2)] == [recorded(game).load(step) for step in (1, 2)]
+
+
+def test_ppo_learns_from_turns_and_is_replayed(
+    session: ClusterSession, speaker: Path, tmp_path: Path
+) -> None:
+    settings = {"num_steps_per_iteration": 2, "max_failed_fraction": 0.5, **ONLINE}
+    result = PPOTrainer.from_pretrained(speaker, **settings).fit(PROMPTS, reward_fn=Countdown())
+    assert all(metrics["token_mult_prob_error"] < 1.001 for metrics in result.metrics)
+    assert result.metrics[0]["num_turns"] > 1.2
+    trainer = PPOTrainer.from_pretrained("unused", **settings)
+    replayed(trainer, result, recorded(result), tmp_path / "work")
+    assert_equal(weights(tmp_path / "work"), weights(result.folder))
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

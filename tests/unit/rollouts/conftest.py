@@ -1,0 +1,126 @@
+"""A game, and an engine whose answers are known, for rollouts of several turns."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.types import Prompt
+
+
+class Countdown:
+    """The policy names a digit a turn, until all of them add up to the row's answer.
+
+    Each turn earns 0.5; the environment answers with what is left, and asks to be stopped at `-`.
+    A turn that is no digit cannot be judged.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Any]] = []
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        self.seen += zip(message_log_batch, metadata, strict=True)
+        said = [log[-1]["content"] for log in message_log_batch]
+        left = [
+            int(state["answer"]) - (int(text) if text.isdigit() else 0)
+            for text, state in zip(said, metadata, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"{number}="} for number in left],
+            metadata=[{"answer": str(number)} for number in left],
+            next_stop_strings=[["-"]] * len(left),
+            rewards=torch.full((len(left),), 0.5),
+            terminateds=torch.tensor([number <= 0 for number in left]),
+            errors=[None if text.isdigit() else f"{text!r} is no digit" for text in said],
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        return batch, {}
+
+
+class Scripted(GenerationInterface):
+    """Answers by the number of tokens asked with and the seed; records what it was asked.
+
+    Args:
+        tokenizer: Of the answers.
+        answer: Text of the answer to a text; `!` at its end leaves out the stop token.
+    """
+
+    def __init__(self, tokenizer: Any, answer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._answer = answer
+        self.asked: list[list[dict[str, Any]]] = []
+
+    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+        rows = [self._row(data, place) for place in range(len(data["seeds"]))]
+        self.asked.append([asked for asked, _, _ in rows])
+        width = max(len(asked["ids"]) + len(ids) for asked, ids, _ in rows)
+        output = BatchedDataDict(
+            output_ids=torch.zeros(len(rows), width, dtype=torch.long),
+            logprobs=torch.zeros(len(rows), width),
+            truncated=torch.tensor([cut for _, _, cut in rows]),
+            generation_lengths=torch.tensor([len(ids) for _, ids, _ in rows]),
+            unpadded_sequence_lengths=torch.tensor([len(a["ids"]) + len(i) for a, i, _ in rows]),
+        )
+        for place, (asked, ids, _) in enumerate(rows):
+            start, end = len(asked["ids"]), len(asked["ids"]) + len(ids)
+            output["output_ids"][place, :end] = torch.tensor(asked["ids"] + ids)
+            output["logprobs"][place, start:end] = -torch.arange(1.0, len(ids) + 1)
+        return output
+
+    def _row(self, data: BatchedDataDict, place: int) -> tuple[dict[str, Any], list[int], bool]:
+        ids = data["input_ids"][place, : data["input_lengths"][place]].tolist()
+        asked = {
+            "ids": ids,
+            "text": self._tokenizer.decode(ids),
+            "seed": data["seeds"][place].item(),
+            "stop": data["stop_strings"][place] if "stop_strings" in data else None,
+            "limit": data["max_new_tokens"][place].item() if "max_new_tokens" in data else None,
+        }
+        text = self._answer(asked)
+        ending = [] if text.endswith("!") else [self._tokenizer.eos_token_id]
+        answer = self._tokenizer.encode(text.removesuffix("!"), add_special_tokens=False) + ending
+        limit = asked["limit"] or len(answer)
+        return asked, answer[:limit], len(answer) > limit
+
+    def prepare_for_generation(self) -> None: ...
+
+    def finish_generation(self) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return build_arithmetic_tokenizer()
+
+
+@pytest.fixture
+def ask(tokenizer: Any):
+    def make(text: str, answer: str, **metadata: Any) -> Prompt:
+        ids = tuple(prompt_token_ids(tokenizer, text))
+        return Prompt(text, text, ids, answer, "countdown", json.dumps(metadata))
+
+    return make
+
+
+@pytest.fixture
+def play(tokenizer: Any):
+    """Rolls prompts out against `Countdown`; also returns the engine and the environment."""
+
+    def run(prompts: list[Prompt], answer: Any, *, bounds: Bounds, group: int = 1, **asked: Any):
+        engine, game = Scripted(tokenizer, answer), Countdown()
+        rollouts = MultiTurnRollouts(engine, tokenizer, game, seed=3, bounds=bounds)
+        asked = {"num_generations_per_prompt": group, "step": 5, **asked}
+        return rollouts.run(prompts, **asked), engine, game
+
+    return run

@@ -1,0 +1,116 @@
+"""Conversations by hand: which tokens they have, who wrote them, and where they end."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.engine import request_seed
+
+WIDE = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
+BOS, EOS = 1, 2
+
+
+def digits(asked):
+    """5, then 2, then 1 for ever."""
+    turn = asked["text"].count("<eos>")
+    return "521"[min(turn, 2)]
+
+
+def test_a_conversation_by_hand(play, ask, tokenizer):
+    (rollout,), engine, game = play([ask("8=", "8", level=4)], digits, bounds=WIDE)
+    # <bos>8= then 5<eos> 3= 2<eos> 1= 1<eos>, and 0 is left
+    assert tokenizer.decode(rollout.completion.token_ids) == "5<eos>3=2<eos>1=1<eos>"
+    assert rollout.completion.logprobs == (-1, -2, 0, 0, -1, -2, 0, 0, -1, -2)
+    own = (True, True, False, False, True, True, False, False, True, True)
+    assert rollout.completion.generated == rollout.completion.token_mask == own
+    assert not rollout.completion.truncated
+    assert (rollout.reward, rollout.turn_rewards) == (1.5, (0.5, 0.5, 0.5))
+    assert rollout.text == "5\n2\n1"
+    assert rollout.messages == (
+        ("user", "8="),
+        ("assistant", "5"),
+        ("environment", "3="),
+        ("assistant", "2"),
+        ("environment", "1="),
+        ("assistant", "1"),
+    )
+    assert (rollout.group, rollout.sample, rollout.error) == (0, 0, None)
+    asked = [row for (row,) in engine.asked]
+    assert [row["text"] for row in asked] == [
+        "<bos>8=",
+        "<bos>8=5<eos>3=",
+        "<bos>8=5<eos>3=2<eos>1=",
+    ]
+    # The environment's stop string, from when it asked for it.
+    assert [row["stop"] for row in asked] == [None, ["-"], ["-"]]
+    assert [row["seed"] for row in asked] == [request_seed(3, 5, 0, 0, turn) for turn in range(3)]
+    assert game.seen[0][1] == {"level": 4, "answer": "8", "task": "countdown"}
+    assert game.seen[1][1] == {"answer": "3"}
+
+
+def test_one_turn_is_a_completion_as_without_turns(play, ask):
+    (rollout,), _, _ = play([ask("5=", "5")], digits, bounds=WIDE)
+    assert rollout.completion.generated == ()
+    assert rollout.turn_rewards == (0.5,)
+
+
+def test_tokens_are_never_encoded_again(play, ask, tokenizer):
+    # The unknown token decodes to a text that would be encoded as three others.
+    (rollout,), engine, _ = play([ask("9=", "9")], lambda asked: "1a!", bounds=WIDE)
+    assert rollout.completion.token_ids[1] == tokenizer.unk_token_id
+    assert engine.asked[0][0]["ids"] == [BOS, *tokenizer.encode("9=")]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "turns", "num_tokens"),
+    [
+        (Bounds(max_turns=2, max_tokens=40, max_new_tokens=6), 2, 6),
+        # 5<eos>3= are 4 tokens, and the policy's next turn has 1 token left: 2, without <eos>
+        (Bounds(max_turns=9, max_tokens=5, max_new_tokens=6), 2, 5),
+        # the environment's 3= would leave nothing to the policy
+        (Bounds(max_turns=9, max_tokens=4, max_new_tokens=6), 1, 2),
+        # a turn that is cut is the last, though the environment would go on
+        (Bounds(max_turns=9, max_tokens=40, max_new_tokens=1), 1, 1),
+    ],
+)
+def test_bounds_cut(play, ask, bounds, turns, num_tokens):
+    (rollout,), engine, _ = play([ask("8=", "8")], digits, bounds=bounds)
+    assert rollout.completion.truncated
+    assert len(rollout.turn_rewards) == len(engine.asked) == turns
+    assert rollout.reward == 0.5 * turns
+    assert len(rollout.completion.token_ids) == num_tokens
+    assert all(row["limit"] <= bounds.max_new_tokens for rows in engine.asked for row in rows)
+
+
+def test_an_unjudged_conversation_ends_alone(play, ask):
+    def answer(asked):
+        return "+" if asked["text"].startswith("<bos>7") and "<eos>" in asked["text"] else "3"
+
+    good, bad = play([ask("6=", "6"), ask("7=", "7")], answer, bounds=WIDE)[0]
+    assert (good.reward, good.error) == (1.0, None)
+    assert bad.reward is None
+    assert "'Countdown' could not judge for prompt '7='" in bad.error
+    assert "'+' is no digit" in bad.error
+    assert "\n" not in bad.error
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 3))
+def test_conversations_do_not_depend_on_each_other(play, ask, answers, group):
+    def by_seed(asked):
+        return str(1 + asked["seed"] % 9)
+
+    prompts = [ask(f"{answer}=", str(answer)) for answer in answers]
+    together, engine, _ = play(prompts, by_seed, bounds=WIDE, group=group)
+    alone = [
+        rollout
+        for place, prompt in enumerate(prompts)
+        for rollout in play([prompt], by_seed, bounds=WIDE, group=group, first_place=place)[0]
+    ]
+    assert together == alone
+    assert len(engine.asked) == max(len(rollout.turn_rewards) for rollout in together)
+    places = [(rollout.group, rollout.sample) for rollout in together]
+    assert places == [(place, k) for place in range(len(prompts)) for k in range(group)]

@@ -1,0 +1,85 @@
+"""What is written is read back, whatever it holds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.rollouts.records import RolloutRecords, load_rollouts, save_rollouts
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+IDS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
+NUMBERS = st.lists(st.floats(allow_nan=False, width=32), max_size=4).map(tuple)
+
+
+@st.composite
+def rollouts(draw):
+    ids = draw(IDS)
+    several = draw(st.booleans())
+    size = len(ids)
+    own = draw(st.lists(st.booleans(), min_size=size, max_size=size)) if several else ()
+    versions = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)) if several else ()
+    logprobs = draw(st.lists(st.floats(-30, 0, width=32), min_size=size, max_size=size))
+    failed = draw(st.booleans())
+    return Rollout(
+        Prompt(draw(TEXT), draw(TEXT), draw(IDS), draw(TEXT), draw(TEXT), draw(TEXT)),
+        Completion(ids, tuple(logprobs), draw(st.booleans()), tuple(own), tuple(versions)),
+        draw(TEXT),
+        reward=None if failed else draw(st.floats(allow_nan=False)),
+        advantage=draw(st.none() | st.floats(allow_nan=False)),
+        components=draw(NUMBERS),
+        group=draw(st.integers(0, 2**40)),
+        sample=draw(st.integers(0, 99)),
+        turn_rewards=draw(NUMBERS),
+        messages=tuple(draw(st.lists(st.tuples(TEXT, TEXT), max_size=3))),
+        error=draw(TEXT) if failed else None,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(rollouts(), max_size=4))
+def test_what_is_read_back_is_equal(tmp_path_factory, written):
+    folder = tmp_path_factory.mktemp("records")
+    save_rollouts(written, folder / "a.parquet")
+    assert load_rollouts(folder / "a.parquet") == written
+    save_rollouts(load_rollouts(folder / "a.parquet"), folder / "b.parquet")
+    assert (folder / "a.parquet").read_bytes() == (folder / "b.parquet").read_bytes()
+
+
+PROMPT = Prompt("p", "1+2=", (1, 2), "3", "t")
+GOOD = Rollout(PROMPT, Completion((4, 5), (-0.5, -0.1), truncated=False), "3").scored(1.0)
+BAD = GOOD.failed("out of paper")
+
+
+def test_advantages_belong_to_the_judged(tmp_path):
+    records = RolloutRecords(tmp_path / "rollouts")
+    records.save(12, [GOOD, BAD, GOOD], advantages=torch.tensor([0.25, -2.0]))
+    assert records.load(12) == [replace(GOOD, advantage=0.25), BAD, replace(GOOD, advantage=-2.0)]
+    with pytest.raises(AssertionError, match="more advantages"):
+        records.save(12, [GOOD, BAD], advantages=torch.tensor([0.25, -2.0]))
+
+
+def test_steps_are_listed_and_a_missing_one_is_named(tmp_path):
+    records = RolloutRecords(tmp_path / "rollouts")
+    assert records.steps() == []
+    for step in (10, 2):
+        records.save(step, [GOOD])
+    assert records.steps() == [2, 10]
+    with pytest.raises(DataError, match=r"no rollouts of step 3(.|\n)*from 2 to 10"):
+        records.load(3)
+
+
+def test_other_files_are_refused(tmp_path):
+    import pandas as pd
+
+    (tmp_path / "step_000001.parquet").write_text("no parquet")
+    pd.DataFrame({"prompt": ["1+2="]}).to_parquet(tmp_path / "step_000002.parquet")
+    records = RolloutRecords(tmp_path)
+    with pytest.raises(DataError, match="cannot be read"):
+        records.load(1)
+    with pytest.raises(DataError, match=r"no whole rollouts(.|\n)*completion_ids"):
+        records.load(2)
