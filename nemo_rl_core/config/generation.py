@@ -41,7 +41,7 @@ class SamplingConfig(FrozenConfig):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: PositiveInt | None = None
     repetition_penalty: PositiveFloat = 1.0
-    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     num_engines: PositiveInt = 1
     timeout_seconds: PositiveFloat | None = None
 

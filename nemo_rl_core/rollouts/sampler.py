@@ -10,7 +10,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.types import Rollout
 
@@ -45,7 +45,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._scorer = scorer or make_scorer(
             settings.environment, reward_model, policy=model_folder
         )
-        self.generation = VllmGeneration(
+        self.generation = Generation(
             session,
             GenerationSetup(
                 model_folder=model_folder,
