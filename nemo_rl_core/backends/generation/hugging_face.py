@@ -44,39 +44,46 @@ class HuggingFaceBackend:
     def update_weights(self, buckets: list[WeightBucket]) -> str:
         """Replaces all weights; returns what arrived, digested."""
         digest = combined_digest(received_digest(bucket) for bucket in buckets)
+        # Built anew, for only when it loads does transformers know what published names stand for.
         # Buckets lie in memory that is shared and goes away.
-        self._build(
-            {name: tensor.clone() for bucket in buckets for name, tensor in bucket.named_tensors()}
+        self._take(
+            type(self._model).from_pretrained(
+                None,
+                config=self._model.config,
+                state_dict={
+                    name: w.clone() for bucket in buckets for name, w in bucket.named_tensors()
+                },
+                dtype=self._dtype,
+                output_loading_info=True,
+            )
         )
         return digest
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""
-        from safetensors.torch import load_file
+        from transformers import AutoModelForCausalLM
 
-        files = sorted(model_folder.glob("*.safetensors"))
-        self._build({name: w for file in files for name, w in load_file(file).items()})
-
-    def _build(self, weights: dict[str, torch.Tensor]) -> None:
-        """The model anew, for transformers knows what published names stand for when it loads."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        model, report = AutoModelForCausalLM.from_pretrained(
-            None,
-            config=AutoConfig.from_pretrained(self._setup.model_folder),
-            state_dict=weights,
-            dtype=getattr(torch, self._setup.dtype),
-            output_loading_info=True,
+        self._take(
+            AutoModelForCausalLM.from_pretrained(
+                model_folder, dtype=self._dtype, output_loading_info=True
+            )
         )
-        if report["missing_keys"]:
+
+    def _take(self, loaded: tuple[Any, dict[str, Any]]) -> None:
+        model, report = loaded
+        missing = sorted(report["missing_keys"])
+        if missing:
             raise ModelError(
-                "the weights for generation are not whole",
+                "the weights to generate with are not whole",
                 expected="every weight of the model",
-                got=f"{len(report['missing_keys'])} missing, such as "
-                f"{', '.join(sorted(report['missing_keys'])[:3])}",
+                got=f"{len(missing)} missing, such as {', '.join(missing[:3])}",
                 fix="send the weights of a policy of the same architecture",
             )
-        self._model: Any = model.eval().to(local_device())
+        self._model = model.eval().to(local_device())
+
+    @property
+    def _dtype(self) -> Any:
+        return getattr(torch, self._setup.dtype)
 
     def wake(self) -> None:
         """Brings the model back to the GPU."""

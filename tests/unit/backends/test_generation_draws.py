@@ -143,9 +143,9 @@ def test_rows_bring_bounds_and_stop_strings_of_their_own() -> None:
 
 
 def test_a_prompt_without_room_is_refused() -> None:
-    with pytest.raises(DataError, match="row 0 .* cannot be completed"):
+    with pytest.raises(DataError, match="row 0 of"):
         read_requests(batch(), SamplingConfig(), max_model_len=3)
-    with pytest.raises(DataError, match="row 1 .* cannot be completed"):
+    with pytest.raises(DataError, match="row 1 of"):
         read_requests(batch(input_lengths=torch.tensor([1, 0])), SamplingConfig(), max_model_len=9)
 
 
