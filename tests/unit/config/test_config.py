@@ -113,7 +113,7 @@ def test_an_unknown_key_names_the_nearest(recipe: dict, got: str, suggestion: st
         ({"grpo": {"advantage": {"kind": "gropu"}}}, ["grpo.advantage", "gropu"]),
         ({"cluster": {"shape": "laptp"}}, ["cluster.shape", "laptop"]),
         ({"seed": -1}, ["seed", "greater than or equal to 0"]),
-        ({"generation": {"temperature": 0}}, ["generation.temperature", "greater than 0"]),
+        ({"generation": {"temperature": -1}}, ["generation.vllm.temperature", "equal to 0"]),
         ({"evaluation": {"confidence": 95}}, ["evaluation.confidence", "less than 1"]),
         ({"environment": {"kind": "function", "target": "my_reward"}}, ["environment", "target"]),
         ({"sft": {"num_steps": 0}}, ["sft.num_steps", "greater than 0"]),

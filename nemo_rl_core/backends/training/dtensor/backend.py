@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from nemo_rl_core.backends.decoding.draws import Decoding
+from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
+from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
-from nemo_rl_core.backends.training.dtensor.generation import generate
 from nemo_rl_core.backends.training.dtensor.loading import (
     load_causal_model,
     load_scalar_model,
@@ -31,6 +33,7 @@ from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
 from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
+from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -229,14 +232,14 @@ class DTensorBackend:
         temperature: float | None = None,
         seed: int = 0,
     ) -> BatchedDataDict:
-        """Completes prompts under the weights being trained, by transformers' loop; see `generate`.
+        """Completes prompts under the weights being trained, by transformers' loop.
 
         Args:
-            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`.
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, perhaps `seeds [B]`.
             greedy: The likeliest token each time.
             max_new_tokens: Of a completion.
             temperature: Of the draws; that of the setup where None.
-            seed: Of the draws.
+            seed: Of the draws, where rows have no seeds of their own.
 
         Raises:
             ConfigError: If the weights are spread over several ranks.
@@ -250,15 +253,17 @@ class DTensorBackend:
                 fix="generate with vLLM (generation.backend: vllm), or train on one rank",
             )
         folder = self._setup.model_folder
-        return generate(
-            model,
-            batch,
-            greedy=greedy,
+        config = SamplingConfig(
             max_new_tokens=max_new_tokens,
             temperature=self._setup.temperature if temperature is None else temperature,
-            stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
-            seed=seed,
         )
+        seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
+        longest = batch["input_ids"].shape[1] + max_new_tokens
+        requests = read_requests(seeded, config, max_model_len=longest)
+        stops = stop_token_ids(folder, load_tokenizer(folder))
+        decoding = Decoding(requests, config, greedy=greedy, stop_token_ids=stops)
+        completed = complete(model, requests, decoding, stop_token_ids=list(stops))
+        return as_batch(requests, completed)
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
