@@ -38,7 +38,7 @@ def accuracy_metrics(greedy: Sequence[Rollout]) -> dict[str, float]:
     """
     judged = _judged(greedy)
     return {
-        "accuracy": sum(map(is_correct, judged)) / len(judged),
+        "accuracy": sum(is_correct(each) is True for each in judged) / len(judged),
         "mean_reward": sum(rollout.reward or 0.0 for rollout in judged) / len(judged),
         "truncated_fraction": sum(r.completion.truncated for r in greedy) / len(greedy),
         "unjudged_fraction": 1 - len(judged) / len(greedy),
@@ -73,7 +73,7 @@ def evaluation_metrics(
     """
     figures = accuracy_metrics(greedy)
     judged = _judged(greedy)
-    num_correct = sum(map(is_correct, judged))
+    num_correct = sum(is_correct(each) is True for each in judged)
     low, high = wilson_interval(num_correct, len(judged), config.confidence)
     unjudged = [rollout for rollout in (*greedy, *sampled) if rollout.reward is None]
     return {
