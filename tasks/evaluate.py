@@ -51,10 +51,17 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
 
 
 def measured(checkpoint: CheckpointArtifact) -> str:
-    """What to call a checkpoint: the stage that made it, or a model that was given by its name."""
+    """What to call a checkpoint: the stage that made it, or the name of a model that was given.
+
+    A folder has its own name, and one that is called `model`, as in every artifact, its parent's.
+    """
     if checkpoint.stage != "prepare_model":
         return checkpoint.stage
-    return str(checkpoint.manifest.config["model"]["name"])
+    name = str(checkpoint.manifest.config["model"]["name"])
+    folder = Path(name)
+    if not folder.is_absolute():
+        return name
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def _said(metrics: dict[str, float]) -> str:
