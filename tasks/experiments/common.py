@@ -116,10 +116,13 @@ class EvaluationStage(RolloutSettings):
     def of(cls, config: Experiment) -> "EvaluationStage":
         """The recipe's share."""
         asked = config.evaluation.data or config.data
-        fields = rollout_fields(config.replace(environment=config.judge, data=asked))
+        sampling = config.evaluation.generation or config.generation
+        fields = rollout_fields(
+            config.replace(environment=config.judge, data=asked, generation=sampling)
+        )
         del fields["training"]  # evaluation trains nothing, whatever the backend
         # Said once, here and in `QuestionStage`.
-        evaluation = config.evaluation.replace(environment=None, data=None)
+        evaluation = config.evaluation.replace(environment=None, data=None, generation=None)
         return cls(evaluation=evaluation, **fields)
 
 

@@ -22,6 +22,7 @@ from tasks.experiments.common import Experiment
 from tasks.experiments.convert import ConvertExperiment
 from tasks.experiments.distillation import DistillationExperiment
 from tasks.experiments.dpo import DPOExperiment
+from tasks.experiments.evaluate import EvaluateExperiment
 from tasks.experiments.grpo import GRPOExperiment
 from tasks.experiments.post_train import PostTrainExperiment
 from tasks.experiments.ppo import PPOExperiment
@@ -35,6 +36,7 @@ EXPERIMENTS = {
     "convert": ConvertExperiment,
     "distill": DistillationExperiment,
     "dpo": DPOExperiment,
+    "evaluate": EvaluateExperiment,
     "grpo": GRPOExperiment,
     "post_train": PostTrainExperiment,
     "ppo": PPOExperiment,
