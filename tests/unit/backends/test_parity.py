@@ -109,6 +109,13 @@ CASES = [
         ],
     ),
     (
+        2,
+        [
+            megatron("CP 2", context_parallel_size=2),
+            megatron("CP 2 recomputed", context_parallel_size=2, activation_checkpointing=True),
+        ],
+    ),
+    (
         4,
         [
             dtensor("FSDP 2 x TP 2", tensor_parallel_size=2),
@@ -139,7 +146,21 @@ CASES = [
             megatron("PP 2 x EP 2", 1, 2, expert_parallel_size=2),
         ],
     ),
+    (
+        4,
+        [
+            megatron("CP 2 x 2x1 + SP", 2, context_parallel_size=2, sequence_parallel=True),
+            megatron("CP 2 x 1x2", 1, 2, context_parallel_size=2),
+            megatron("CP 2 x EP 2", context_parallel_size=2, expert_parallel_size=2),
+        ],
+    ),
 ]
+
+
+def name_of(group: tuple[int, list[Case]]) -> str:
+    num_ranks, cases = group
+    backends = "-".join(sorted({case.training.backend for case in cases}))
+    return f"{backends}-{num_ranks}-{cases[0].layout}"
 
 
 @pytest.fixture(scope="module")
@@ -364,25 +385,31 @@ def test_two_ranks_have_the_gradients_of_the_plain_loop(
         assert worst(found, expected) <= TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return {name: plain(folder) for name, folder in folders.items()}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("group", CASES, ids=name_of)
 def test_every_layout_of_both_backends_follows_the_plain_loop(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    folders: dict[str, Path],
+    expected: dict[str, dict[str, Any]],
+    group: tuple[int, list[Case]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    expected = {name: plain(folder) for name, folder in folders.items()}
+    num_ranks, cases = group
     run: Callable[[list[Case]], list[dict[str, Any]]] = lambda cases: [  # noqa: E731
         measured(folders[case.model], case.training) for case in cases
     ]
     table: dict[tuple[str, ...], dict[str, float]] = {}
-    for num_ranks, cases in CASES:
-        ranks = run_ranks(run, cases, world_size=num_ranks, timeout_seconds=600.0)
-        for case, *found in zip(cases, *ranks, strict=True):
-            assert [of_rank["buckets"] > 0 for of_rank in found] == [True] + [False] * (
-                num_ranks - 1
-            )
-            rows = [errors(of_rank, expected[case.model]) for of_rank in found]
-            place = (case.model, case.training.backend, case.layout, str(num_ranks))
-            table[place] = {name: max(row[name] for row in rows) for name in rows[0]}
+    ranks = run_ranks(run, cases, world_size=num_ranks, timeout_seconds=600.0)
+    for case, *found in zip(cases, *ranks, strict=True):
+        assert [of_rank["buckets"] > 0 for of_rank in found] == [True] + [False] * (num_ranks - 1)
+        rows = [errors(of_rank, expected[case.model]) for of_rank in found]
+        place = (case.model, case.training.backend, case.layout, str(num_ranks))
+        table[place] = {name: max(row[name] for row in rows) for name in rows[0]}
     with capsys.disabled():
         sys.stdout.write(f"\n\n{as_markdown(table)}\n\n")
     too_large = {

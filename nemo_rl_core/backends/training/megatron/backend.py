@@ -52,7 +52,6 @@ class MegatronBackend:
         assert isinstance(training, MegatronTraining), training
         if setup.head != "lm":
             raise _no_scalar_head()
-        _refuse_context_parallelism(training)
         initialize_topology(training, seed=setup.seed)
         torch.use_deterministic_algorithms(True)
         self._setup = setup
@@ -310,16 +309,6 @@ def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, floa
             totals, source, group=parallel_state.get_pipeline_model_parallel_group()
         )
     return totals[0]
-
-
-def _refuse_context_parallelism(training: MegatronTraining) -> None:
-    if training.context_parallel_size > 1:
-        raise ConfigError(
-            "the megatron backend does not split packed rows over context-parallel ranks",
-            expected="context_parallel_size of 1",
-            got=str(training.context_parallel_size),
-            fix="use sequence_parallel with tensor parallelism, or the dtensor backend",
-        )
 
 
 def _no_scalar_head() -> ConfigError:
