@@ -1,7 +1,7 @@
 """Context parallelism over Megatron's local layers, which see one rank's part of a row only.
 
 Queries stay where they are; attention gathers the keys and values of the whole row, as the dtensor
-backend does it. (Megatron's own way is Transformer Engine's ring attention.)
+backend does it. Where Transformer Engine is installed, its ring attention takes this place.
 """
 
 from copy import copy

@@ -137,7 +137,8 @@ def _read(
         return head(hidden[place], numbers)
     places = own_places(rows)
     index = place.new_full((rows.position_ids.numel(),), -1)
-    index[places] = torch.arange(len(places), device=place.device)
+    held = places >= 0
+    index[places[held]] = held.nonzero()[:, 0]
     numbers = numbers[index[place] >= 0]
     parts = head(hidden[index[place[numbers]]], numbers)
     wholes = (
