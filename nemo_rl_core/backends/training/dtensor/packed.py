@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.dtensor.context_parallel import (
+from nemo_rl_core.backends.training.context_parallel import (
     gathered_parts,
     own_part,
     packed_causal_mask,
