@@ -79,7 +79,7 @@ def empty_model(folder: Path, head: Head) -> Any:
     Raises:
         ModelError: If the architecture, or the folder's config, does not fit the head.
     """
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from transformers import AutoConfig, AutoModelForSequenceClassification, GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
