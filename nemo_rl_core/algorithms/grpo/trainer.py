@@ -47,7 +47,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data = grpo_batch(rollouts, num_generations_per_prompt=self._group_size)
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
-        error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
+        data, consistency = check_consistency(data, self.config.gate)
         limit = self.settings.generation.max_new_tokens
         data = add_advantages(data, self.config, max_new_tokens=limit)
         with self.timer.phase("train"):
@@ -55,7 +55,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             trained = train_in_parts(self.policy, data, self._loss, size=size)
         path = self._rollouts / f"step_{self.step:06d}.parquet"
         save_rollouts(rollouts, path, advantages=mean_advantages(data))
-        return {"token_mult_prob_error": error, **rollout_metrics(data), **drawn, **trained}
+        return {**consistency, **rollout_metrics(data), **drawn, **trained}
 
     def _draw(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
         """The step's rollouts, and figures on all that was drawn for them.

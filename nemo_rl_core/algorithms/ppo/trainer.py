@@ -60,14 +60,14 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data = rollout_batch(rollouts)
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
+        data, consistency = check_consistency(data, self.config.gate)
         with self.timer.phase("values"):
             data["old_values"] = self.critic.get_values(data)["values"][:, :-1]
         data = add_advantages(data, self.config)
-        error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
         trained = self._train(data)
         path = self._rollouts / f"step_{self.step:06d}.parquet"
         save_rollouts(rollouts, path, advantages=mean_advantages(data))
-        return {"token_mult_prob_error": error, **rollout_metrics(data), **trained}
+        return {**consistency, **rollout_metrics(data), **trained}
 
     def _train(self, batch: BatchedDataDict) -> dict[str, float]:
         """All epochs over the step's rollouts; after each, the critic's turn."""
