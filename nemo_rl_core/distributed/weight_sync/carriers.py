@@ -12,12 +12,14 @@ import mmap
 import os
 import pickle
 import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -54,18 +56,21 @@ class Carrier(Protocol):
 class SharedMemoryCarrier:
     """Pages of anonymous files that both processes map.
 
-    They have no name, so that nothing is left behind, however a process ends. The sender keeps them
-    for its next transfer: the system needs ten times as long to hand out a fresh page as a copy
+    They have no name, so that nothing is left behind, however a process ends. Both ends keep them
+    for the next transfer: the system needs ten times as long to hand out a fresh page as a copy
     takes to fill it.
     """
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._num_used = 0
+        self._mapped: dict[int, torch.Tensor] = {}
+        self._mapped_before: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """The segments may be filled again, in the same order."""
+        """The segments may be filled again, in the same order; what is no longer used, goes."""
         self._num_used = 0
+        self._mapped, self._mapped_before = {}, self._mapped
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """A view on the next segment; one that is too small makes way for a larger one."""
@@ -77,18 +82,23 @@ class SharedMemoryCarrier:
         return self._segments[place].flat[:num_bytes]
 
     def reference(self, payload: torch.Tensor) -> list[int]:
-        """Process and file descriptor."""
-        return [os.getpid(), self._segments[self._num_used - 1].descriptor]
+        """Process, file descriptor, size of the file, and the number that makes it this file."""
+        segment = self._segments[self._num_used - 1]
+        identity = os.fstat(segment.descriptor).st_ino
+        return [os.getpid(), segment.descriptor, segment.num_bytes, identity]
 
     def push(self, payload: torch.Tensor) -> None:
         """Nothing to do: the bytes are there."""
 
     def pull(self, reference: list[int], num_bytes: int) -> torch.Tensor:
-        """A view on the sender's pages, which live as long as the view."""
-        pid, descriptor = reference
-        with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
-            pages = mmap.mmap(file.fileno(), num_bytes)
-        return torch.frombuffer(pages, dtype=torch.uint8)
+        """A view on the sender's pages."""
+        pid, descriptor, file_bytes, identity = reference
+        pages = self._mapped_before.get(identity)
+        if pages is None:
+            with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
+                pages = torch.frombuffer(mmap.mmap(file.fileno(), file_bytes), dtype=torch.uint8)
+        self._mapped[identity] = pages
+        return pages[:num_bytes]
 
 
 class _Segment:
@@ -106,7 +116,8 @@ class _Segment:
 class GlooCarrier:
     """A broadcast over the channel itself, bucket by bucket.
 
-    The sender holds one bucket at a time, a receiver as many as its caller keeps.
+    The sender holds one bucket at a time, a receiver as many as its caller keeps; either uses that
+    memory again.
     """
 
     device = torch.device("cpu")
@@ -114,6 +125,7 @@ class GlooCarrier:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._free: list[np.ndarray] = []
 
     def begin(self) -> None:
         """Nothing to do."""
@@ -132,10 +144,19 @@ class GlooCarrier:
         self._broadcast(payload)
 
     def pull(self, reference: None, num_bytes: int) -> torch.Tensor:
-        """Memory of its own, for callers may keep tensors of earlier buckets."""
-        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        """Memory that no tensor of an earlier bucket, which callers may keep, lies in."""
+        payload = self._memory(num_bytes)
         self._broadcast(payload)
         return payload
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        block = self._free.pop() if self._free else np.empty(0, dtype=np.uint8)
+        if block.nbytes < num_bytes:
+            block = np.empty(num_bytes, dtype=np.uint8)
+        lent = block[:num_bytes]
+        # The last tensor on it drops `lent`, and with that gives the block back.
+        weakref.finalize(lent, self._free.append, block)
+        return torch.from_numpy(lent)
 
     def _broadcast(self, payload: torch.Tensor) -> None:
         self._channel.broadcast(payload, SENDER)
@@ -156,6 +177,9 @@ class NcclCarrier(GlooCarrier):
             channel.route.num_receivers + 1,
             options,
         )
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _broadcast(self, payload: torch.Tensor) -> None:
         self._group.broadcast(payload, SENDER).wait()  # type: ignore[attr-defined]

@@ -13,11 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from torch.distributed import (
-    PrefixStore,  # type: ignore[attr-defined]
-    ProcessGroupGloo,
-    TCPStore,  # type: ignore[attr-defined]
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from nemo_rl_core.errors import WorkerError
 

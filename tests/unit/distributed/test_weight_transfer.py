@@ -125,6 +125,27 @@ def test_what_is_empty_arrives_as_well(carrier: CarrierName) -> None:
     assert run_ranks(end, meeting.route, world_size=2)[1] == [bits(weights) for weights in nothing]
 
 
+@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
+def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(carrier: CarrierName) -> None:
+    def end(route: WeightRoute) -> list[Any]:
+        transfers = [make_weights(seed) * (seed + 1) for seed in range(3)]
+        if rank() == 0:
+            # Ever fewer and larger buckets: segments and blocks of the last transfer do not fit.
+            sender = WeightSender(route)
+            for seed, weights in enumerate(transfers):
+                sender._bucket_bytes = 100 * 4**seed
+                sender.send(weights)
+            return [bits(weights) for weights in transfers]
+        receiver, seen = WeightReceiver(route), []  # type: WeightReceiver, list[Any]
+        for _ in transfers:
+            receiver.receive(lambda tensors: seen.append(bits(list(tensors))))
+        return seen
+
+    meeting = host(carrier)
+    sent, received = run_ranks(end, meeting.route, world_size=2)
+    assert received == sent
+
+
 def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets() -> None:
     def end(route: WeightRoute) -> str:
         if rank() == 0:
