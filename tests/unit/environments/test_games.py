@@ -73,7 +73,8 @@ def test_rows_are_written_with_the_characters_of_the_smallest_model(data):
 def test_puzzles_are_as_far_from_solved_as_asked_and_say_how_many_turns_they_allow():
     data = SlidingPuzzleData(max_moves=3, spare_turns=2, num_train=8, num_validation=2)
     known = distances(2, 3, max_moves=3)
-    for row in sum(load_rows(data, seed=0), []):
+    train, validation = load_rows(data, seed=0)
+    for row in train + validation:
         metadata = json.loads(row["metadata"])
         fewest = known[SlidingPuzzle.from_state(metadata["game"])]
         assert 1 <= fewest <= 3
