@@ -20,12 +20,15 @@ class VllmGeneration(GenerationInterface):
     Args:
         session: The cluster and its running workers.
         setup: Model, sampling and size. The weights of `setup.model_folder` are loaded.
+        name: Of the worker group; engines of one name take each other's place.
     """
 
-    def __init__(self, session: ClusterSession, setup: GenerationSetup) -> None:
+    def __init__(
+        self, session: ClusterSession, setup: GenerationSetup, *, name: str = "generation"
+    ) -> None:
         self._workers, is_new = session.workers(
             get_generation_backend(setup.config.backend),
-            name="generation",
+            name=name,
             key=_engine_key(setup),
             env_vars=_engine_environment(setup.config),
         )
