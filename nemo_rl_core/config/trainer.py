@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
@@ -89,5 +89,6 @@ class RolloutSettings(TrainerSettings):
     """What an algorithm reads besides that samples completions and scores them."""
 
     environment: EnvironmentConfig = ExactMatch()
+    environment_workers: EnvironmentWorkers | None = None
     generation: GenerationConfig = GenerationConfig()
     max_prompt_tokens: PositiveInt = 512
