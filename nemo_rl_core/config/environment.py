@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.model import DType
 
 
 class ExactMatch(FrozenConfig):
@@ -118,12 +119,14 @@ class JudgeModel(FrozenConfig):
         model: A transformers folder.
         max_model_len: Question and reply, in tokens.
         kv_cache_gib: Of its own, beside that of the policy's engine.
+        dtype: Type of weights and activations.
     """
 
     kind: Literal["model"] = "model"
     model: str = Field(min_length=1)
     max_model_len: PositiveInt = 4096
     kv_cache_gib: PositiveInt = 1
+    dtype: DType = "float32"
 
 
 class LLMJudge(FrozenConfig):
@@ -141,6 +144,16 @@ class LLMJudge(FrozenConfig):
     instruction: str = Field(default="Say how well the response answers the prompt.", min_length=1)
     highest: PositiveInt = 10
     max_new_tokens: PositiveInt = 512
+
+    @model_validator(mode="after")
+    def _leaves_room_for_questions(self) -> "LLMJudge":
+        judge = self.judge
+        if isinstance(judge, JudgeModel) and judge.max_model_len <= self.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves a question no room within "
+                f"judge.max_model_len {judge.max_model_len}"
+            )
+        return self
 
 
 _Single = (
@@ -219,6 +232,12 @@ class ByTask(FrozenConfig):
         names = [each.task for each in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"a task has one environment, but {names} names one twice")
+        reads_ids = any(isinstance(e, RewardModelScore) for e in single_environments(self))
+        if reads_ids and answers_back(self):
+            raise ValueError(
+                "a reward model reads token ids, which an environment with several turns does not "
+                "see: have them in different runs"
+            )
         return self
 
 

@@ -52,8 +52,8 @@ class ActorPool:
     """Actors of one class, each with an object of its own.
 
     Args:
-        actor_class: Has `run(rows) -> list`, one result a row, and `close()`; made in a process of
-            its own as `actor_class(make)`.
+        actor_class: Made as `actor_class(make)`, in a process of its own. Has `start()`, which
+            calls `make`; `run(rows) -> list`, one result a row; and `close()`.
         make: For the actors.
         workers: How many, how many rows a call, and the deadline of one.
 
@@ -116,7 +116,7 @@ class ActorPool:
 
     def _start_one(self) -> None:
         actor = self._new_actor()
-        self._busy[actor.__ray_ready__.remote()] = _Call(actor, time.monotonic() + _START_SECONDS)
+        self._busy[actor.start.remote()] = _Call(actor, time.monotonic() + _START_SECONDS)
 
     def _call(self, piece: _Piece, rows: Sequence[Any]) -> None:
         actor = self._idle.pop(0)

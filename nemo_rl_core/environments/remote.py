@@ -100,7 +100,10 @@ class RemoteEnvironment:
 
 class _ScoringActor:
     def __init__(self, make: Callable[[], Scorer]) -> None:
-        self._scorer = make()
+        self._make = make
+
+    def start(self) -> None:
+        self._scorer = self._make()
 
     def run(self, rows: list[Rollout]) -> list[float | RewardError]:
         return self._scorer.outcomes(rows)
@@ -111,7 +114,10 @@ class _ScoringActor:
 
 class _EnvironmentActor:
     def __init__(self, make: Callable[[], EnvironmentInterface]) -> None:
-        self._environment = make()
+        self._make = make
+
+    def start(self) -> None:
+        self._environment = self._make()
 
     def run(self, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
         replies = ask(self._environment, [log for log, _ in rows], [about for _, about in rows])
