@@ -16,6 +16,8 @@ from nemo_rl_core.errors import NemoRLError, WorkerError
 
 _START_SECONDS = 300.0
 _CLOSE_SECONDS = 5.0
+_MAX_FAILED_IN_A_ROW = 32
+"""An environment that hangs on every row would take the deadline for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +78,25 @@ class ActorPool:
         self._workers = workers
         self._idle: list[Any] = []
         self._busy: dict[Any, _Call] = {}
-        for _ in range(workers.num_workers):
-            self._start_one()
-        try:
-            while self._busy:
-                self._wait(deque(), {})
-        except BaseException:
-            self.close()
-            raise
+        self._num_failed_in_a_row = 0
+        self._start()
 
     def run(self, rows: Sequence[Any]) -> list[Any]:
         """One result a row, in order, or a `CallError`.
 
         Raises:
-            WorkerError: When an actor that takes another's place does not start.
+            WorkerError: When an actor that takes another's place does not start, or so many calls
+                fail after one another that it is not the rows' fault. All actors are ended then.
         """
+        if not (self._idle or self._busy):
+            self._start()
+        try:
+            return self._run(rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, rows: Sequence[Any]) -> list[Any]:
         size = self._workers.rows_per_call
         places = range(len(rows))
         waiting = deque(
@@ -104,7 +110,7 @@ class ActorPool:
         return [found[place] for place in places]
 
     def close(self) -> None:
-        """Ends all actors, those that hang too; may be called again."""
+        """Ends all actors, those that hang too; the next call of `run` starts others."""
         import ray
 
         closing = [actor.close.remote() for actor in self._idle]
@@ -113,6 +119,16 @@ class ActorPool:
         for actor in [*self._idle, *(call.actor for call in self._busy.values())]:
             ray.kill(actor)
         self._idle, self._busy = [], {}
+
+    def _start(self) -> None:
+        try:
+            for _ in range(self._workers.num_workers):
+                self._start_one()
+            while self._busy:
+                self._wait(deque(), {})
+        except BaseException:
+            self.close()
+            raise
 
     def _start_one(self) -> None:
         actor = self._new_actor()
@@ -150,6 +166,7 @@ class ActorPool:
             results = ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, NemoRLError) and call.piece is None:
+                ray.kill(call.actor)
                 raise type(error.cause)(*error.cause.args) from error
             got = f"{type(error.cause).__name__}: {error.cause}"[:300]
             self._replace(call, CallError("raised", got), waiting, found)
@@ -158,6 +175,7 @@ class ActorPool:
         else:
             self._idle.append(call.actor)
             if call.piece is not None:
+                self._num_failed_in_a_row = 0
                 found.update(zip(call.piece.places, results, strict=True))
 
     def _replace(
@@ -173,6 +191,13 @@ class ActorPool:
                 "an actor for the environment did not start",
                 got=f"it {error.what}: {error.got}",
                 fix="try the environment without environment_workers: the reason shows there",
+            )
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:
+            raise WorkerError(
+                f"the environment failed in {_MAX_FAILED_IN_A_ROW} calls after one another",
+                got=f"the last one {error.what}: {error.got}",
+                fix="mend the environment, or raise environment_workers.timeout_seconds",
             )
         if call.piece.is_retry:
             found.update(dict.fromkeys(call.piece.places, error))

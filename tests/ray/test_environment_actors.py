@@ -19,10 +19,10 @@ from nemo_rl_core.config.environment import (
     RewardFunction,
 )
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import make_remote_scorer, make_scorer
+from nemo_rl_core.environments import actor_pool, make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.replies import split
-from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 REWARDS = """
@@ -88,6 +88,19 @@ def test_an_actor_that_dies_costs_the_row_that_kills_it(make: Callable[..., Scor
     for _ in range(2):  # what has been replaced works as what was there
         outcomes = scorer.outcomes(rows)
         assert_only(outcomes, {2: "the environment's actor died", 4: "no answer sheet"}, rows)
+
+
+@pytest.mark.slow
+def test_an_environment_that_fails_all_the_time_stops_the_run(
+    make: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_pool, "_MAX_FAILED_IN_A_ROW", 3)
+    scorer = make()
+    with pytest.raises(WorkerError, match="3 calls after one another") as stopped:
+        scorer.outcomes(rollouts(*["die"] * 6))
+    assert "the last one died" in stopped.value.got
+    rows = rollouts("a", "bb", "die")  # a piece and a row alone: two failures
+    assert_only(scorer.outcomes(rows), {2: "the environment's actor died"}, rows)
 
 
 def test_an_actor_that_is_killed_from_outside_costs_nothing(

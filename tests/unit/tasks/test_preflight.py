@@ -38,6 +38,7 @@ def test_a_task_without_an_environment_is_refused(tmp_path: Path) -> None:
         "kind": "file",
         "train": str(tmp_path / "train.jsonl"),
         "validation": str(tmp_path / "validation.jsonl"),
+        "max_prompt_tokens": 16,
     }
     environment = {"kind": "by_task", "tasks": [SUMS]}
     with pytest.raises(ConfigError, match="tasks that no environment scores") as refused:
