@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
@@ -123,6 +123,7 @@ class RolloutSettings(TrainerSettings):
     environment: EnvironmentConfig = ExactMatch()
     rollouts: RolloutLimits = RolloutLimits()
     generation: GenerationConfig = VllmGenerationConfig()
+    environment_workers: EnvironmentWorkers | None = None
     max_prompt_tokens: PositiveInt = 512
 
     @property
