@@ -10,7 +10,6 @@ from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
     Scorer,
-    checked,
     failure,
 )
 from nemo_rl_core.environments.replies import Reply, ask, failed, joined, source_of
@@ -83,18 +82,15 @@ class EnvironmentScorer(Scorer):
             end()
 
     def _outcome(self, rollout: Rollout, reply: Reply | RewardError) -> float | RewardError:
-        if isinstance(reply, RewardError):
-            return reply
-        about = {
-            "prompt": rollout.prompt.text,
-            "completion": rollout.text,
-            "source": source_of(self.environment),
-        }
-        if reply.error is not None:
-            return failure("could not judge", reply.error, **about)
-        if not reply.terminated:
-            return failure("asks for another turn", "terminateds is False", **about)
-        return checked(reply.reward, **about)
+        if isinstance(reply, RewardError) or reply.terminated:
+            return reply if isinstance(reply, RewardError) else reply.reward
+        return failure(
+            "asks for another turn",
+            "terminateds is False",
+            prompt=rollout.prompt.text,
+            completion=rollout.text,
+            source=source_of(self.environment),
+        )
 
 
 class ScorerEnvironment:

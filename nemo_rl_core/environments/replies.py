@@ -1,7 +1,7 @@
 """What an environment says to one conversation, and how a batch is made of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_core.environments.interfaces import (
@@ -9,6 +9,8 @@ from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
     attempt,
+    checked,
+    failure,
 )
 from nemo_rl_core.errors import RewardError
 
@@ -27,6 +29,7 @@ class Reply:
         stop_strings: Where the next completion must stop.
         answer: What was found in the completion.
         error: Why it could not be judged; it has ended then.
+        role: Of the observation.
     """
 
     reward: float = 0.0
@@ -36,6 +39,7 @@ class Reply:
     stop_strings: list[str] | None = None
     answer: str | None = None
     error: str | None = None
+    role: str = ROLE
 
 
 def failed(error: RewardError) -> Reply:
@@ -64,13 +68,13 @@ def ask(
         metadata: `B`, what the environment wants back.
 
     Returns:
-        One reply a row, or why there is none.
+        One reply a row, its reward a finite number and without an error, or why there is none.
     """
-    found: list[Reply | RewardError] = []
+    replies: list[Reply] = []
 
     def step() -> float:
         returned = environment.step(message_log_batch, metadata)
-        found.extend(split(returned, len(message_log_batch)))
+        replies.extend(split(returned, len(message_log_batch)))
         return 0.0
 
     if not message_log_batch:
@@ -83,11 +87,24 @@ def ask(
         source=source_of(environment),
     )
     if not isinstance(problem, RewardError):
-        return found
+        source = source_of(environment)
+        return [
+            judged(reply, prompt=log[0]["content"], completion=log[-1]["content"], source=source)
+            for log, reply in zip(message_log_batch, replies, strict=True)
+        ]
     if len(message_log_batch) == 1:
         return [problem]
     pairs = zip(message_log_batch, metadata, strict=True)
     return [reply for log, about in pairs for reply in ask(environment, [log], [about])]
+
+
+def judged(reply: Reply, *, prompt: str, completion: str, source: str) -> Reply | RewardError:
+    """The reply with its reward as a finite float, or why the conversation has none."""
+    about = {"prompt": prompt, "completion": completion, "source": source}
+    if reply.error is not None:
+        return failure("could not judge", reply.error, **about)
+    reward = checked(reply.reward, **about)
+    return reward if isinstance(reward, RewardError) else replace(reply, reward=reward)
 
 
 def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
@@ -95,7 +112,7 @@ def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
     import torch
 
     return EnvironmentReturn(
-        observations=[{"role": ROLE, "content": each.observation} for each in replies],
+        observations=[{"role": each.role, "content": each.observation} for each in replies],
         metadata=[each.metadata for each in replies],
         next_stop_strings=[each.stop_strings for each in replies],
         rewards=torch.tensor([each.reward for each in replies], dtype=torch.float32),
@@ -118,13 +135,13 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
     """
     rewards, ended = returned.rewards.tolist(), returned.terminateds.tolist()
     nothing: list[None] = [None] * num_rows
-    observations: Sequence[dict[str, str] | None] = returned.observations or nothing
+    silence = [{"role": ROLE, "content": ""}] * num_rows
     if not returned.observations and not all(ended):
         raise ValueError("the environment says nothing to conversations that go on")
     rows = zip(
         rewards,
         ended,
-        observations,
+        returned.observations or silence,
         returned.metadata or nothing,
         returned.next_stop_strings or nothing,
         returned.answers or nothing,
@@ -132,7 +149,7 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
         strict=True,
     )
     replies = [
-        Reply(reward, done, said["content"] if said else "", kept, stops, answer, error)
+        Reply(reward, done, said["content"], kept, stops, answer, error, said["role"])
         for reward, done, said, kept, stops, answer, error in rows
     ]
     if len(replies) != num_rows:

@@ -51,7 +51,9 @@ def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int
     tokenizer = load_tokenizer(folder)
     setup = GenerationSetup(
         model_folder=folder,
-        config=VllmGenerationConfig(max_new_tokens=max_new_tokens, kv_cache_gib=config.kv_cache_gib),
+        config=VllmGenerationConfig(
+            max_new_tokens=max_new_tokens, kv_cache_gib=config.kv_cache_gib
+        ),
         max_model_len=config.max_model_len,
         stop_token_ids=stop_token_ids(folder, tokenizer),
         dtype=config.dtype,
