@@ -141,9 +141,10 @@ def train_once(policy, output: BatchedDataDict) -> None:
 
 def worker_pid(engine: Generation) -> int:
     """The process of the only worker."""
-    from ray.util.state import get_actor
+    import ray
 
-    return get_actor(engine._workers._workers[0]._actor_id.hex()).pid
+    worker = engine._workers._workers[0]
+    return ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
 
 
 def test_a_killed_workers_batch_is_the_same(
