@@ -16,8 +16,8 @@ class Decoding:
     """A batch of completions that grow by a token at a time.
 
     The token drawn is the one with the largest `p / e`, where `e` are exponential numbers of the
-    row's own generator on the CPU (the Gumbel-max trick). So a row's tokens depend on its logits and
-    its seed, and not on the other rows or the device. vLLM draws otherwise, from the same seeds.
+    row's own generator on the CPU (the Gumbel-max trick). So a row's tokens depend on its logits
+    and its seed, not on other rows or the device. vLLM draws otherwise, from the same seeds.
 
     Args:
         requests: `B` rows.
