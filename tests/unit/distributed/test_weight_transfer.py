@@ -60,6 +60,7 @@ def make_weights(seed: int = 0) -> Named:
         ("large", torch.randn(40, 5, generator=generator)),
         ("lm_head", embedding),  # tied
         ("parameter", torch.nn.Parameter(torch.ones(2))),
+        ("a name that is longer than one message holds " * 300, torch.ones(1)),
     ]
 
 
