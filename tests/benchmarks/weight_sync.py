@@ -4,6 +4,10 @@ The weights of SmolLM2-135M in float32, with its shapes and random values. A who
 buckets, takes their checksums, hands them over, checks what arrived and copies it into the
 receiver's own tensors. A plain copy moves the same bytes as one block: into shared memory by one
 process, out of it into memory of its own by the other, all of it touched before.
+
+On two cores that a dozen other programs wanted as well, 9 repetitions, medians: a plain copy takes
+0.15 s through shared memory and 0.46 s through gloo, a whole sync 0.31 s (2.0 times as long) and
+0.71 s (1.5 times). The first transfer takes longer: the system hands out its memory then.
 """
 
 import mmap

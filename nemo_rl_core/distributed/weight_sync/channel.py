@@ -19,6 +19,8 @@ from nemo_rl_core.errors import WorkerError
 
 CarrierName = Literal["shared_memory", "cuda_ipc", "gloo", "nccl"]
 SENDER = 0
+_LENGTH_BYTES = 8
+_HEAD_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,27 @@ class Channel:
 
     def send(self, frame: dict[str, Any]) -> None:
         """Tells all receivers something that JSON can say."""
-        encoded = torch.frombuffer(bytearray(json.dumps(frame).encode()), dtype=torch.uint8)
-        self.broadcast(torch.tensor([len(encoded)]), SENDER)
-        self.broadcast(encoded, SENDER)
+        encoded = json.dumps(frame).encode()
+        # One message for all but the longest: receivers need not be woken twice.
+        head = len(encoded).to_bytes(_LENGTH_BYTES, "big") + encoded[:_HEAD_BYTES]
+        padded = bytearray(head.ljust(_LENGTH_BYTES + _HEAD_BYTES))
+        self.broadcast(torch.frombuffer(padded, dtype=torch.uint8), SENDER)
+        if len(encoded) > _HEAD_BYTES:
+            rest = bytearray(encoded[_HEAD_BYTES:])
+            self.broadcast(torch.frombuffer(rest, dtype=torch.uint8), SENDER)
 
     def receive(self) -> dict[str, Any]:
         """What the sender tells."""
-        length = torch.zeros(1, dtype=torch.long)
-        self.broadcast(length, SENDER)
-        encoded = torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast(encoded, SENDER)
-        frame: dict[str, Any] = json.loads(encoded.numpy().tobytes())
+        padded = torch.empty(_LENGTH_BYTES + _HEAD_BYTES, dtype=torch.uint8)
+        self.broadcast(padded, SENDER)
+        head = padded.numpy().tobytes()
+        length = int.from_bytes(head[:_LENGTH_BYTES], "big")
+        encoded = head[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length > _HEAD_BYTES:
+            rest = torch.empty(length - _HEAD_BYTES, dtype=torch.uint8)
+            self.broadcast(rest, SENDER)
+            encoded += rest.numpy().tobytes()
+        frame: dict[str, Any] = json.loads(encoded)
         return frame
 
     def gathered(self, own: str) -> list[str]:

@@ -18,8 +18,8 @@ from nemo_rl_core.distributed.weight_sync.carriers import make_carrier
 from nemo_rl_core.distributed.weight_sync.channel import SENDER, Channel, WeightRoute
 from nemo_rl_core.errors import ConsistencyError
 
-STREAM_BUCKET_BYTES = 32 * 1024**2
-"""Small enough that packing one bucket and reading the one before go on at the same time."""
+STREAM_BUCKET_BYTES = 16 * 1024**2
+"""Few enough that a checksum finds in the processor's cache what was just packed or received."""
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 

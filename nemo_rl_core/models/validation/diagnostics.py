@@ -16,7 +16,7 @@ from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.errors import ConsistencyError, ModelError
+from nemo_rl_core.errors import ConsistencyError, DataError, ModelError
 from nemo_rl_core.functional.importance import token_mult_prob_error
 from nemo_rl_core.models.policy.short_forms import local_folder
 from nemo_rl_core.models.validation.logprobs import as_training_batch
@@ -174,10 +174,12 @@ def _generate_past_the_end(
     setup: GenerationSetup, prompts: BatchedDataDict, too_long: BatchedDataDict
 ) -> tuple[BatchedDataDict, bool]:
     backend = _started(setup)
+    from vllm.exceptions import VLLMClientError
+
     output = backend.generate(prompts, greedy=False)
     try:
         backend.generate(too_long, greedy=False)
-    except ValueError:  # vLLM's word for it
+    except (VLLMClientError, DataError):
         return output, True
     return output, False
 
