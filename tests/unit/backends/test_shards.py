@@ -246,7 +246,7 @@ def test_ranks_hold_the_weights_of_whole_loading(folders: dict[str, Path], num_r
 def test_a_rank_that_holds_half_a_model_never_holds_much_more(
     folders: dict[str, Path], axes: dict[str, Any]
 ) -> None:
-    """The most that is allocated, over the bytes of the whole model."""
+    """The most that is allocated, over the bytes of the whole model: 0.500 to 0.501 as measured."""
     folder = folders["large"]
     tensors = load_tensors(folder / "model.safetensors").values()
     whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
