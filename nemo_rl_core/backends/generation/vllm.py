@@ -156,8 +156,8 @@ class VllmBackend:
             parameter = held.get(name)
             if parameter is None or parameter.shape[1:] != sent.shape[1:] or not parameter.numel():
                 continue
-            if parameter.shape[0] < sent.shape[0]:
-                continue  # one rank's part of it
+            if self._config.tensor_parallel_size > 1 and parameter.shape != sent.shape:
+                continue  # one rank's part of it, filled up to a round number of rows
             compared += 1
             if not torch.equal(parameter[: sent.shape[0]].cpu(), sent):
                 raise ConsistencyError(
