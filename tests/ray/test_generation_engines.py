@@ -222,7 +222,7 @@ def test_the_documents_words_start_an_engine_a_bundle(
         },
     )
     with pytest.raises(ConfigError, match="whole batches"):
-        VllmGeneration(two_bundles, {**config, "async_engine": True})
+        VllmGeneration(two_bundles, {**config, "vllm_cfg": {"async_engine": True}})
     with pytest.raises(ConfigError, match="top_l"):
         VllmGeneration(two_bundles, {**config, "top_l": 3})
     generator = VllmGeneration(two_bundles, config)
@@ -245,13 +245,11 @@ def test_the_documents_words_start_an_engine_a_bundle(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_an_engine_over_two_workers_draws_as_one_does(
     two_bundles: RayVirtualCluster,
     engine: VllmGeneration,
     tiny_model: Path,
     batch: BatchedDataDict,
-    axis: str,
 ) -> None:
     expected = engine.generate(batch, greedy=False)
     config = {
@@ -259,7 +257,7 @@ def test_an_engine_over_two_workers_draws_as_one_does(
         "max_new_tokens": 6,
         "gpu_memory_utilization": 0.2,
         "max_model_len": 22,
-        axis: 2,
+        "tensor_parallel_size": 2,
     }
     split = VllmGeneration(two_bundles, config)
     output = split.generate(batch, greedy=False)

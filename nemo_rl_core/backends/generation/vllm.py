@@ -17,7 +17,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import rank, rank_environment, world_size
 from nemo_rl_core.distributed.virtual_cluster import free_address
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
-from nemo_rl_core.errors import ConsistencyError
+from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
@@ -41,6 +41,13 @@ class VllmBackend:
         assert isinstance(config, VllmGenerationConfig), config
         self._setup, self._config, self._asleep = setup, config, False
         has_gpu = torch.cuda.is_available()
+        if config.pipeline_parallel_size > 1 and not has_gpu:
+            raise ConfigError(
+                "vLLM does not pass activations between the stages of a pipeline on a CPU",
+                expected="generation.pipeline_parallel_size: 1",
+                got=str(config.pipeline_parallel_size),
+                fix="use tensor_parallel_size, or GPUs",
+            )
         if config.ranks_per_engine > 1:
             _meet(config.ranks_per_engine)
         self._llm = LLM(
@@ -189,8 +196,8 @@ class VllmBackend:
             parameter = held.get(name)
             if parameter is None or parameter.shape[1:] != sent.shape[1:] or not parameter.numel():
                 continue
-            if parameter.shape[0] < sent.shape[0]:
-                continue  # one rank's part of it
+            if self._config.tensor_parallel_size > 1 and parameter.shape != sent.shape:
+                continue  # one rank's part of it, filled up to a round number of rows
             compared += 1
             if not torch.equal(parameter[: sent.shape[0]].cpu(), sent):
                 raise ConsistencyError(
