@@ -26,6 +26,11 @@ class NemoRLError(Exception):
         super().__init__(problem, expected, got, fix)
         self.problem, self.expected, self.got, self.fix = problem, expected, got, fix
 
+    @property
+    def in_one_line(self) -> str:
+        """Problem and what came instead: what a table or a list of errors has room for."""
+        return self.problem + (f"; got: {self.got}" if self.got else "")
+
     def __str__(self) -> str:
         hints = (("expected", self.expected), ("got", self.got), ("fix", self.fix))
         return "\n".join([self.problem, *(f"  {word}: {text}" for word, text in hints if text)])

@@ -87,6 +87,10 @@ class Rollout:
         """The same rollout with a reward."""
         return replace(self, reward=reward)
 
+    def failed(self, error: str) -> "Rollout":
+        """The same rollout, set aside because it could not be judged."""
+        return replace(self, reward=None, error=error)
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:

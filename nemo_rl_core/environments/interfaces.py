@@ -46,6 +46,13 @@ class Scorer(Protocol):
         scores = self.score(rollouts)
         return [each.scored(value) for each, value in zip(rollouts, scores, strict=True)]
 
+    def judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with their rewards; one that cannot be scored says why."""
+        return [
+            with_outcome(each, outcome)
+            for each, outcome in zip(rollouts, self.outcomes(rollouts), strict=True)
+        ]
+
     def close(self) -> None:
         """Ends what the scorer has started; most have started nothing."""
         return
@@ -92,6 +99,17 @@ class EnvironmentInterface(Protocol):
         ...
 
 
+@runtime_checkable
+class StopsFirstTurn(Protocol):
+    """An environment whose first turn must stop somewhere, before it has been asked anything.
+
+    Attributes:
+        first_stop_strings: What ends the first completion; later ones stop at `next_stop_strings`.
+    """
+
+    first_stop_strings: Sequence[str]
+
+
 def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
     """What was given, when no outcome is a failure.
 
@@ -104,6 +122,13 @@ def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
             raise outcome
         good.append(outcome)
     return good
+
+
+def with_outcome(rollout: Rollout, outcome: float | RewardError) -> Rollout:
+    """The rollout with its reward, or with the error for which it has none."""
+    if isinstance(outcome, RewardError):
+        return rollout.failed(outcome.in_one_line)
+    return rollout.scored(outcome)
 
 
 def attempt(

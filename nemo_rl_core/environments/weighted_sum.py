@@ -40,6 +40,15 @@ class WeightedSumScorer(Scorer):
             for rollout, parts in zip(rollouts, components, strict=True)
         ]
 
+    def judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """As `scored`; a rollout whose parts cannot all be scored says why."""
+        return [
+            rollout.failed(parts.in_one_line)
+            if isinstance(parts, RewardError)
+            else replace(rollout, reward=self._sum(parts), components=parts)
+            for rollout, parts in zip(rollouts, self._components(rollouts), strict=True)
+        ]
+
     def close(self) -> None:
         """Closes every part, also when one of them fails to."""
         with ExitStack() as stack:
