@@ -59,6 +59,9 @@ class ActorPool:
         make: For the actors.
         workers: How many, how many rows a call, and the deadline of one.
 
+    Attributes:
+        greeting: What `start` returned.
+
     Raises:
         NemoRLError: As `make` raises it.
         WorkerError: When an actor does not start.
@@ -79,6 +82,7 @@ class ActorPool:
         self._idle: list[Any] = []
         self._busy: dict[Any, _Call] = {}
         self._num_failed_in_a_row = 0
+        self.greeting: Any = None
         self._start()
 
     def run(self, rows: Sequence[Any]) -> list[Any]:
@@ -174,7 +178,9 @@ class ActorPool:
             self._replace(call, CallError("died", str(error).splitlines()[0]), waiting, found)
         else:
             self._idle.append(call.actor)
-            if call.piece is not None:
+            if call.piece is None:
+                self.greeting = results
+            else:
                 self._num_failed_in_a_row = 0
                 found.update(zip(call.piece.places, results, strict=True))
 
