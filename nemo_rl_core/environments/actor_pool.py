@@ -145,11 +145,14 @@ class ActorPool:
         self._busy[reference] = _Call(actor, deadline, piece)
 
     def _wait(self, waiting: "deque[_Piece]", found: dict[int, Any]) -> None:
-        """Until one call has ended or passed its deadline; takes up what that means."""
+        """Until a call has ended or passed its deadline; takes up what that means."""
         import ray
 
         nearest = min(call.deadline for call in self._busy.values())
-        ready, _ = ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
+        ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
+        # All that have ended by now: what ended between two runs is not late, though its deadline
+        # has passed.
+        ready, _ = ray.wait(list(self._busy), num_returns=len(self._busy), timeout=0)
         for reference in ready:
             self._take_up(reference, self._busy.pop(reference), waiting, found)
         now = time.monotonic()
