@@ -59,6 +59,9 @@ class ActorPool:
         make: For the actors.
         workers: How many, how many rows a call, and the deadline of one.
 
+    Attributes:
+        greeting: What `start` returned.
+
     Raises:
         NemoRLError: As `make` raises it.
         WorkerError: When an actor does not start.
@@ -79,6 +82,7 @@ class ActorPool:
         self._idle: list[Any] = []
         self._busy: dict[Any, _Call] = {}
         self._num_failed_in_a_row = 0
+        self.greeting: Any = None
         self._start()
 
     def run(self, rows: Sequence[Any]) -> list[Any]:
@@ -141,11 +145,14 @@ class ActorPool:
         self._busy[reference] = _Call(actor, deadline, piece)
 
     def _wait(self, waiting: "deque[_Piece]", found: dict[int, Any]) -> None:
-        """Until one call has ended or passed its deadline; takes up what that means."""
+        """Until a call has ended or passed its deadline; takes up what that means."""
         import ray
 
         nearest = min(call.deadline for call in self._busy.values())
-        ready, _ = ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
+        ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
+        # All that have ended by now: what ended between two runs is not late, though its deadline
+        # has passed.
+        ready, _ = ray.wait(list(self._busy), num_returns=len(self._busy), timeout=0)
         for reference in ready:
             self._take_up(reference, self._busy.pop(reference), waiting, found)
         now = time.monotonic()
@@ -174,7 +181,9 @@ class ActorPool:
             self._replace(call, CallError("died", str(error).splitlines()[0]), waiting, found)
         else:
             self._idle.append(call.actor)
-            if call.piece is not None:
+            if call.piece is None:
+                self.greeting = results
+            else:
                 self._num_failed_in_a_row = 0
                 found.update(zip(call.piece.places, results, strict=True))
 

@@ -59,6 +59,12 @@ class ByTaskEnvironment:
     def __init__(self, environments: Mapping[str, EnvironmentInterface]) -> None:
         self._environments = dict(environments)
 
+    @property
+    def first_stop_strings(self) -> list[str]:
+        """What ends the first completion of any task: it is sampled before a task is asked."""
+        parts = self._environments.values()
+        return list(dict.fromkeys(s for e in parts for s in getattr(e, "first_stop_strings", ())))
+
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:

@@ -15,6 +15,7 @@ from nemo_rl_core.environments.interfaces import (
     Message,
     Scorer,
     failure,
+    raise_first,
 )
 from nemo_rl_core.environments.replies import Reply, ask, failed, joined
 from nemo_rl_core.errors import RewardError
@@ -42,12 +43,26 @@ class RemoteScorer(Scorer):
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
+        return [_outcome(each) for each in self.judged(rollouts)]
+
+    def scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with their rewards, and what these are made of, if of several.
+
+        Raises:
+            RewardError: If a completion cannot be scored.
+        """
+        judged = self.judged(rollouts)
+        raise_first(map(_outcome, judged))
+        return judged
+
+    def judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """As `scored`; a rollout that cannot be scored says why."""
         pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
         return [
-            _error(rollout.prompt.text, rollout.text, found)
+            given.failed(_error(given.prompt.text, given.text, found).in_one_line)
             if isinstance(found, CallError)
             else found
-            for rollout, found in pairs
+            for given, found in pairs
         ]
 
     def close(self) -> None:
@@ -71,6 +86,11 @@ class RemoteEnvironment:
         self, make: Callable[[], EnvironmentInterface], workers: EnvironmentWorkers
     ) -> None:
         self._pool = ActorPool(_EnvironmentActor, make, workers)
+
+    @property
+    def first_stop_strings(self) -> list[str]:
+        """What ends the first completion; see `StopsFirstTurn`."""
+        return list(self._pool.greeting)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
@@ -105,8 +125,8 @@ class _ScoringActor:
     def start(self) -> None:
         self._scorer = self._make()
 
-    def run(self, rows: list[Rollout]) -> list[float | RewardError]:
-        return self._scorer.outcomes(rows)
+    def run(self, rows: list[Rollout]) -> list[Rollout]:
+        return self._scorer.judged(rows)
 
     def close(self) -> None:
         self._scorer.close()
@@ -116,8 +136,9 @@ class _EnvironmentActor:
     def __init__(self, make: Callable[[], EnvironmentInterface]) -> None:
         self._make = make
 
-    def start(self) -> None:
+    def start(self) -> list[str]:
         self._environment = self._make()
+        return list(getattr(self._environment, "first_stop_strings", ()))
 
     def run(self, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
         replies = ask(self._environment, [log for log, _ in rows], [about for _, about in rows])
@@ -127,6 +148,12 @@ class _EnvironmentActor:
         end = getattr(self._environment, "shutdown", None)
         if callable(end):
             end()
+
+
+def _outcome(judged: Rollout) -> float | RewardError:
+    if judged.reward is not None:
+        return judged.reward
+    return RewardError(judged.error or "the scorer gave neither a reward nor an error")
 
 
 def _error(prompt: str, completion: str, found: CallError) -> RewardError:

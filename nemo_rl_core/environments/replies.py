@@ -44,7 +44,7 @@ class Reply:
 
 def failed(error: RewardError) -> Reply:
     """The end of a conversation that could not be judged."""
-    return Reply(error=error.problem + (f"; got: {error.got}" if error.got else ""))
+    return Reply(error=error.in_one_line)
 
 
 def source_of(environment: EnvironmentInterface) -> str:

@@ -17,6 +17,7 @@ from nemo_rl_core.config.environment import (
     GuessNumberGame,
     RegexMatch,
     RewardFunction,
+    WeightedSum,
 )
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import actor_pool, make_remote_scorer, make_scorer
@@ -143,6 +144,15 @@ def test_scores_do_not_depend_on_the_number_of_actors(make: Callable[..., Scorer
     assert expected == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     for num_workers in (1, 3):
         assert make(config, num_workers=num_workers).score(rows) == expected
+
+
+@pytest.mark.slow
+def test_what_a_reward_is_made_of_comes_back(make: Callable[..., Scorer]) -> None:
+    parts = [{"environment": ExactMatch()}, {"environment": RegexMatch(pattern="[0-9]+")}]
+    config = WeightedSum.model_validate({"parts": parts})
+    rows = rollouts("46", "47", "x")
+    assert make(config).judged(rows) == make_scorer(config).judged(rows)
+    assert [each.components for each in make(config).scored(rows)] == [(1, 1), (0, 1), (0, 0)]
 
 
 @pytest.mark.slow

@@ -106,6 +106,17 @@ def test_an_environment_that_raises_takes_no_other_task_with_it():
     assert (replies[1].reward, replies[1].error) == (1.0, None)
 
 
+def test_the_first_turn_stops_where_any_task_wants_it_to():
+    class Tools:
+        first_stop_strings = ("</call>", "</end>")
+
+    class Other:
+        first_stop_strings = ("</end>",)
+
+    environment = ByTaskEnvironment({"a": Tools(), "b": Other(), "c": object()})
+    assert environment.first_stop_strings == ["</call>", "</end>"]
+
+
 def test_the_single_turn_view_scores_a_game_of_one_turn(rollout):
     scorer = make_scorer(by_task(*SINGLE, GAME))
     about = json.dumps({"game": {"secret": 3, "low": 0, "high": 9}, "num_turns": 1})
