@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
-_NUM_SHOWN = 3
+_NUM_SHOWN = 2
+_MAX_CHARACTERS = 160
 
 
 def judged(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -37,13 +39,12 @@ def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction
     num_failed, total = len(errors), len(rollouts)
     if num_failed <= max_failed_fraction * total and not 0 < num_failed == total:
         return
-    first = list(dict.fromkeys(errors))[:_NUM_SHOWN]
+    first = [shorten(each, _MAX_CHARACTERS) for each in dict.fromkeys(errors)][:_NUM_SHOWN]
     raise RewardError(
         f"{num_failed} of {total} rollouts could not be judged",
         expected=f"at most {max_failed_fraction:.0%} of them (max_failed_fraction)"
         if num_failed < total
         else "a reward for at least one",
         got="; ".join(first),
-        fix="mend the environment, or the rows that it cannot judge; raise max_failed_fraction "
-        "if so many failures are to be expected",
+        fix="mend the environment or these rows, or raise rollouts.max_failed_fraction",
     )

@@ -50,6 +50,7 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
         ({"model": {"dtype": "bfloat16"}}, {"model", "sft", *ALL_ROLLOUTS}),
         ({"environment": {"kind": "math"}}, ALL_ROLLOUTS),
         ({"generation": {"temperature": 0.5}}, ALL_ROLLOUTS),
+        ({"rollouts": {"max_turns": 3}}, ALL_ROLLOUTS),
         ({"cluster": {"num_threads": 1}}, {"sft", *ALL_ROLLOUTS}),
         ({"evaluation": {"num_samples_per_prompt": 2}}, {"evaluation"}),
         ({"evaluation": {"environment": {"kind": "math"}}}, {"evaluation"}),
@@ -71,7 +72,7 @@ def test_a_change_reaches_the_stages_that_read_it(
 def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     # `training` has one backend so far, so that no change of it can be tried.
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
-    tried |= {"cluster", "evaluation", "promotion", "training"}
+    tried |= {"rollouts", "cluster", "evaluation", "promotion", "training"}
     assert set(GRPOExperiment.model_fields) == tried
     stages = plan_grpo(config=GRPOExperiment())
     assert stages.sft.training == stages.grpo.training == GRPOExperiment().training
