@@ -3,7 +3,10 @@
     from nemo_rl_core.evals.harness import harness_model
 
     model = harness_model(folder, connect(ClusterConfig()), settings=RolloutSettings())
-    lm_eval.simple_evaluate(model=model, tasks=["gsm8k"])
+    lm_eval.simple_evaluate(model=model, tasks=["gsm8k"], apply_chat_template=True)
+
+Leave `apply_chat_template` out for a model without a chat template alone: one that was trained on
+its template's tokens is not asked the same without them.
 
 Texts come from the generation engine, log-likelihoods from the trainer's logprobs: what the harness
 measures is what training and rollouts compute. The library is imported when a model is asked for
