@@ -46,8 +46,48 @@ class RewardModelScore(FrozenConfig):
     max_tokens_per_batch: PositiveInt = 8192
 
 
+class MultipleChoice(FrozenConfig):
+    """1.0 when the letter that the completion chooses is the answer.
+
+    Attributes:
+        num_choices: How many letters there are to choose from, beginning with A.
+    """
+
+    kind: Literal["multiple_choice"] = "multiple_choice"
+    num_choices: int = Field(default=4, ge=2, le=26)
+
+
+class CodeTests(FrozenConfig):
+    """The unit tests of the row that the completion's program passes, run in a sandbox.
+
+    The row's metadata has `tests`, and may have `setup`; `nemo_rl_core.environments.code` says in
+    which form.
+
+    Attributes:
+        reward: The fraction of tests that pass, or 1.0 for all and 0.0 for fewer.
+        cpu_seconds: For the tests of one completion that call its functions, or for each test that
+            gives it an input.
+        wall_seconds: The same by the clock, for programs that wait.
+        memory_mib: Of each of at most four processes.
+        num_parallel: How many completions are tested at once.
+    """
+
+    kind: Literal["code"] = "code"
+    reward: Literal["fraction", "all"] = "fraction"
+    cpu_seconds: PositiveInt = 5
+    wall_seconds: PositiveFloat = 20.0
+    memory_mib: int = Field(default=512, ge=64)
+    num_parallel: PositiveInt = 2
+
+
 SingleEnvironmentConfig = Annotated[
-    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore,
+    ExactMatch
+    | MathVerify
+    | ReasoningGymScore
+    | RewardFunction
+    | RewardModelScore
+    | MultipleChoice
+    | CodeTests,
     Field(discriminator="kind"),
 ]
 
@@ -71,7 +111,14 @@ class WeightedSum(FrozenConfig):
 
 
 EnvironmentConfig = Annotated[
-    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore | WeightedSum,
+    ExactMatch
+    | MathVerify
+    | ReasoningGymScore
+    | RewardFunction
+    | RewardModelScore
+    | MultipleChoice
+    | CodeTests
+    | WeightedSum,
     Field(discriminator="kind"),
 ]
 

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from nemo_rl_core.config.environment import (
+    CodeTests,
     EnvironmentConfig,
     ExactMatch,
     MathVerify,
+    MultipleChoice,
     ReasoningGymScore,
     RewardFunction,
     RewardModelScore,
@@ -30,6 +32,7 @@ def make_scorer(
         ConfigError: When a reward function cannot be imported or called, or when the config has a
             reward model and one of the folders is missing.
         ModelError: When a reward model is none, or has another vocabulary than the policy.
+        ResourceError: When programs must run, and this machine gives no sandbox.
     """
     match config:
         case ExactMatch():
@@ -50,6 +53,14 @@ def make_scorer(
             return FunctionalRewardWrapper.from_target(config.target)
         case RewardModelScore():
             return _reward_model_scorer(config, reward_model, policy)
+        case MultipleChoice():
+            from nemo_rl_core.environments.multiple_choice import MultipleChoiceScorer
+
+            return MultipleChoiceScorer(num_choices=config.num_choices)
+        case CodeTests():
+            from nemo_rl_core.environments.code import CodeScorer
+
+            return CodeScorer.from_config(config)
         case WeightedSum(parts=parts):
             from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
 

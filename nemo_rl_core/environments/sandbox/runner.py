@@ -215,6 +215,10 @@ class Running:
             if pipe is not None:
                 pipe.close()
 
+    def terminate(self) -> None:
+        """Asks for the end of every process of the program; `wait` says when."""
+        self._process.terminate()
+
     def wait(self) -> Finished:
         """Reads until the program has ended.
 
