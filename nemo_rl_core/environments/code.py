@@ -67,7 +67,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class UnitTests:
     """What a row demands: either pieces of Python, or exchanges."""
 
     setup: str
@@ -75,7 +75,7 @@ class Tests:
     exchanges: tuple[Exchange, ...]
 
     @classmethod
-    def of(cls, metadata: str) -> "Tests":
+    def of(cls, metadata: str) -> "UnitTests":
         """Reads a row's metadata.
 
         Raises:
@@ -143,7 +143,7 @@ class CodeScorer(Scorer):
         )
 
     def _score(self, rollout: Rollout) -> float:
-        tests = Tests.of(rollout.prompt.metadata)
+        tests = UnitTests.of(rollout.prompt.metadata)
         program = extract_program(rollout.text)
         if tests.pieces:
             passed = self._passed_pieces(program, tests)
@@ -155,7 +155,7 @@ class CodeScorer(Scorer):
         ended = self._sandbox.run({"main.py": program}, stdin=exchange.stdin)
         return ended.succeeded and _lines(ended.stdout) == _lines(exchange.stdout)
 
-    def _passed_pieces(self, program: str, tests: Tests) -> list[bool]:
+    def _passed_pieces(self, program: str, tests: UnitTests) -> list[bool]:
         """Which pieces pass. The program answers calls in one sandbox, the tests make them in
         another."""
         stored = json.dumps({"setup": tests.setup, "tests": tests.pieces})

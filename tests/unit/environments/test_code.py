@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_core.config.environment import CodeTests
 from nemo_rl_core.environments import make_scorer
-from nemo_rl_core.environments.code import CodeScorer, Tests, extract_program
+from nemo_rl_core.environments.code import CodeScorer, UnitTests, extract_program
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -234,7 +234,7 @@ def test_whole_programs_are_judged_by_their_output(
 )
 def test_a_row_without_tests_is_an_error(metadata: str) -> None:
     with pytest.raises(RewardError, match="no unit tests"):
-        Tests.of(metadata)
+        UnitTests.of(metadata)
 
 
 @pytest.mark.parametrize(
