@@ -11,6 +11,7 @@ from nemo_rl_core.config.environment import (
     ReasoningGymScore,
     RewardFunction,
     RewardModelScore,
+    ToolUse,
     WeightedSum,
 )
 from nemo_rl_core.environments.interfaces import Scorer
@@ -23,7 +24,7 @@ def make_scorer(
     """A scorer that is ready; close it when done.
 
     Args:
-        config: What it is to be.
+        config: What it is to be. An environment with several turns becomes an `EnvironmentScorer`.
         reward_model: The folder for every `reward_model` in the config that names no model.
         policy: The folder of a model whose completions are scored; a reward model reads their token
             ids, so it must have the same vocabulary.
@@ -61,6 +62,12 @@ def make_scorer(
             from nemo_rl_core.environments.code import CodeScorer
 
             return CodeScorer.from_config(config)
+        case ToolUse():
+            from nemo_rl_core.environments.adapt import EnvironmentScorer
+            from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
+
+            tools = make_tools(config.tools)
+            return EnvironmentScorer(ToolEnvironment(config, tools, make_scorer(config.answer)))
         case WeightedSum(parts=parts):
             from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
 

@@ -8,27 +8,31 @@ from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
-_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|rm)\b|[*`$]|(?<!\w)_+|_+(?!\w)")
-_ONE = r"[\s(\[{\"']*(?P<first>[A-Za-z])(?![\w'])[)\]}\"']*"
-_MORE = r"(?P<more>(?:\s*(?:,|/|&|\bor\b|\band\b)+\s*[(\[]?[A-Z](?![\w'])[)\]]?)*)"
+_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|rm)\b|[*`$]|(?<!\w)_|_(?!\w)")
+# Every repetition is bounded: a megabyte of brackets must not take a megabyte squared.
+_ONE = r"[\s(\[{\"']{0,6}(?P<first>[A-Za-z])(?![\w'])[)\]}\"']{0,6}"
+_MORE = r"(?P<more>(?:\s{0,2}(?:,|/|&|\bor\b|\band\b){1,2}\s{0,2}[(\[]?[A-Z](?![\w'])[)\]]?){0,9})"
 _NOUN = r"(?:answer|option|choice|letter)"
 _STATEMENTS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"\\boxed\s*\{" + _ONE + _MORE,
+        r"\\boxed\s{0,3}\{" + _ONE + _MORE,
         rf"<{_NOUN}>" + _ONE + _MORE,
         # "The correct answer to the question is (B)", "Answer: B", "the answer would be option B".
-        rf"\b{_NOUN}s?\b[^.:=\n]{{0,80}}?(?:[:=]|\bis\b|\bare\b|\bbe\b)\s*(?:{_NOUN}\b)?[\s:]*"
+        rf"\b{_NOUN}s?\b[^.:=\n]{{0,80}}?(?:[:=]|\bis\b|\bare\b|\bbe\b)"
+        + rf"\s{{0,6}}(?:{_NOUN}\b)?[\s:]{{0,6}}"
         + _ONE
         + _MORE,
-        rf"\b(?:choose|chose|pick|select|go with|going with)\s+(?:{_NOUN}\b)?" + _ONE + _MORE,
-        rf"(?<![\w']){_ONE}{_MORE}\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b",
+        rf"\b(?:choose|chose|pick|select|go with|going with)\s{{1,6}}(?:{_NOUN}\b)?" + _ONE + _MORE,
+        rf"(?<![\w']){_ONE}{_MORE}\s{{1,3}}is\s{{1,3}}(?:the\s{{1,3}})?"
+        + r"(?:correct|right|best|answer)\b",
     )
 ]
-_PARENTHESISED = re.compile(r"[(\[]\s*([A-Z])\s*[)\]]|^\s*([A-Z])\)", re.MULTILINE)
+_AFTER_SMALL = re.compile(r"\s{0,6}\Z|[ \t]{0,6}\n|[)\]}\"'<.,;:!?\\]")
+_PARENTHESISED = re.compile(r"[(\[]\s{0,3}([A-Z])\s{0,3}[)\]]|^[ \t]{0,8}([A-Z])\)", re.MULTILINE)
 _LEADING = re.compile(r"\s*\(?([A-Za-z])\)?(?:[.):,\n]|\s*$)")
 # "A" before a small word is an article, and "I" a pronoun.
-_BARE = re.compile(r"(?<![\w'])(?!A\s+[a-z]|I\s+[a-z])([A-Z])(?![\w'])")
+_BARE = re.compile(r"(?<![\w'])(?!A\s(?!or\b|and\b)[a-z]|I\s[a-z])([A-Z])(?![\w'])")
 
 
 def chosen_letter(completion: str, num_choices: int) -> str | None:
@@ -63,9 +67,8 @@ def _statements(text: str, allowed: str) -> Iterator[tuple[int, set[str]]]:
     for pattern in _STATEMENTS:
         for match in pattern.finditer(text):
             first = match["first"]
-            after = text[match.end("first") :].lstrip(")]}\"'")
             # A small letter counts only where nothing goes on: "the answer is a number" is none.
-            if first.islower() and after[:2].strip() and after[0] not in ".,;:!?<\\\n":
+            if first.islower() and not _AFTER_SMALL.match(text, match.end("first")):
                 continue
             letters = {first.upper(), *re.findall(r"\b[A-Z]\b", match["more"])}
             if first.upper() in allowed:

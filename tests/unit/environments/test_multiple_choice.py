@@ -124,8 +124,8 @@ def test_a_last_line_with_the_answer_settles_it(text: str, letter: str) -> None:
 
 
 @pytest.mark.parametrize("piece", ["answer ", "(", "A, ", "\\boxed{", "is is ", "the answer is A or "])
-def test_a_megabyte_is_read(piece: str) -> None:
-    assert chosen_letter(piece * (1_000_000 // len(piece)) + "\n\nAnswer: B", 4) == "B"
+def test_long_rubbish_is_read(piece: str) -> None:
+    assert chosen_letter(piece * (100_000 // len(piece)) + "\n\nAnswer: B", 4) == "B"
 
 
 def test_scores_and_errors_are_a_row_each(rollout: Callable[..., Rollout]) -> None:

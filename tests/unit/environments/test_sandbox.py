@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
-from nemo_rl_core.environments.sandbox import runner as runner_module
 from nemo_rl_core.environments.sandbox.seccomp import filter_program
 from nemo_rl_core.errors import ResourceError
 
@@ -312,7 +311,7 @@ def test_a_closed_output_is_not_the_end(run: Run) -> None:
 
 def test_deep_recursion_ends_in_the_program(run: Run) -> None:
     ended = run("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()")
-    assert ended.exit_code in (1, -11)
+    assert ended.exit_code in (1, -9, -11)
 
 
 def test_at_most_so_many_run_at_once() -> None:
@@ -369,48 +368,48 @@ def _until(condition: Callable[[], object]) -> list[int]:
     raise AssertionError("it did not come to be")
 
 
+FORKS = """
+import os, socket, time
+made = 0
+try:
+    while made < 100:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    pass
+print(os.getuid(), made, os.path.exists("/etc"), sorted(os.listdir("/dev")))
+socket.socket()
+"""
+
+
 def test_without_root_a_user_namespace_gives_the_same() -> None:
-    code = """
-        from nemo_rl_core.environments.sandbox import Sandbox
-        import os
-        assert os.geteuid() == 1000
-        print(Sandbox().run({"main.py": '''
-        import os, socket, time
-        made = 0
-        try:
-            while made < 100:
-                if os.fork() == 0:
-                    time.sleep(60)
-                made += 1
-        except BlockingIOError:
-            pass
-        print(os.getuid(), made, os.path.exists("/etc"), sorted(os.listdir("/dev")))
-        socket.socket()
-        '''.replace("        ", "", 1).replace("\\n        ", "\\n")}))
-        """
+    code = f"""
+import os
+from nemo_rl_core.environments.sandbox import Sandbox
+assert os.geteuid() == 1000
+print(Sandbox().run({{"main.py": {FORKS!r}}}))
+"""
     as_user = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
     ended = subprocess.run(
-        [*as_user, sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*as_user, sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert "65534 3 False ['null']" in ended.stdout, ended.stderr
     assert "Operation not permitted" in ended.stdout
 
 
-def test_a_machine_without_namespaces_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    launcher = tmp_path / "launcher.py"
-    text = Path(runner_module._LAUNCHER).read_text()
-    # What the kernel says where namespaces are forbidden: flags that do not exist.
-    launcher.write_text(text.replace("_NEW_NET = 0x10000000", "_NEW_NET = 0x7FFFFFFF"))
-    launcher.write_text(launcher.read_text().replace("0x40000000\n", "0x1\n"))
-    monkeypatch.setattr(runner_module, "_LAUNCHER", launcher)
-    with pytest.raises(ResourceError, match="no sandbox can be built") as caught:
-        Sandbox()
-    assert "unshare: Invalid argument" in str(caught.value)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a capability to lose")
+def test_a_machine_without_namespaces_is_refused() -> None:
+    code = "from nemo_rl_core.environments.sandbox import Sandbox; Sandbox()"
+    # Root in an ordinary container.
+    as_root = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", "--"]
+    ended = subprocess.run(
+        [*as_root, sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "no sandbox can be built" in ended.stderr
+    assert "unshare: Operation not permitted" in ended.stderr
+    assert "CAP_SYS_ADMIN" in ended.stderr
 
 
 def test_an_unknown_machine_is_refused() -> None:
