@@ -80,64 +80,7 @@ class CodeTests(FrozenConfig):
     num_parallel: PositiveInt = 2
 
 
-Singleclass CalculatorTool(FrozenConfig):
-    """`<tool>calculator 3 * (4 + 5)</tool>`: numbers, `+ - * / // % **` and parentheses."""
-
-    kind: Literal["calculator"] = "calculator"
-
-
-class PythonTool(FrozenConfig):
-    """`<tool>python print(6 * 7)</tool>`: a program in a sandbox; what it prints is the result."""
-
-    kind: Literal["python"] = "python"
-    cpu_seconds: PositiveInt = 5
-    wall_seconds: PositiveFloat = 20.0
-    memory_mib: int = Field(default=512, ge=64)
-
-
-class RetrieverTool(FrozenConfig):
-    """`<tool>retriever capital of France</tool>`: the passages of a file that fit best, by BM25.
-
-    Attributes:
-        path: A jsonl file whose rows have `text`, or a text file with a passage a line.
-        num_passages: How many are given.
-    """
-
-    kind: Literal["retriever"] = "retriever"
-    path: str = Field(min_length=1)
-    num_passages: PositiveInt = 3
-
-
-ToolConfig = Annotated[CalculatorTool | PythonTool | RetrieverTool, Field(discriminator="kind")]
-
-
-class ToolUse(FrozenConfig):
-    """A conversation in which the policy may call tools; its last turn is scored.
-
-    Attributes:
-        tools: What it may call, each by its kind.
-        answer: How the turn without a call is scored.
-        max_calls: A turn with a call beyond these is the last, and scored as it is.
-        max_result_characters: A longer result is cut.
-    """
-
-    kind: Literal["tools"] = "tools"
-    tools: list[ToolConfig] = Field(default=[CalculatorTool()], min_length=1)
-    answer: Annotated[ExactMatch | MathVerify | MultipleChoice, Field(discriminator="kind")] = (
-        ExactMatch()
-    )
-    max_calls: PositiveInt = 4
-    max_result_characters: PositiveInt = 1000
-
-    @model_validator(mode="after")
-    def _tools_differ(self) -> "ToolUse":
-        kinds = [tool.kind for tool in self.tools]
-        if len(set(kinds)) < len(kinds):
-            raise ValueError(f"a tool is called by its kind, but {kinds} names one twice")
-        return self
-
-
-EnvironmentConfig = Annotated[
+SingleEnvironmentConfig = Annotated[
     ExactMatch
     | MathVerify
     | ReasoningGymScore

@@ -36,6 +36,31 @@ def make_scorer(
         ResourceError: When programs must run, and this machine gives no sandbox.
     """
     match config:
+        case RewardModelScore():
+            return _reward_model_scorer(config, reward_model, policy)
+        case WeightedSum(parts=parts):
+            from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
+
+            scorers = [make_scorer(each.environment, reward_model, policy=policy) for each in parts]
+            return WeightedSumScorer(scorers, [each.weight for each in parts])
+        case ToolUse():
+            from nemo_rl_core.environments.adapt import EnvironmentScorer
+            from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
+
+            tools = make_tools(config.tools)
+            return EnvironmentScorer(ToolEnvironment(config, tools, make_scorer(config.answer)))
+    return _single_scorer(config)
+
+
+def _single_scorer(
+    config: ExactMatch
+    | MathVerify
+    | ReasoningGymScore
+    | RewardFunction
+    | MultipleChoice
+    | CodeTests,
+) -> Scorer:
+    match config:
         case ExactMatch():
             from nemo_rl_core.environments.exact import ExactScorer
 
@@ -52,8 +77,6 @@ def make_scorer(
             from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 
             return FunctionalRewardWrapper.from_target(config.target)
-        case RewardModelScore():
-            return _reward_model_scorer(config, reward_model, policy)
         case MultipleChoice():
             from nemo_rl_core.environments.multiple_choice import MultipleChoiceScorer
 
@@ -62,17 +85,6 @@ def make_scorer(
             from nemo_rl_core.environments.code import CodeScorer
 
             return CodeScorer.from_config(config)
-        case ToolUse():
-            from nemo_rl_core.environments.adapt import EnvironmentScorer
-            from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
-
-            tools = make_tools(config.tools)
-            return EnvironmentScorer(ToolEnvironment(config, tools, make_scorer(config.answer)))
-        case WeightedSum(parts=parts):
-            from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
-
-            scorers = [make_scorer(each.environment, reward_model, policy=policy) for each in parts]
-            return WeightedSumScorer(scorers, [each.weight for each in parts])
 
 
 def _reward_model_scorer(

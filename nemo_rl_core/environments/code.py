@@ -2,15 +2,16 @@
 
 A row's metadata says how. Either pieces of Python that call what the program defines:
 
-    {"setup": "import math", "tests": ["assert add(1, 2) == 3", "assert math.isclose(half(1), 0.5)"]}
+    {"setup": "import math", "tests": ["assert add(1, 2) == 3", "assert math.isclose(pi(), 3.14)"]}
 
 or inputs and outputs of the whole program, where white space at the ends of lines does not count:
 
     {"tests": [{"stdin": "1 2\\n", "stdout": "3\\n"}]}
 
-`setup` is optional, and runs before each piece. A test may use names that it, its setup and Python do
-not define: they are the program's. Data goes back and forth as plain data (numbers, text, bytes,
-lists, tuples, sets, dicts, None); of anything else, methods can be called.
+`setup` is optional, and runs before each piece. A test may use names that it, its setup and Python
+do not define: they are the program's. Data goes back and forth as plain data (numbers, text, bytes,
+lists, tuples, sets, dicts, None); of anything else, methods can be called. The limits hold for all
+pieces of a row together, and for each exchange.
 """
 
 import json
@@ -102,9 +103,9 @@ class CodeScorer(Scorer):
     """The fraction of a row's unit tests that a completion's program passes, or all or nothing.
 
     A program that is wrong, crashes, or passes its limits earns 0 for the tests that it does not
-    pass. A row whose tests cannot be run, and a sandbox that does not start, are errors. The program
-    and the tests run in two sandboxes: neither their verdict nor the expected values are ever in the
-    program's reach.
+    pass. A row whose tests cannot be run, and a sandbox that does not start, are errors. The
+    program and the tests run in two sandboxes: neither their verdict nor the expected values are
+    ever in the program's reach.
 
     Args:
         limits: For the program.
@@ -196,7 +197,9 @@ def _pipe(closing: ExitStack) -> tuple[int, int]:
 def _harness(name: str) -> dict[str, str]:
     """The files of one of the two sandboxes, found there under the names they have here."""
     folder = Path(__file__).with_name("unit_tests")
-    files = {f"{_FOLDER}/{each}.py": (folder / f"{each}.py").read_text() for each in (name, "plain")}
+    files = {
+        f"{_FOLDER}/{each}.py": (folder / f"{each}.py").read_text() for each in (name, "plain")
+    }
     return {**files, "main.py": f"from {_FOLDER.replace('/', '.')}.{name} import main\nmain()\n"}
 
 

@@ -1,9 +1,9 @@
 """Builds the sandbox around a program, from within: run as a script by `Sandbox`, standard library
 only, since it starts once for every program.
 
-Three processes. This one waits for the second, and kills it at the deadline. The second is process 1
-of a process namespace: with it, the kernel ends everything in there, daemons included. The third
-gives up its rights and becomes the program.
+Three processes. This one waits for the second, and kills it at the deadline. The second is
+process 1 of a process namespace: with it, the kernel ends everything in there, daemons included.
+The third gives up its rights and becomes the program.
 """
 
 import contextlib
@@ -35,10 +35,9 @@ def main() -> None:
     payload_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
     for descriptor in (payload_fd, report_fd):
         os.set_inheritable(descriptor, False)
-    with open(payload_fd, "rb") as file:  # noqa: PTH123 (a descriptor)
+    with open(payload_fd, "rb") as file:
         payload = json.load(file)
     _call("prctl", _SET_PDEATHSIG, signal.SIGKILL)
-    _call("prctl", _SET_DUMPABLE, 0)
     # The program's group must not be this one's: a signal to "all of mine" ends with process 1.
     os.setsid()
     # Named fault boundary: whatever goes wrong here is the sandbox's failure, not the program's.
@@ -58,6 +57,8 @@ def _supervise(payload: dict[str, Any], report_fd: int) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{identity} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{identity} {gid} 1")
+    # Only now: a process that is not dumpable may not write the files above.
+    _call("prctl", _SET_DUMPABLE, 0)
     alive_read, alive_write = os.pipe()
     wake_read, wake_write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(wake_write, b"x"))

@@ -8,7 +8,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -82,7 +82,9 @@ class Sandbox:
     - *No other process* is to be seen or signalled: a process namespace of its own, whose end ends
       every daemon and thread in it. As root, each program has a user id that nobody else has;
       otherwise it has no capability in a user namespace.
-    - *Bounds*, see `Limits`; memory is bound a process, so `memory_mib * num_processes` is the most.
+    - *Bounds*, see `Limits`; memory is bounded for each process, so that all of them together have
+      at most `memory_mib * num_processes`. Where this process is the machine's root under another
+      name (a user namespace made by root), the kernel does not count processes.
     - *No environment variables*, no descriptors but stdin, stdout and stderr.
 
     What is not: the kernel itself is shared (no virtual machine), and so are CPU time and the
@@ -227,7 +229,7 @@ class Running:
         """
         started = time.monotonic()
         collected = [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe]
-        contents = {pipe: bytearray() for pipe in (*collected, self._report)}
+        contents: dict[Any, bytearray] = {p: bytearray() for p in (*collected, self._report)}
         cut = False
         with selectors.DefaultSelector() as open_pipes:
             for pipe in contents:

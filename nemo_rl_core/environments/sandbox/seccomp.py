@@ -1,8 +1,8 @@
 """The system calls that no program in the sandbox needs, as a filter for the kernel.
 
 Namespaces and resource limits leave gaps that this closes: sockets outside the network namespace
-(`AF_VSOCK`, `AF_ALG`), memory that belongs to no process (System V segments, memfds, a tmpfs mounted
-in a namespace of the program's own), and other processes' memory and limits.
+(`AF_VSOCK`, `AF_ALG`), memory that belongs to no process (System V segments, memfds, a tmpfs
+mounted in a namespace of the program's own), and other processes' memory and limits.
 """
 
 import errno

@@ -2,8 +2,8 @@
 
 A name that a test does not define is the program's: it is bound to a `Remote`, and calling that
 asks the other process. What comes back is plain data, so comparing it is this process's affair
-alone: an object that claims to be equal to everything, a patched `assert`, an early exit or a printed
-"passed" have no way in.
+alone: an object that claims to be equal to everything, a patched `assert`, an early exit or a
+printed "passed" have no way in.
 """
 
 import ast
@@ -78,14 +78,15 @@ class Connection:
 class Remote:
     """Something of the program's that is no plain data: a function, a class, an object.
 
-    It can be called, and its methods and attributes can be used. Its truth, its length and whether
-    it equals something are the program's word, so asking fails the test.
+    It can be called, and its methods and attributes can be used. Where it turns out to be plain
+    data (a constant, an attribute), it compares as that; where not, its truth, its length and
+    whether it equals something would be the program's word, so asking fails the test.
     """
 
     def __init__(self, connection: Connection, of: Encoded, attributes: tuple[str, ...] = ()):
         self._connection, self._of, self._attributes = connection, of, attributes
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: D102 (see the class)
         return self._connection.ask(
             {
                 "of": self._of,
@@ -158,14 +159,14 @@ def run_test(source: str, setup: str, connection: Connection) -> bool:
     # not known to it yet; a test that does has failed.
     try:
         code = compile(source, "the test", "exec")
-        exec(compile(setup, "the setup", "exec"), names)  # noqa: S102 (the row's own code)
+        exec(compile(setup, "the setup", "exec"), names)
         for name in _names_used(f"{setup}\n{source}") - names.keys():
             names[name] = Remote(connection, ["named", name])
     except Exception as error:
         raise BrokenTestError(f"{type(error).__name__}: {error}") from error
     try:
-        exec(code, names)  # noqa: S102 (likewise)
-    except (Exception, SystemExit, ProgramGoneError):
+        exec(code, names)
+    except (Exception, SystemExit, ProgramGoneError):  # noqa: BLE001 (see above)
         return False
     return not connection.gone
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from nemo_rl_core.config.environment import CodeTests
 from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.code import CodeScorer, UnitTests, extract_program
+from nemo_rl_core.environments.sandbox import runner as runner_module
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -17,7 +19,7 @@ ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 
 @pytest.fixture(scope="module")
-def scorer() -> CodeScorer:
+def scorer(namespaces: None) -> CodeScorer:
     made = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=10, memory_mib=128))
     assert isinstance(made, CodeScorer)
     return made
@@ -171,13 +173,43 @@ FORGERIES = {
     "a signal to all": "import os\ndef add(a, b): os.kill(-1, 9); os.kill(os.getppid(), 9)",
     "raises what passes": "def add(a, b): raise KeyboardInterrupt",
     "a result too long": "def add(a, b): return 'x' * (1 << 21)",
-    "a result too deep": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x",
+    "a result too deep": (
+        "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x"
+    ),
 }
 
 
-@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
-def test_the_verdict_cannot_be_forged(judge: Judge, program: str) -> None:
-    assert judge(program, ADD) == 0.0
+SLOW = {
+    "an early exit",
+    "sys.exit",
+    "a printed verdict",
+    "builtins changed",
+    "expected values read",
+    "an endless loop at once",
+    "a result too deep",
+    "raises what passes",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORGERIES.keys() - SLOW))
+def test_the_verdict_cannot_be_forged(judge: Judge, name: str) -> None:
+    assert judge(FORGERIES[name], ADD) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_nor_in_less_likely_ways(judge: Judge, name: str) -> None:
+    assert judge(FORGERIES[name], ADD) == 0.0
+
+
+@pytest.mark.parametrize("tests", [ADD, [{"stdin": "", "stdout": "3"}]])
+def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_zero(
+    judge: Judge, tests: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runner_module, "_LAUNCHER", tmp_path / "missing.py")
+    outcome = judge("def add(a, b): return a + b\nprint(3)", tests)
+    assert isinstance(outcome, RewardError)
+    assert "no sandbox can be built" in str(outcome)
 
 
 def test_a_dead_program_passes_no_test_that_expects_an_exception(judge: Judge) -> None:
@@ -193,6 +225,7 @@ def test_tests_before_a_crash_count(judge: Judge) -> None:
     assert judge(program, [*ADD, ADD[0]]) == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
     # What it gives back keeps the test busy past its limit: the program's fault, not the row's.
     long = "def items(): return list(range(100_000))"
@@ -209,7 +242,11 @@ def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
         ("a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)", 0.0),
         ("print(input())\nprint(3)", 0.0),
         ("while True: print(3)", 0.0),
-        ("import time\nprint(3)\nprint(7, flush=True)\ntime.sleep(99)", 0.0),
+        pytest.param(
+            "import time\nprint(3)\nprint(7, flush=True)\ntime.sleep(99)",
+            0.0,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_whole_programs_are_judged_by_their_output(

@@ -123,7 +123,9 @@ def test_a_last_line_with_the_answer_settles_it(text: str, letter: str) -> None:
     assert chosen_letter(f"{text}\n\nAnswer: ({letter}).", 4) == letter
 
 
-@pytest.mark.parametrize("piece", ["answer ", "(", "A, ", "\\boxed{", "is is ", "the answer is A or "])
+@pytest.mark.parametrize(
+    "piece", ["answer ", "(", "A, ", "\\boxed{", "is is ", "the answer is A or "]
+)
 def test_long_rubbish_is_read(piece: str) -> None:
     assert chosen_letter(piece * (100_000 // len(piece)) + "\n\nAnswer: B", 4) == "B"
 

@@ -76,7 +76,7 @@ def test_the_calculator_calculates(expression: str, value: str) -> None:
     ],
 )
 def test_the_calculator_refuses_the_rest_at_once(expression: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         calculate(expression)
 
 
@@ -136,7 +136,7 @@ def test_python_prints_or_says_why_not() -> None:
         ("while True: print('y' * 999)", "y\ntoo much output"),
         ("raise SystemExit(3)", "exit code 3"),
     ):
-        with pytest.raises(ValueError, match="(?s).") as caught:
+        with pytest.raises(ValueError, match=r"\w") as caught:
             python(program)
         assert str(caught.value).endswith(said)
 
@@ -243,19 +243,16 @@ def test_a_broken_tool_is_an_error_of_its_conversation_alone(environment: Enviro
 
 
 def test_an_answer_that_cannot_be_scored_is_an_error() -> None:
-    scorer = make_scorer(ToolUse(answer=MathVerify()))
-    assert isinstance(scorer, EnvironmentScorer)
+    environment = ToolEnvironment(ToolUse(), {}, make_scorer(MathVerify()))
     try:
-        environment = scorer._environment
-        assert isinstance(environment, ToolEnvironment)
         rows = [{"answer": answer, "task": "t"} for answer in ("?", "408")]
         answer = environment.step([_log("so 408"), _log("so 408")], rows)
-        assert answer.errors is not None
-        assert "no mathematics" in str(answer.errors[0])
-        assert answer.errors[1] is None
-        assert answer.rewards.tolist() == [0.0, 1.0]
     finally:
-        scorer.close()
+        environment.shutdown()
+    assert answer.errors is not None
+    assert "no mathematics" in str(answer.errors[0])
+    assert answer.errors[1] is None
+    assert answer.rewards.tolist() == [0.0, 1.0]
 
 
 def test_python_and_other_tools_together(tmp_path: Path) -> None:
