@@ -62,6 +62,7 @@ def _supervise(payload: dict[str, Any], report_fd: int) -> None:
     alive_read, alive_write = os.pipe()
     wake_read, wake_write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(wake_write, b"x"))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     init = os.fork()
     if init == 0:
         os.close(alive_write)

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -177,9 +178,12 @@ class Running:
         self, payload: Mapping[str, Any], limits: Limits, stdin: int | None, stdout: int
     ) -> None:
         self._limits = limits
+        self._is_asked_to_end = False
         given = os.memfd_create("payload")
         report, report_write = os.pipe()
         self._report: IO[bytes] = os.fdopen(report, "rb")
+        # Inherited: the launcher hears of it once it can end what it has started.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             os.write(given, json.dumps(payload).encode())
             os.lseek(given, 0, os.SEEK_SET)
@@ -196,6 +200,7 @@ class Running:
             self._report.close()
             raise _no_sandbox(str(error)) from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(given)
             os.close(report_write)
 
@@ -219,6 +224,7 @@ class Running:
 
     def terminate(self) -> None:
         """Asks for the end of every process of the program; `wait` says when."""
+        self._is_asked_to_end = True
         self._process.terminate()
 
     def wait(self) -> Finished:
@@ -261,7 +267,8 @@ class Running:
         for line in contents[self._report].splitlines():
             said |= json.loads(line)
         # Once the program has started, whatever happens to the sandbox is the program's doing.
-        if "started" not in said or "failed" in said:
+        has_begun = "started" in said or self._is_asked_to_end
+        if not has_begun or "failed" in said:
             raise _no_sandbox(said.get("failed") or f"the launcher died: {stderr[-300:]}")
         return Finished(stdout, stderr, said.get("exit_code"), said.get("timed_out", True), cut)
 

@@ -74,7 +74,7 @@ def test_the_reward_is_the_fraction_of_tests_passed(
     assert judge(program, ADD) == reward
 
 
-def test_all_or_nothing(rollout: Make) -> None:
+def test_all_or_nothing(namespaces: None, rollout: Make) -> None:
     scorer = make_scorer(CodeTests(reward="all"))
     metadata = json.dumps({"tests": ADD})
     half, whole = "def add(a, b): return 3", "add = lambda a, b: a + b"
@@ -250,7 +250,7 @@ def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
     ],
 )
 def test_whole_programs_are_judged_by_their_output(
-    rollout: Make, program: str, reward: float
+    namespaces: None, rollout: Make, program: str, reward: float
 ) -> None:
     tests = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "3 4\n", "stdout": "7 \n\n"}]
     scorer = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=2))

@@ -271,11 +271,8 @@ def test_it_cannot_kill_its_parent_or_the_group(run: Run) -> None:
     survived = run(
         """
         import os, signal
-        for target in (os.getppid(), 1, 0, -1):
+        for target in (os.getppid(), 1, -1):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-                if target == 0:
-                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    continue
                 try:
                     os.kill(target, number)
                 except OSError:
@@ -304,6 +301,13 @@ def test_daemons_end_with_the_program(run: Run) -> None:
     assert ended == Finished("done\n", "", 0, timed_out=False, output_cut=False)
 
 
+def test_a_program_may_be_ended_before_it_has_begun(sandbox: Sandbox, run: Run) -> None:
+    for _ in range(3):
+        with sandbox.start({"main.py": "import time; time.sleep(60)"}) as running:
+            running.terminate()
+            assert running.wait().exit_code is None
+
+
 def test_a_closed_output_is_not_the_end(run: Run) -> None:
     ended = run("import os, time; os.close(1); os.close(2); time.sleep(0.3); os._exit(7)")
     assert ended.exit_code == 7
@@ -314,7 +318,8 @@ def test_deep_recursion_ends_in_the_program(run: Run) -> None:
     assert ended.exit_code in (1, -9, -11)
 
 
-def test_at_most_so_many_run_at_once() -> None:
+@pytest.mark.slow
+def test_at_most_so_many_run_at_once(namespaces: None) -> None:
     sandbox = Sandbox(num_parallel=2)
     most = 0
     done = threading.Event()
@@ -337,7 +342,7 @@ def test_at_most_so_many_run_at_once() -> None:
     assert most == 2
 
 
-def test_it_ends_with_the_process_that_started_it() -> None:
+def test_it_ends_with_the_process_that_started_it(namespaces: None) -> None:
     code = """
         from nemo_rl_core.environments.sandbox import Sandbox
         print("up", flush=True)
@@ -383,11 +388,12 @@ socket.socket()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
     reason="other users are what the other tests run as, or lack an interpreter they may read",
 )
-def test_without_root_a_user_namespace_gives_the_same() -> None:
+def test_without_root_a_user_namespace_gives_the_same(namespaces: None) -> None:
     code = f"""
 import os, sys
 from nemo_rl_core.environments.sandbox import Sandbox
@@ -406,6 +412,7 @@ print(Sandbox().run({{"main.py": {FORKS!r}}}))
     assert "Operation not permitted" in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a capability to lose")
 def test_a_machine_without_namespaces_is_refused() -> None:
     code = "from nemo_rl_core.environments.sandbox import Sandbox; Sandbox()"

@@ -126,7 +126,7 @@ def test_a_file_without_passages_is_refused(tmp_path: Path, content: str | None)
         Retriever.from_file(path, num_passages=3)
 
 
-def test_python_prints_or_says_why_not() -> None:
+def test_python_prints_or_says_why_not(namespaces: None) -> None:
     python = PythonRunner(Limits(cpu_seconds=1, memory_mib=128))
     assert python("print(6 * 7)\nprint('x')") == "42\nx"
     assert python("") == ""
@@ -166,8 +166,6 @@ Environment = ToolEnvironment
 
 @pytest.fixture
 def environment() -> Environment:
-    made = make_scorer(ToolUse(max_calls=2, max_result_characters=20))
-    assert isinstance(made, EnvironmentScorer)
     config = ToolUse(max_calls=2, max_result_characters=20)
 
     def broken(argument: str) -> str:
@@ -255,7 +253,7 @@ def test_an_answer_that_cannot_be_scored_is_an_error() -> None:
     assert answer.rewards.tolist() == [0.0, 1.0]
 
 
-def test_python_and_other_tools_together(tmp_path: Path) -> None:
+def test_python_and_other_tools_together(namespaces: None, tmp_path: Path) -> None:
     (tmp_path / "facts.txt").write_text("Paris is in France\n")
     tools = [CalculatorTool(), PythonTool(), RetrieverTool(path=str(tmp_path / "facts.txt"))]
     config = ToolUse(tools=tools)
@@ -266,6 +264,10 @@ def test_python_and_other_tools_together(tmp_path: Path) -> None:
     assert [each["content"] for each in answer.observations] == [
         f"\n<result>{result}</result>\n" for result in results
     ]
+
+
+def test_the_config_makes_an_environment() -> None:
+    assert isinstance(make_scorer(ToolUse()), EnvironmentScorer)
 
 
 def test_a_config_names_each_tool_once() -> None:
