@@ -12,6 +12,7 @@ it is `<result>TEXT</result>`:
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +87,12 @@ class ToolEnvironment:
         judged = self._scorer.outcomes(
             [_as_rollout(message_log_batch[i], metadata[i]) for i in last]
         )
-        outcomes: list[str | float | RewardError] = [
-            0.0 if call is None or over else self._answer(call)
-            for call, over in zip(calls, ended, strict=True)
-        ]
-        for place, outcome in zip(last, judged, strict=True):
-            outcomes[place] = outcome
+        waiting = [call for call, over in zip(calls, ended, strict=True) if call and not over]
+        # Programs run in processes of their own; how many at once is their sandbox's affair.
+        with ThreadPoolExecutor() as pool:
+            answers = pool.map(self._answer, waiting)
+        scores = iter(judged)
+        outcomes = [next(scores) if over else next(answers) for over in ended]
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": said if isinstance(said, str) else ""}

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl_core.config.environment import CodeTests
 from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.code import CodeScorer, UnitTests, extract_program
 from nemo_rl_core.environments.sandbox import runner as runner_module
+from nemo_rl_core.environments.unit_tests.plain import decode, encode
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -94,6 +97,25 @@ def test_plain_data_goes_there_and_back_unchanged(judge: Judge) -> None:
         "assert repr(back) == repr(value)",
     ]
     assert judge("def same(x): return x", tests) == 1.0
+
+
+def _never(kind: str, content: Any) -> Any:
+    raise AssertionError(f"{kind} is no plain data")
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+_HASHABLE = st.recursive(_LEAVES | st.binary(), lambda x: st.tuples(x, x), max_leaves=5)
+_PLAIN = st.recursive(
+    _HASHABLE,
+    lambda x: st.lists(x) | st.dictionaries(_HASHABLE, x) | st.sets(_HASHABLE) | st.tuples(x),
+    max_leaves=10,
+)
+
+
+@given(_PLAIN)
+def test_encoding_is_undone_by_decoding(value: Any) -> None:
+    back = decode(json.loads(json.dumps(encode(value, repr))), _never)
+    assert (back, type(back)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
