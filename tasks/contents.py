@@ -10,9 +10,11 @@ from pathlib import Path
 from nemo_rl_core.config.data import DataConfig, FileData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
+    RetrieverTool,
     RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,
+    ToolUse,
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
@@ -39,11 +41,16 @@ def model_content(model: ModelConfig) -> str:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """A digest of what scores: modules of the user's reward functions, folders of reward models.
+    """A digest of what scores: modules of the user's reward functions, folders of reward models,
+    files of retrievers.
 
     What such a module imports does not count.
     """
-    return " ".join(filter(None, map(_scored_by, single_environments(environment))))
+    found = [_scored_by(each) for each in single_environments(environment)]
+    if isinstance(environment, ToolUse):
+        tools = [each for each in environment.tools if isinstance(each, RetrieverTool)]
+        found += [_file(Path(each.path).expanduser()) for each in tools]
+    return " ".join(filter(None, found))
 
 
 def _scored_by(environment: SingleEnvironmentConfig) -> str:

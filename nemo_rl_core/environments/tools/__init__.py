@@ -38,4 +38,5 @@ def _make_tool(config: ToolConfig) -> Tool:
         case RetrieverTool():
             from nemo_rl_core.environments.tools.retriever import Retriever
 
-            return Retriever.from_file(Path(config.path), num_passages=config.num_passages)
+            path = Path(config.path).expanduser()
+            return Retriever.from_file(path, num_passages=config.num_passages)
