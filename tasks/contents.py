@@ -12,9 +12,12 @@ from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     JudgeModel,
     LLMJudge,
+    RetrieverTool,
     RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,
+    ToolUse,
+    conversations,
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
@@ -41,11 +44,17 @@ def model_content(model: ModelConfig) -> str:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """A digest of what scores: modules of the user's reward functions, folders of reward models.
+    """A digest of what scores: modules of the user's reward functions, folders of reward models,
+    files of retrievers.
 
     What such a module imports does not count.
     """
-    return " ".join(filter(None, map(_scored_by, single_environments(environment))))
+    found = [_scored_by(each) for each in single_environments(environment)]
+    for conversation in conversations(environment):
+        if isinstance(conversation, ToolUse):
+            tools = [each for each in conversation.tools if isinstance(each, RetrieverTool)]
+            found += [_file(Path(each.path).expanduser()) for each in tools]
+    return " ".join(filter(None, found))
 
 
 def _model_of(environment: SingleEnvironmentConfig) -> str | None:

@@ -91,6 +91,40 @@ class RewardModelScore(FrozenConfig):
     max_tokens_per_batch: PositiveInt = 8192
 
 
+class MultipleChoice(FrozenConfig):
+    """1.0 when the letter that the completion chooses is the answer.
+
+    Attributes:
+        num_choices: How many letters there are to choose from, beginning with A.
+    """
+
+    kind: Literal["multiple_choice"] = "multiple_choice"
+    num_choices: int = Field(default=4, ge=2, le=26)
+
+
+class CodeTests(FrozenConfig):
+    """The unit tests of the row that the completion's program passes, run in a sandbox.
+
+    The row's metadata has `tests`, and may have `setup`; `nemo_rl_core.environments.code` says in
+    which form.
+
+    Attributes:
+        reward: The fraction of tests that pass, or 1.0 for all and 0.0 for fewer.
+        cpu_seconds: For the tests of one completion that call its functions, or for each test that
+            gives it an input.
+        wall_seconds: The same by the clock, for programs that wait.
+        memory_mib: Of each of at most four processes.
+        num_parallel: How many completions are tested at once.
+    """
+
+    kind: Literal["code"] = "code"
+    reward: Literal["fraction", "all"] = "fraction"
+    cpu_seconds: PositiveInt = 5
+    wall_seconds: PositiveFloat = 20.0
+    memory_mib: int = Field(default=512, ge=64)
+    num_parallel: PositiveInt = 2
+
+
 class JudgeEndpoint(FrozenConfig):
     """A model behind an API like OpenAI's (`POST {url}/chat/completions`).
 
@@ -165,6 +199,8 @@ _Single = (
     | RegexMatch
     | JsonSchemaMatch
     | LLMJudge
+    | MultipleChoice
+    | CodeTests
 )
 SingleEnvironmentConfig = Annotated[_Single, Field(discriminator="kind")]
 
@@ -209,7 +245,64 @@ class GuessNumberGame(FrozenConfig):
     illegal_penalty: NonNegativeFloat = 0.0
 
 
-_Conversation = SlidingPuzzleGame | GuessNumberGame
+class CalculatorTool(FrozenConfig):
+    """`<tool>calculator 3 * (4 + 5)</tool>`: numbers, `+ - * / // % **` and parentheses."""
+
+    kind: Literal["calculator"] = "calculator"
+
+
+class PythonTool(FrozenConfig):
+    """`<tool>python print(6 * 7)</tool>`: a program in a sandbox; what it prints is the result."""
+
+    kind: Literal["python"] = "python"
+    cpu_seconds: PositiveInt = 5
+    wall_seconds: PositiveFloat = 20.0
+    memory_mib: int = Field(default=512, ge=64)
+
+
+class RetrieverTool(FrozenConfig):
+    """`<tool>retriever capital of France</tool>`: the passages of a file that fit best, by BM25.
+
+    Attributes:
+        path: A jsonl file whose rows have `text`, or a text file with a passage a line.
+        num_passages: How many are given.
+    """
+
+    kind: Literal["retriever"] = "retriever"
+    path: str = Field(min_length=1)
+    num_passages: PositiveInt = 3
+
+
+ToolConfig = Annotated[CalculatorTool | PythonTool | RetrieverTool, Field(discriminator="kind")]
+
+
+class ToolUse(FrozenConfig):
+    """A conversation in which the policy may call tools; its last turn is scored.
+
+    Attributes:
+        tools: What it may call, each by its kind.
+        answer: How the turn without a call is scored.
+        max_calls: A turn with a call beyond these is the last, and scored as it is.
+        max_result_characters: A longer result is cut.
+    """
+
+    kind: Literal["tools"] = "tools"
+    tools: list[ToolConfig] = Field(default=[CalculatorTool()], min_length=1)
+    answer: Annotated[ExactMatch | MathVerify | MultipleChoice, Field(discriminator="kind")] = (
+        ExactMatch()
+    )
+    max_calls: PositiveInt = 4
+    max_result_characters: PositiveInt = 1000
+
+    @model_validator(mode="after")
+    def _tools_differ(self) -> "ToolUse":
+        kinds = [tool.kind for tool in self.tools]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"a tool is called by its kind, but {kinds} names one twice")
+        return self
+
+
+_Conversation = SlidingPuzzleGame | GuessNumberGame | ToolUse
 ConversationConfig = Annotated[_Conversation, Field(discriminator="kind")]
 """Environments that answer, so that the policy has several turns."""
 
@@ -265,24 +358,29 @@ class EnvironmentWorkers(FrozenConfig):
 def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:
     """The environments that score on their own: of all parts and tasks, or the one that there is.
 
-    Games are not among them.
+    What answers, such as games and tools, is not among them.
     """
     match config:
         case WeightedSum(parts=parts):
             return [part.environment for part in parts]
         case ByTask(tasks=tasks):
             return [one for each in tasks for one in single_environments(each.environment)]
-        case SlidingPuzzleGame() | GuessNumberGame():
+        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse():
             return []
         case _:
             return [config]
 
 
+def conversations(config: EnvironmentConfig) -> list[ConversationConfig]:
+    """The environments that answer: of all tasks, or the one that there is."""
+    if isinstance(config, ByTask):
+        return [one for each in config.tasks for one in conversations(each.environment)]
+    return [config] if isinstance(config, _Conversation) else []
+
+
 def answers_back(config: EnvironmentConfig) -> bool:
     """Whether the policy may have several turns."""
-    if isinstance(config, ByTask):
-        return any(answers_back(each.environment) for each in config.tasks)
-    return isinstance(config, _Conversation)
+    return bool(conversations(config))
 
 
 def reads_reward_model(config: EnvironmentConfig) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nemo_rl_core.config.environment import (
     ByTask,
+    CodeTests,
     ConversationConfig,
     EnvironmentConfig,
     EnvironmentWorkers,
@@ -15,11 +16,13 @@ from nemo_rl_core.config.environment import (
     JudgeModel,
     LLMJudge,
     MathVerify,
+    MultipleChoice,
     ReasoningGymScore,
     RegexMatch,
     RewardFunction,
     RewardModelScore,
     SlidingPuzzleGame,
+    ToolUse,
     WeightedSum,
     answers_back,
 )
@@ -53,6 +56,7 @@ def make_scorer(
         ConfigError: When a reward function cannot be imported or called, when the config has a
             reward model and one of the folders is missing, or a judge that cannot be started here.
         ModelError: When a reward model is none, or has another vocabulary than the policy.
+        ResourceError: When programs must run, and this machine gives no sandbox.
     """
     make = partial(make_scorer, reward_model=reward_model, policy=policy, start_judge=start_judge)
     match config:
@@ -64,10 +68,10 @@ def make_scorer(
         case ByTask(tasks=tasks):
             by_task = {each.task: make(each.environment) for each in tasks}
             return _by_task(by_task, has_turns=answers_back(config))
-        case SlidingPuzzleGame() | GuessNumberGame():
+        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse():
             from nemo_rl_core.environments.adapt import EnvironmentScorer
 
-            return EnvironmentScorer(_game(config))
+            return EnvironmentScorer(_conversation(config))
         case LLMJudge():
             return _judge(config, start_judge)
         case RewardModelScore():
@@ -103,13 +107,11 @@ def _single_scorer(
     | ReasoningGymScore
     | RewardFunction
     | RegexMatch
-    | JsonSchemaMatch,
+    | JsonSchemaMatch
+    | MultipleChoice
+    | CodeTests,
 ) -> Scorer:
     match config:
-        case ExactMatch():
-            from nemo_rl_core.environments.exact import ExactScorer
-
-            return ExactScorer(config)
         case MathVerify():
             from nemo_rl_core.environments.math import MathScorer
 
@@ -122,17 +124,34 @@ def _single_scorer(
             from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 
             return FunctionalRewardWrapper.from_target(config.target)
-        case RegexMatch():
-            from nemo_rl_core.environments.formats import RegexScorer
+        case CodeTests():
+            from nemo_rl_core.environments.code import CodeScorer
 
+            return CodeScorer.from_config(config)
+    return _text_scorer(config)
+
+
+def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleChoice) -> Scorer:
+    from nemo_rl_core.environments.exact import ExactScorer
+    from nemo_rl_core.environments.formats import JsonSchemaScorer, RegexScorer
+    from nemo_rl_core.environments.multiple_choice import MultipleChoiceScorer
+
+    match config:
+        case ExactMatch():
+            return ExactScorer(config)
+        case RegexMatch():
             return RegexScorer(config)
         case JsonSchemaMatch():
-            from nemo_rl_core.environments.formats import JsonSchemaScorer
-
             return JsonSchemaScorer(config)
+        case MultipleChoice():
+            return MultipleChoiceScorer(num_choices=config.num_choices)
 
 
-def _game(config: ConversationConfig) -> EnvironmentInterface:
+def _conversation(config: ConversationConfig) -> EnvironmentInterface:
+    if isinstance(config, ToolUse):
+        from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
+
+        return ToolEnvironment(config, make_tools(config.tools), make_scorer(config.answer))
     from nemo_rl_core.environments.games import GameEnvironment
     from nemo_rl_core.games.guess_number import NumberGuess
     from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle

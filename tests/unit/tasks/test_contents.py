@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.config.environment import RetrieverTool, ToolUse
 from nemo_rl_core.infra.lineage import config_hash
+from tasks.contents import reward_content
 from tasks.experiments.grpo import GRPOExperiment, plan_grpo
 
 STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")
@@ -80,3 +82,13 @@ def test_names_of_what_is_not_here_have_no_content() -> None:
     )
     assert stages.model.content == stages.grpo.reward_content == ""
     assert stages.data.content.strip() == ""
+
+
+def test_a_retrievers_file_counts(tmp_path: Path) -> None:
+    facts = tmp_path / "facts.txt"
+    environment = ToolUse(tools=[RetrieverTool(path=str(facts))])
+    facts.write_text("Paris is in France")
+    before = reward_content(environment)
+    facts.write_text("Paris is in Texas")
+    assert before != reward_content(environment)
+    assert reward_content(ToolUse()) == ""

@@ -1,0 +1,240 @@
+"""Completions that are programs, judged by the unit tests of their row.
+
+A row's metadata says how. Either pieces of Python that call what the program defines:
+
+    {"setup": "import math", "tests": ["assert add(1, 2) == 3", "assert math.isclose(pi(), 3.14)"]}
+
+or inputs and outputs of the whole program, where white space at the ends of lines does not count:
+
+    {"tests": [{"stdin": "1 2\\n", "stdout": "3\\n"}]}
+
+`setup` is optional, and runs before each piece. A test may use names that it, its setup and Python
+do not define: they are the program's. Data goes back and forth as plain data (numbers, text, bytes,
+lists, tuples, sets, dicts, None); of anything else, methods can be called. The limits hold for all
+pieces of a row together, and for each exchange.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_rl_core.config.environment import CodeTests
+from nemo_rl_core.environments.interfaces import Scorer, attempt
+from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Rollout
+
+_FENCE = "```"
+_LANGUAGES = {"", "python", "py", "python3"}
+_FOLDER = "nemo_rl_core/environments/unit_tests"
+
+
+def extract_program(completion: str) -> str:
+    """The last fenced block that is Python or says no language; without one, the whole text.
+
+    A block that is not closed counts: a stop string may have taken its end.
+
+    Example:
+        >>> extract_program("So:\\n```python\\nx = 1\\n```\\nDone.")
+        'x = 1\\n'
+    """
+    blocks: list[list[str]] = []
+    inside = False
+    for line in completion.splitlines(keepends=True):
+        mark = line.strip()
+        if inside and mark == _FENCE:
+            inside = False
+        elif not inside and mark.startswith(_FENCE):
+            inside = True
+            blocks.append([mark.removeprefix(_FENCE).strip().lower()])
+        elif inside:
+            blocks[-1].append(line)
+    programs = [lines for language, *lines in blocks if language in _LANGUAGES]
+    return "".join(programs[-1]) if programs else completion
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a whole program must print to an input."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTests:
+    """What a row demands: either pieces of Python, or exchanges."""
+
+    setup: str
+    pieces: tuple[str, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @classmethod
+    def of(cls, metadata: str) -> "UnitTests":
+        """Reads a row's metadata.
+
+        Raises:
+            RewardError: If it has no tests in the form that the module describes.
+        """
+        stored = json.loads(metadata)
+        tests = stored.get("tests")
+        setup = stored.get("setup", "")
+        if isinstance(tests, list) and tests and isinstance(setup, str):
+            if all(isinstance(each, str) for each in tests):
+                return cls(setup, tuple(tests), ())
+            if all(_is_exchange(each) for each in tests):
+                return cls(setup, (), tuple(Exchange(**each) for each in tests))
+        raise RewardError(
+            "a row has no unit tests that can be run",
+            expected='metadata with "tests": a list of pieces of Python, or of objects with '
+            '"stdin" and "stdout"',
+            got=repr(tests)[:100] if "tests" in stored else f"the keys {sorted(stored) or 'none'}",
+            fix="correct the row's metadata, or leave it out",
+        )
+
+
+class CodeScorer(Scorer):
+    """The fraction of a row's unit tests that a completion's program passes, or all or nothing.
+
+    A program that is wrong, crashes, or passes its limits earns 0 for the tests that it does not
+    pass. A row whose tests cannot be run, and a sandbox that does not start, are errors. The
+    program and the tests run in two sandboxes: neither their verdict nor the expected values are
+    ever in the program's reach.
+
+    Args:
+        limits: For the program.
+        reward: See `CodeTests.reward`.
+        num_parallel: How many completions are tested at once.
+
+    Raises:
+        ResourceError: When this machine gives no sandbox.
+    """
+
+    def __init__(
+        self, limits: Limits, *, reward: Literal["fraction", "all"], num_parallel: int
+    ) -> None:
+        self._limits, self._reward, self._num_parallel = limits, reward, num_parallel
+        self._sandbox = Sandbox(limits, num_parallel=num_parallel)
+
+    @classmethod
+    def from_config(cls, config: CodeTests) -> "CodeScorer":
+        """As a recipe describes it."""
+        limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mib)
+        return cls(limits, reward=config.reward, num_parallel=config.num_parallel)
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout; equal programs with equal tests run once."""
+        asked = {(extract_program(r.text), r.prompt.metadata): r for r in rollouts}
+        with ThreadPoolExecutor(self._num_parallel) as pool:
+            found = dict(zip(asked, pool.map(self._outcome, asked.values()), strict=True))
+        return [found[extract_program(r.text), r.prompt.metadata] for r in rollouts]
+
+    def _outcome(self, rollout: Rollout) -> float | RewardError:
+        return attempt(
+            partial(self._score, rollout),
+            prompt=rollout.prompt.text,
+            completion=rollout.text,
+            source="the unit tests' run",
+        )
+
+    def _score(self, rollout: Rollout) -> float:
+        tests = UnitTests.of(rollout.prompt.metadata)
+        program = extract_program(rollout.text)
+        if tests.pieces:
+            passed = self._passed_pieces(program, tests)
+        else:
+            passed = [self._passes(program, each) for each in tests.exchanges]
+        return sum(passed) / len(passed) if self._reward == "fraction" else float(all(passed))
+
+    def _passes(self, program: str, exchange: Exchange) -> bool:
+        ended = self._sandbox.run({"main.py": program}, stdin=exchange.stdin)
+        return ended.succeeded and _lines(ended.stdout) == _lines(exchange.stdout)
+
+    def _passed_pieces(self, program: str, tests: UnitTests) -> list[bool]:
+        """Which pieces pass. The program answers calls in one sandbox, the tests make them in
+        another."""
+        stored = json.dumps({"setup": tests.setup, "tests": tests.pieces})
+        # The program's deadline comes first: then the tests hear that it is gone, and go on.
+        patient = replace(self._limits, wall_seconds=self._limits.wall_seconds + 5)
+        with ExitStack() as running:
+            with ExitStack() as pipes:
+                requests, replies = _pipe(pipes), _pipe(pipes)
+                answering = running.enter_context(
+                    self._sandbox.start(
+                        {**_harness("program"), "program.py": program},
+                        stdin=requests[0],
+                        stdout=replies[1],
+                    )
+                )
+                checking = running.enter_context(
+                    self._sandbox.start(
+                        {**_harness("checker"), "tests.json": stored},
+                        stdin=replies[0],
+                        stdout=requests[1],
+                        limits=patient,
+                    )
+                )
+            checked = checking.wait()
+            answering.terminate()
+            answering.wait()
+        return _verdicts(checked, len(tests.pieces))
+
+
+def _pipe(closing: ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for each in ends:
+        closing.callback(os.close, each)
+    return ends
+
+
+@cache
+def _harness(name: str) -> dict[str, str]:
+    """The files of one of the two sandboxes, found there under the names they have here."""
+    folder = Path(__file__).with_name("unit_tests")
+    files = {
+        f"{_FOLDER}/{each}.py": (folder / f"{each}.py").read_text() for each in (name, "plain")
+    }
+    return {**files, "main.py": f"from {_FOLDER.replace('/', '.')}.{name} import main\nmain()\n"}
+
+
+def _verdicts(checked: Finished, num_tests: int) -> list[bool]:
+    """What the checker reported; a test that it did not come to has not passed.
+
+    Raises:
+        RewardError: When the tests themselves are at fault.
+    """
+    said = [json.loads(line) for line in checked.stderr.splitlines() if line.startswith("[")]
+    about = dict(said)
+    if "broken" in about:
+        raise _broken(about["broken"])
+    # What a program gives back can keep a test busy; before that, the test has only itself.
+    if not checked.succeeded and "answered" not in about:
+        raise _broken(f"the tests ended with {checked}")
+    return [about.get(place) is True for place in range(num_tests)]
+
+
+def _broken(why: str) -> RewardError:
+    return RewardError(
+        "a row's unit tests cannot be run",
+        expected="Python whose setup runs, and whose tests end",
+        got=why[:300],
+        fix="correct the row's metadata, or leave it out",
+    )
+
+
+def _is_exchange(test: Any) -> bool:
+    return (
+        isinstance(test, Mapping)
+        and test.keys() == {"stdin", "stdout"}
+        and all(isinstance(text, str) for text in test.values())
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

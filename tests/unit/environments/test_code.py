@@ -1,0 +1,331 @@
+"""Programs against unit tests, in the real sandboxes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_core.config.environment import CodeTests
+from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.code import CodeScorer, UnitTests, extract_program
+from nemo_rl_core.environments.sandbox import runner as runner_module
+from nemo_rl_core.environments.unit_tests.plain import decode, encode
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Rollout
+
+Make = Callable[..., Rollout]
+ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+
+
+@pytest.fixture(scope="module")
+def scorer(namespaces: None) -> CodeScorer:
+    made = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=10, memory_mib=128))
+    assert isinstance(made, CodeScorer)
+    return made
+
+
+@pytest.fixture
+def judge(scorer: CodeScorer, rollout: Make) -> Callable[..., float | RewardError]:
+    def go(program: str, tests: list[Any], **metadata: str) -> float | RewardError:
+        row = json.dumps({"tests": tests, **metadata})
+        return scorer.outcomes([rollout(program, metadata=row)])[0]
+
+    return go
+
+
+Judge = Callable[..., float | RewardError]
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\nor\n```python\nx = 2\n```\n", "x = 2\n"),
+        ("```python\nx = 1\n```\nruns as\n```bash\npython x.py\n```", "x = 1\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("```python\nx = '''a ``` b'''\n```", "x = '''a ``` b'''\n"),
+        ("```json\n{}\n```", "```json\n{}\n```"),
+        ("", ""),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(completion: str, program: str) -> None:
+    assert extract_program(completion) == program
+
+
+@pytest.mark.parametrize(
+    ("program", "reward"),
+    [
+        ("def add(a, b): return a + b", 1.0),
+        ("def add(a, b): return a - b", 0.0),
+        ("def add(a, b): return 3", 0.5),
+        ("def add(a, b: return", 0.0),
+        ("", 0.0),
+        ("1 / 0", 0.0),
+        ("def add(a, b): return None", 0.0),
+        ("add = 3", 0.0),
+    ],
+)
+def test_the_reward_is_the_fraction_of_tests_passed(
+    judge: Judge, program: str, reward: float
+) -> None:
+    assert judge(program, ADD) == reward
+
+
+def test_all_or_nothing(namespaces: None, rollout: Make) -> None:
+    scorer = make_scorer(CodeTests(reward="all"))
+    metadata = json.dumps({"tests": ADD})
+    half, whole = "def add(a, b): return 3", "add = lambda a, b: a + b"
+    rollouts = [rollout(text, metadata=metadata) for text in (half, whole, half)]
+    assert scorer.score(rollouts) == [0.0, 1.0, 0.0]
+
+
+PLAIN = """
+[None, True, 2**80, -1.5, float("inf"), 1j, "\\ud800\\n", b"\\x00", (1, [2]), {3}, frozenset({4}),
+ {(1, 2): {"a": None}}]
+"""
+
+
+def test_plain_data_goes_there_and_back_unchanged(judge: Judge) -> None:
+    tests = [
+        f"value = {PLAIN.strip()}\nback = same(value)\nassert back == value\n"
+        "assert repr(back) == repr(value)",
+    ]
+    assert judge("def same(x): return x", tests) == 1.0
+
+
+def _never(kind: str, content: Any) -> Any:
+    raise AssertionError(f"{kind} is no plain data")
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+_HASHABLE = st.recursive(_LEAVES | st.binary(), lambda x: st.tuples(x, x), max_leaves=5)
+_PLAIN = st.recursive(
+    _HASHABLE,
+    lambda x: st.lists(x) | st.dictionaries(_HASHABLE, x) | st.sets(_HASHABLE) | st.tuples(x),
+    max_leaves=10,
+)
+
+
+@given(_PLAIN)
+def test_encoding_is_undone_by_decoding(value: Any) -> None:
+    back = decode(json.loads(json.dumps(encode(value, repr))), _never)
+    assert (back, type(back)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        # Objects stay with the program; their methods can be called.
+        (
+            "class Stack(list):\n    push = list.append\nclass Box:\n"
+            "    def __init__(self): self.items = []\n    def put(self, x): self.items.append(x)",
+            "box = Box()\nbox.put(1)\nbox.put(x=2)\nassert box.items == [1, 2]\n"
+            "assert len(box.items) == 2 and box.items[0] == 1",
+        ),
+        ("LIMIT = 7", "assert LIMIT == 7"),
+        ("def f(x): raise ValueError('no')", "try:\n    f(1)\nexcept ValueError:\n    pass"),
+        ("def f(g): return g(2)\ndef double(x): return 2 * x", "assert f(double) == 4"),
+        ("def count(n): print('noise'); return n", "assert [count(i) for i in range(3)]"),
+        ("def pi(): return 3.14159", "assert math.isclose(pi(), math.pi, rel_tol=1e-5)"),
+        ("def add(a, b): return a + b", "def check(candidate):\n    assert candidate(1, 2) == 3\n\n"
+         "check(add)"),
+        ("def f(): return 1\nif __name__ == '__main__': input()", "assert f() == 1"),
+        ("import sys\ndef f(): sys.stdout.write('x'); return 1", "assert f() == 1"),
+    ],
+)  # fmt: skip
+def test_what_tests_may_do(judge: Judge, program: str, test: str) -> None:
+    assert judge(program, [test], setup="import math") == 1.0
+
+
+FORGERIES = {
+    "an early exit": "import os\nos._exit(0)",
+    "an early exit in a call": "import os\ndef add(a, b): os._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "sys.exit in a call": "import sys\ndef add(a, b): sys.exit(0)",
+    "a printed verdict": "print('passed')\nprint('[0, true]\\n[1, true]')",
+    "a verdict on every descriptor": (
+        "import os\nfor n in range(64):\n    try: os.write(n, b'[0, true]\\n[1, true]\\n')\n"
+        "    except OSError: pass\nos._exit(0)"
+    ),
+    "equal to everything": (
+        "class Any:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+        "def add(a, b): return Any()"
+    ),
+    "an int that is equal to everything": (
+        "class Any(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+        "def add(a, b): return Any(5)"
+    ),
+    "the checker's words": (
+        "import json, os\ndef add(a, b):\n"
+        "    for n in range(64):\n        try: os.write(n, b'[\"returned\", true]\\n' * 9)\n"
+        "        except OSError: pass\n    return True"
+    ),
+    "rubbish": (
+        "import os\ndef add(a, b):\n"
+        "    for n in range(64):\n        try: os.write(n, b'[[[[[[' * 100000)\n"
+        "        except OSError: pass\n"
+    ),
+    "builtins changed": (
+        "import builtins\nclass AssertionError(Exception): pass\n"
+        "builtins.AssertionError = AssertionError\nbuiltins.isinstance = lambda *a: True\n"
+        "def add(a, b): return object()"
+    ),
+    "everything caught": (
+        "import sys\nsys.excepthook = sys.settrace(lambda *a: None)\n"
+        "def add(a, b):\n    try: raise BaseException\n    except BaseException: return None"
+    ),
+    "its harness replaced": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n"
+        "    if 'program' in name: module._reply = lambda *a: ['returned', True]"
+    ),
+    "the caller's frame": (
+        "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
+        "        frame = frame.f_back\n        for v in frame.f_locals.values():\n"
+        "            if isinstance(v, int) and v not in (a, b): return v\n"
+    ),
+    "expected values read": "import pathlib\nseen = pathlib.Path('tests.json').read_text()",
+    "an endless loop": "def add(a, b):\n    while True: pass",
+    "an endless loop at once": "while True: pass",
+    "a signal to all": "import os\ndef add(a, b): os.kill(-1, 9); os.kill(os.getppid(), 9)",
+    "raises what passes": "def add(a, b): raise KeyboardInterrupt",
+    "a result too long": "def add(a, b): return 'x' * (1 << 21)",
+    "a result too deep": (
+        "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x"
+    ),
+}
+
+
+SLOW = {
+    "an early exit",
+    "sys.exit",
+    "a printed verdict",
+    "builtins changed",
+    "expected values read",
+    "an endless loop at once",
+    "a result too deep",
+    "raises what passes",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORGERIES.keys() - SLOW))
+def test_the_verdict_cannot_be_forged(judge: Judge, name: str) -> None:
+    assert judge(FORGERIES[name], ADD) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_nor_in_less_likely_ways(judge: Judge, name: str) -> None:
+    assert judge(FORGERIES[name], ADD) == 0.0
+
+
+@pytest.mark.parametrize("tests", [ADD, [{"stdin": "", "stdout": "3"}]])
+def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_zero(
+    judge: Judge, tests: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runner_module, "_LAUNCHER", tmp_path / "missing.py")
+    outcome = judge("def add(a, b): return a + b\nprint(3)", tests)
+    assert isinstance(outcome, RewardError)
+    assert "no sandbox can be built" in str(outcome)
+
+
+def test_a_dead_program_passes_no_test_that_expects_an_exception(judge: Judge) -> None:
+    expects = "try:\n    f(-1)\n    assert False\nexcept Exception:\n    pass"
+    catches_all = "try:\n    f(-1)\nexcept:\n    pass"
+    tests = [expects, catches_all]
+    assert judge("def f(x): raise ValueError", tests) == 1.0
+    assert judge("import os\ndef f(x): os._exit(0)", tests) == 0.0
+
+
+def test_tests_before_a_crash_count(judge: Judge) -> None:
+    program = "import os\ndef add(a, b): return a + b if a == 1 else os._exit(0)"
+    assert judge(program, [*ADD, ADD[0]]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
+    # What it gives back keeps the test busy past its limit: the program's fault, not the row's.
+    long = "def items(): return list(range(100_000))"
+    slow = "assert all(x in items() for x in items())"
+    assert judge(long, [slow]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "reward"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", 1.0),
+        ("print(3)", 0.5),
+        ("import os\nos._exit(0)", 0.0),
+        ("a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)", 0.0),
+        ("print(input())\nprint(3)", 0.0),
+        ("while True: print(3)", 0.0),
+        pytest.param(
+            "import time\nprint(3)\nprint(7, flush=True)\ntime.sleep(99)",
+            0.0,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_whole_programs_are_judged_by_their_output(
+    namespaces: None, rollout: Make, program: str, reward: float
+) -> None:
+    tests = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "3 4\n", "stdout": "7 \n\n"}]
+    scorer = make_scorer(CodeTests(cpu_seconds=1, wall_seconds=2))
+    assert scorer.score([rollout(program, metadata=json.dumps({"tests": tests}))]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "{}",
+        '{"tests": []}',
+        '{"tests": "assert True"}',
+        '{"tests": [1]}',
+        '{"tests": ["assert True", {"stdin": "", "stdout": ""}]}',
+        '{"tests": [{"stdin": "1"}]}',
+        '{"tests": ["assert True"], "setup": 3}',
+    ],
+)
+def test_a_row_without_tests_is_an_error(metadata: str) -> None:
+    with pytest.raises(RewardError, match="no unit tests"):
+        UnitTests.of(metadata)
+
+
+@pytest.mark.parametrize(
+    ("test", "setup", "said"),
+    [
+        ("assert add(", "", "SyntaxError"),
+        ("assert add(1, 2) == 3", "import numpyy", "ModuleNotFoundError"),
+        ("assert add(1, 2) == 3", "1 / 0", "ZeroDivisionError"),
+        ("assert add(open('/dev/null'), 2)", "", "TextIOWrapper cannot be sent"),
+        ("while True: pass", "", "the tests ended with"),
+    ],
+)
+def test_a_broken_row_is_an_error_and_not_a_zero(
+    judge: Judge, test: str, setup: str, said: str
+) -> None:
+    outcome = judge("def add(a, b): return a + b", [test], setup=setup)
+    assert isinstance(outcome, RewardError)
+    assert said in str(outcome)
+
+
+def test_one_broken_row_does_not_fail_the_others(scorer: CodeScorer, rollout: Make) -> None:
+    good = json.dumps({"tests": ADD})
+    outcomes = scorer.outcomes(
+        [
+            rollout("def add(a, b): return a + b", metadata=good),
+            rollout("def add(a, b): return a + b"),
+            rollout("def add(a, b): return 3", metadata=good),
+        ]
+    )
+    assert (outcomes[0], outcomes[2]) == (1.0, 0.5)
+    assert isinstance(outcomes[1], RewardError)
+
+
+def test_no_rollouts_need_no_sandbox(scorer: CodeScorer) -> None:
+    assert scorer.outcomes([]) == []

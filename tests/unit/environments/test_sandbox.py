@@ -1,0 +1,433 @@
+"""Hostile programs, each against the real sandbox."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
+from nemo_rl_core.environments.sandbox.seccomp import filter_program
+from nemo_rl_core.errors import ResourceError
+
+Run = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def sandbox(namespaces: None) -> Sandbox:
+    return Sandbox(Limits(cpu_seconds=1, wall_seconds=10, memory_mib=128, disk_mib=4))
+
+
+@pytest.fixture
+def run(sandbox: Sandbox) -> Iterator[Run]:
+    """Runs a program, and looks for what it left on the machine."""
+    before = set(psutil.pids())
+
+    def go(program: str, *, stdin: str = "", limits: Limits | None = None) -> Finished:
+        files = {"main.py": textwrap.dedent(program)}
+        return sandbox.run(files, stdin=stdin, limits=limits)
+
+    yield go
+    assert [each for each in set(psutil.pids()) - before if _of_a_sandbox(each)] == []
+
+
+def _of_a_sandbox(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        zombie = process.status() == psutil.STATUS_ZOMBIE and process.ppid() == os.getpid()
+        return zombie or "/work/main.py" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_program_gets_its_input_and_gives_its_output(run: Run) -> None:
+    ended = run("print(input()[::-1], end='')", stdin="abc\n")
+    assert ended == Finished("cba", "", 0, timed_out=False, output_cut=False)
+    assert ended.succeeded
+
+
+def test_the_exit_code_and_the_traceback_come_back(run: Run) -> None:
+    ended = run("import sys; sys.exit(3)")
+    assert (ended.exit_code, ended.succeeded) == (3, False)
+    ended = run("1 / 0")
+    assert ended.exit_code == 1
+    assert "ZeroDivisionError" in ended.stderr
+
+
+def test_it_sees_no_environment_and_no_descriptor(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    descriptor = os.open("/etc/hostname", os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    try:
+        ended = run(
+            """
+            import os
+            def is_open(number):
+                try:
+                    os.fstat(number)
+                except OSError:
+                    return False
+                return True
+            print(sorted(os.environ), [n for n in range(3, 64) if is_open(n)])
+            """
+        )
+    finally:
+        os.close(descriptor)
+    assert ended.stdout == "['LC_CTYPE', 'PYTHONHASHSEED'] []\n"
+
+
+def test_sets_of_text_have_one_order_in_every_run(run: Run) -> None:
+    program = "print(list({'one', 'two', 'three', 'four', 'five', 'six'}))"
+    assert run(program).stdout == run(program).stdout
+
+
+def test_files_outside_are_not_there(run: Run, tmp_path: Path) -> None:
+    secret = tmp_path / "store" / "secret"
+    secret.parent.mkdir()
+    secret.write_text("hunter2")
+    secret.chmod(0o666)
+    program = f"""
+        import os
+        for path in ("/etc/shadow", "/etc/passwd", "/proc/1/environ", {str(secret)!r},
+                     "../../../../etc/shadow", {str(Path(__file__))!r}):
+            print(os.path.exists(path), end=" ")
+        print(sorted(os.listdir("/dev")), os.listdir("/work"))
+        """
+    ended = run(program)
+    assert ended.stdout == "False " * 6 + "['null'] ['main.py']\n"
+
+
+def test_the_interpreter_cannot_be_changed(run: Run) -> None:
+    ended = run(
+        """
+        import os
+        for path in (os.__file__, "/usr/planted", "/lib/planted"):
+            try:
+                open(path, "w")
+            except OSError as error:
+                print(error.errno in (1, 13, 30))
+        """
+    )
+    assert ended.stdout == "True\nTrue\nTrue\n"
+
+
+def test_what_it_writes_is_gone_with_it(run: Run) -> None:
+    assert run("open('left', 'w').write('here')").succeeded
+    assert run("import os; print(os.listdir('.'))").stdout == "['main.py']\n"
+    assert not Path("/work/left").exists()
+
+
+def test_there_is_no_network(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ended = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)")
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert "Operation not permitted" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "family", ["AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK", "AF_VSOCK", "AF_ALG"]
+)
+def test_no_kind_of_socket_is_given(run: Run, family: str) -> None:
+    ended = run(f"import socket; socket.socket(socket.{family}, socket.SOCK_STREAM)")
+    assert "Operation not permitted" in ended.stderr
+
+
+def test_an_endless_loop_ends_at_its_cpu_time(run: Run) -> None:
+    ended = run("while True: pass")
+    assert ended.exit_code == -9
+    assert not ended.succeeded
+
+
+def test_a_program_that_waits_ends_at_the_deadline(run: Run) -> None:
+    ended = run("import time; time.sleep(60)", limits=Limits(wall_seconds=0.5))
+    assert ended == Finished("", "", None, timed_out=True, output_cut=False)
+
+
+def test_signals_ignored_do_not_help(run: Run) -> None:
+    ended = run(
+        """
+        import signal, time
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)
+        print("deaf", flush=True)
+        time.sleep(60)
+        """,
+        limits=Limits(wall_seconds=1),
+    )
+    assert (ended.stdout, ended.exit_code, ended.timed_out) == ("deaf\n", None, True)
+
+
+def test_a_fork_bomb_stays_within_its_number_of_processes(run: Run) -> None:
+    ended = run(
+        """
+        import os, time
+        made = 0
+        for _ in range(100):
+            try:
+                if os.fork() == 0:
+                    time.sleep(60)
+            except BlockingIOError:
+                break
+            made += 1
+        print(made)
+        """
+    )
+    # Four processes, the first of which is the program.
+    assert ended.stdout == "3\n"
+    bomb = run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    assert not bomb.succeeded
+
+
+def test_threads_count_as_processes(run: Run) -> None:
+    ended = run(
+        """
+        import threading, time
+        try:
+            for made in range(100):
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        except RuntimeError:
+            print(made)
+        """
+    )
+    assert ended.stdout == "3\n"
+
+
+def test_a_memory_bomb_is_an_error_inside(run: Run) -> None:
+    assert "MemoryError" in run("x = bytearray(1 << 30)").stderr
+    grows = run("x = []\nwhile True: x.append(bytearray(1 << 20))")
+    assert not grows.succeeded
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.memfd_create('x')",
+        "libc_call('shmget', 0, 1 << 30, 0o1600)",
+        "libc_call('unshare', 0x10000000)",
+        "libc_call('mount', b'tmpfs', b'/work', b'tmpfs', 0, None)",
+        "libc_call('ptrace', 16, 1, 0, 0)",
+        "libc_call('syscall', 56, 0x10000011, 0, 0, 0, 0)",
+        "resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
+    ],
+)
+def test_ways_around_the_limits_are_refused(run: Run, call: str) -> None:
+    ended = run(
+        f"""
+        import ctypes, errno, os, resource
+        libc = ctypes.CDLL(None, use_errno=True)
+        def libc_call(name, *arguments):
+            if getattr(libc, name)(*arguments) == -1:
+                raise OSError(ctypes.get_errno(), name)
+        try:
+            {call}
+        except OSError as error:
+            print(errno.errorcode[error.errno])
+        """
+    )
+    assert ended.stdout == "EPERM\n"
+
+
+def test_limits_cannot_be_raised(run: Run) -> None:
+    ended = run(
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (100, 100))",
+    )
+    assert "not allowed to raise maximum limit" in ended.stderr
+
+
+def test_files_are_bounded_alone_and_together(run: Run) -> None:
+    alone = run("open('big', 'wb').write(b'x' * (5 << 20))")
+    assert not alone.succeeded
+    together = run("for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 20))")
+    assert "No space left" in together.stderr
+
+
+def test_endless_output_is_cut(run: Run) -> None:
+    ended = run("while True: print('y' * 1000)", limits=Limits(output_bytes=5000))
+    assert len(ended.stdout) == 5000
+    assert (ended.output_cut, ended.succeeded) == (True, False)
+    ended = run("import os\nwhile True: os.write(2, b'y' * 1000)")
+    assert len(ended.stderr) == 65536
+
+
+def test_output_that_is_no_text_is_still_output(run: Run) -> None:
+    ended = run(r"import os; os.write(1, b'\xff\x00a')")
+    assert ended.stdout == "\ufffd\x00a"
+
+
+def test_it_cannot_kill_its_parent_or_the_group(run: Run) -> None:
+    survived = run(
+        """
+        import os, signal
+        for target in (os.getppid(), 1, -1):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+                try:
+                    os.kill(target, number)
+                except OSError:
+                    pass
+        print("alive", flush=True)
+        os.killpg(0, signal.SIGKILL)
+        """
+    )
+    assert survived == Finished("alive\n", "", -9, timed_out=False, output_cut=False)
+
+
+def test_daemons_end_with_the_program(run: Run) -> None:
+    ended = run(
+        """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(60)
+            os._exit(0)
+        os.wait()
+        print("done")
+        """
+    )
+    # The daemon holds stdout; the fixture looks whether it is left.
+    assert ended == Finished("done\n", "", 0, timed_out=False, output_cut=False)
+
+
+def test_a_program_may_be_ended_before_it_has_begun(sandbox: Sandbox, run: Run) -> None:
+    for _ in range(3):
+        with sandbox.start({"main.py": "import time; time.sleep(60)"}) as running:
+            running.terminate()
+            assert running.wait().exit_code is None
+
+
+def test_a_closed_output_is_not_the_end(run: Run) -> None:
+    ended = run("import os, time; os.close(1); os.close(2); time.sleep(0.3); os._exit(7)")
+    assert ended.exit_code == 7
+
+
+def test_deep_recursion_ends_in_the_program(run: Run) -> None:
+    ended = run("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()")
+    assert ended.exit_code in (1, -9, -11)
+
+
+@pytest.mark.slow
+def test_at_most_so_many_run_at_once(namespaces: None) -> None:
+    sandbox = Sandbox(num_parallel=2)
+    most = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            running = psutil.Process().children(recursive=True)
+            most = max(most, sum(_of_a_sandbox(each.pid) for each in running))
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    files = {"main.py": "import time; time.sleep(0.3)"}
+    with ThreadPoolExecutor(6) as pool:
+        ended = list(pool.map(lambda _: sandbox.run(files), range(6)))
+    done.set()
+    watcher.join()
+    assert all(each.succeeded for each in ended)
+    assert most == 2
+
+
+def test_it_ends_with_the_process_that_started_it(namespaces: None) -> None:
+    code = """
+        from nemo_rl_core.environments.sandbox import Sandbox
+        print("up", flush=True)
+        Sandbox().run({"main.py": "import time; time.sleep(11.25)"})
+        """
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "up\n"
+    program = _until(lambda: [each for each in _descendants(owner.pid) if _of_a_sandbox(each)])
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    _until(lambda: not any(psutil.pid_exists(each) for each in program))
+
+
+def _descendants(pid: int) -> list[int]:
+    return [each.pid for each in psutil.Process(pid).children(recursive=True)]
+
+
+def _until(condition: Callable[[], object]) -> list[int]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found if isinstance(found, list) else []
+        time.sleep(0.02)
+    raise AssertionError("it did not come to be")
+
+
+FORKS = """
+import os, socket, time
+made = 0
+try:
+    while made < 100:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    pass
+print(os.getuid(), made, os.path.exists("/etc"), sorted(os.listdir("/dev")))
+socket.socket()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
+    reason="other users are what the other tests run as, or lack an interpreter they may read",
+)
+def test_without_root_a_user_namespace_gives_the_same(namespaces: None) -> None:
+    code = f"""
+import os, sys
+from nemo_rl_core.environments.sandbox import Sandbox
+assert os.geteuid() == 65534
+sys.executable, sys.base_prefix = "/usr/bin/python3", "/usr"
+print(Sandbox().run({{"main.py": {FORKS!r}}}))
+"""
+    # Root's files, where the tests' own interpreter may lie, can be read, and nothing else is kept.
+    kept = "+dac_read_search"
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    as_nobody += [f"--inh-caps={kept}", f"--ambient-caps={kept}", "--"]
+    ended = subprocess.run(
+        [*as_nobody, sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "65534 3 False ['null']" in ended.stdout, ended.stderr
+    assert "Operation not permitted" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a capability to lose")
+def test_a_machine_without_namespaces_is_refused() -> None:
+    code = "from nemo_rl_core.environments.sandbox import Sandbox; Sandbox()"
+    # Root in an ordinary container.
+    as_root = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", "--"]
+    ended = subprocess.run(
+        [*as_root, sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "no sandbox can be built" in ended.stderr
+    assert "unshare: Operation not permitted" in ended.stderr
+    assert "CAP_SYS_ADMIN" in ended.stderr
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    assert len(filter_program("x86_64")) == len(filter_program("aarch64"))
+    with pytest.raises(ResourceError, match="system calls"):
+        filter_program("riscv64")
