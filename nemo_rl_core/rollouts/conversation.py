@@ -87,6 +87,7 @@ class Conversation:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._generated: list[bool] = []
+        self._weight_versions: list[int] = []
         self._texts: list[str] = []
         self._rewards: list[float] = []
         self._is_cut = False
@@ -116,6 +117,7 @@ class Conversation:
     def hear_policy(self, answer: Answer) -> None:
         """Appends a turn of the policy: its tokens as they are."""
         self._append(answer.token_ids, answer.logprobs, generated=True)
+        self._weight_versions += answer.weight_versions
         text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
         self._texts.append(text)
         self.messages.append({"role": "assistant", "content": text})
@@ -146,6 +148,8 @@ class Conversation:
             self._is_cut = self.is_over = True
             return
         self._append(new, [0.0] * len(new), generated=False)
+        if self._weight_versions:
+            self._weight_versions += [self._weight_versions[-1]] * len(new)
         self.metadata, self._stop_strings = reply.metadata, reply.stop_strings
 
     def rollout(self) -> Rollout:
@@ -157,6 +161,7 @@ class Conversation:
                 tuple(self._logprobs),
                 self._is_cut,
                 () if all(self._generated) else tuple(self._generated),
+                tuple(self._weight_versions),
             ),
             "\n".join(self._texts),
             reward=sum(self._rewards) if self._error is None else None,
