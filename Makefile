@@ -5,7 +5,7 @@ CONFIG ?=
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train smollm2 test test-slow parity lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train evaluate smollm2 test test-slow parity lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -19,6 +19,9 @@ grpo: setup ## Run the main job: SFT, GRPO, evaluation, export (CONFIG=recipe.ya
 
 sft dpo reward-model ppo distill post-train: setup ## Run another pipeline
 	$(bin)/pyflyte run workflows/$(subst -,_,$@).py $(subst -,_,$@) $(if $(CONFIG),--config '$(CONFIG)')
+
+evaluate: setup ## Measure a model, or compare two on the same prompts (CONFIG=recipe.yaml)
+	$(bin)/pyflyte run workflows/evaluate.py evaluate_model $(if $(CONFIG),--config '$(CONFIG)')
 
 smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml

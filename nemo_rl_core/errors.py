@@ -66,3 +66,7 @@ class StoreError(NemoRLError):
 
 class WorkerError(NemoRLError):
     """A Ray worker raised or died."""
+
+
+class WorkerLostError(WorkerError):
+    """A Ray worker died, or did not answer in time; what it was asked, a new one may be asked."""

@@ -80,8 +80,8 @@ class EvalReport(Artifact):
     """`rows.parquet` with every completion, and the figures.
 
     Attributes:
-        metrics: `greedy_accuracy` and its interval, `mean_reward`, `pass_at_k`.
-        measured: The stage whose checkpoint this is about.
+        metrics: `greedy_accuracy` and its interval, `mean_reward`, `pass_at_k`, `cons_at_k`.
+        measured: The stage whose checkpoint this is about, or the name of a given model.
     """
 
     metrics: dict[str, float]
@@ -104,6 +104,16 @@ class PromotionDecision(Artifact):
     high: float
 
 
+class CompareReport(Artifact):
+    """`comparison.json`: two evaluations on the same prompts.
+
+    Attributes:
+        metrics: The figures of `nemo_rl_core.evals.comparison.Comparison`.
+    """
+
+    metrics: dict[str, float]
+
+
 class LineageReport(Artifact):
     """`lineage.html` and `lineage.json`: a checkpoint and all it came from."""
 
@@ -119,5 +129,6 @@ Dataset = Annotated[DatasetArtifact, _by_content]
 Logprobs = Annotated[LogprobArtifact, _by_content]
 Checkpoint = Annotated[CheckpointArtifact, _by_content]
 Evaluation = Annotated[EvalReport, _by_content]
+Comparison = Annotated[CompareReport, _by_content]
 Promotion = Annotated[PromotionDecision, _by_content]
 Lineage = Annotated[LineageReport, _by_content]

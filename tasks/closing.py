@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,
+    CompareReport,
     EvalReport,
     LineageReport,
     PromotionDecision,
@@ -24,9 +25,11 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             lines.append(f"reward model's accuracy: {_pair_accuracy(artifact)}")
         elif isinstance(artifact, EvalReport):
             lines.append(f"accuracy of {artifact.measured}: {_accuracy(artifact)}")
+            read = f"{sys.executable} -m nemo_rl_core.evals"
+            lines.append(f"completions: {read} {artifact.folder}")
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"reward model: {artifact.model_folder}")
-        elif isinstance(artifact, PromotionDecision):
+        elif isinstance(artifact, PromotionDecision | CompareReport):
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"model: {artifact.model_folder}")

@@ -7,20 +7,21 @@ from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
-from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
 from tasks.experiments.common import EvaluationStage
 from tasks.resources import ray_stage
 from tasks.stage import cached_task, make
 
+_ROWS_SHOWN = 40
+
 
 @cached_task(task_config=ray_stage())
 def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Dataset) -> Evaluation:
-    """Greedy accuracy with its interval, and pass@k."""
+    """Greedy accuracy with its interval, pass@k and cons@k, of all and of each category."""
 
     def work(folder: Path) -> Made:
-        import pandas as pd
-
         from nemo_rl_core.evals.evaluate import evaluate as evaluate_model
+        from nemo_rl_core.evals.rows import save_rows
 
         result = evaluate_model(
             checkpoint.model_folder,
@@ -29,25 +30,51 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
             config=config.evaluation,
             settings=config,
         )
-        pd.DataFrame(result.rows).to_parquet(folder / "rows.parquet", index=False)
+        save_rows(result.rows, folder / "rows.parquet")
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
-        metrics = result.metrics
-        summary = (
-            f"{checkpoint.stage}: "
-            f"greedy accuracy {metrics['greedy_accuracy']:.3f} "
-            f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}]"
-        )
+        write_atomic(folder / "categories.json", json.dumps(result.categories, indent=1))
         return Made(
             "evaluation",
             "parquet",
-            summary,
+            f"{measured(checkpoint)}: {_said(result.metrics)}",
             num_tokens=result.num_tokens,
             peak_memory_gib=result.peak_memory_gib,
             step=checkpoint.step,
-            deck=completions_html([metrics]) + completions_html(result.rows[:40]),
+            deck=_deck(result.metrics, result.categories)
+            + completions_html(result.rows[:_ROWS_SHOWN]),
         )
 
     parents = {"checkpoint": checkpoint, "validation": validation}
     fields = make("evaluate", config=config, parents=parents, work=work)
     metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
-    return EvalReport(**fields, metrics=metrics, measured=checkpoint.stage)
+    return EvalReport(**fields, metrics=metrics, measured=measured(checkpoint))
+
+
+def measured(checkpoint: CheckpointArtifact) -> str:
+    """What to call a checkpoint: the stage that made it, or the name of a model that was given.
+
+    A folder has its own name, and one that is called `model`, as in every artifact, its parent's.
+    """
+    if checkpoint.stage != "prepare_model":
+        return checkpoint.stage
+    name = str(checkpoint.manifest.config["model"]["name"])
+    folder = Path(name)
+    if not folder.is_absolute():
+        return name
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
+def _said(metrics: dict[str, float]) -> str:
+    unjudged = metrics["num_unjudged"]
+    return (
+        f"greedy accuracy {metrics['greedy_accuracy']:.3f} "
+        f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}]"
+    ) + (f", {unjudged:.0f} completions not judged" if unjudged else "")
+
+
+def _deck(metrics: dict[str, float], categories: dict[str, dict[str, float]]) -> str:
+    """All of them in the first line, and a line for each category where there are several."""
+    apart = categories if len(categories) > 1 else {}
+    return completions_html(
+        [{"category": name, **figures} for name, figures in {"all": metrics, **apart}.items()]
+    )

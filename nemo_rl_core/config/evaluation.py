@@ -1,23 +1,51 @@
 """How a checkpoint is measured, and what it takes to be promoted."""
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig
 from nemo_rl_core.config.environment import EnvironmentConfig
+from nemo_rl_core.config.generation import GenerationConfig
 
 
 class EvaluationConfig(FrozenConfig):
-    """Greedy accuracy on every validation prompt, and pass@k from sampled completions.
+    """Greedy accuracy on every validation prompt; pass@k and cons@k from sampled completions.
 
-    `data` is where the prompts come from (its validation rows), and `environment` says what is
-    right (a reward of 1 or more); left out, they are those of training.
+    `data` is where the prompts come from (its validation rows), `environment` says what is right
+    (a reward of 1 or more), and `generation` how completions are sampled; left out, they are those
+    of training.
+
+    Attributes:
+        num_samples_per_prompt: Completions to sample of each prompt, besides the greedy one.
+        ks: For which k to measure pass@k and cons@k; none named: 1 and all samples.
+        category: What figures are also given apart for: `task`, or a key of the rows' metadata.
+        confidence: Of every interval.
+        data: Where the prompts come from.
+        environment: What says whether a completion is right.
+        generation: How completions are sampled.
     """
 
     num_samples_per_prompt: PositiveInt = 4
+    ks: list[PositiveInt] = Field(default_factory=list)
+    category: str = Field(default="task", min_length=1)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     data: DataConfig | None = None
     environment: EnvironmentConfig | None = None
+    generation: GenerationConfig | None = None
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> "EvaluationConfig":
+        if max(self.ks, default=1) > self.num_samples_per_prompt:
+            raise ValueError(
+                f"ks asks for {max(self.ks)} samples, but num_samples_per_prompt is "
+                f"{self.num_samples_per_prompt}"
+            )
+        return self
+
+    @property
+    def all_ks(self) -> list[int]:
+        """Every k to measure, in order."""
+        return sorted(set(self.ks) or {1, self.num_samples_per_prompt})
 
 
 class PromotionConfig(FrozenConfig):

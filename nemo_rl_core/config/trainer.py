@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
 from nemo_rl_core.errors import ConfigError
@@ -104,8 +104,8 @@ class RolloutSettings(TrainerSettings):
     """What an algorithm reads besides that samples completions and scores them."""
 
     environment: EnvironmentConfig = ExactMatch()
-    generation: GenerationConfig = GenerationConfig()
     rollouts: RolloutLimits = RolloutLimits()
+    generation: GenerationConfig = VllmGenerationConfig()
     max_prompt_tokens: PositiveInt = 512
 
     @property

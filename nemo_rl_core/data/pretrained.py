@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def copy_description(source: Path, folder: Path, *, dtype: str | None = None) ->
     generation = source / "generation_config.json"
     if generation.exists():
         shutil.copyfile(generation, folder / generation.name)
+
+
+def shares_rows(config: Mapping[str, Any]) -> bool:
+    """Whether sequences of a model may lie in one row: not where it sees images as well.
+
+    Positions of such a model have several dimensions, off which transformers does not read where
+    a sequence begins.
+
+    Args:
+        config: What its `config.json` holds.
+    """
+    return "vision_config" not in config
 
 
 def context_length(model_folder: Path) -> int | None:

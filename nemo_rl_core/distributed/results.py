@@ -5,14 +5,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_core.errors import NemoRLError, WorkerError
+from nemo_rl_core.errors import NemoRLError, WorkerError, WorkerLostError
 
 _SECONDS_FOR_THE_CAUSE = 10.0
 _NUM_FRAMES = 4
 _WORDS_OF_COLLECTIVES = ("gloo", "nccl", "process group", "connection closed by peer", "timed out")
 
 
-def wait_for_all(pending: Sequence[Any], *, name: str, ranks: Mapping[Any, int]) -> list[Any]:
+def wait_for_all(
+    pending: Sequence[Any],
+    *,
+    name: str,
+    ranks: Mapping[Any, int],
+    timeout_seconds: float | None = None,
+) -> list[Any]:
     """Waits until all references have values, or one of them has failed.
 
     A rank that fails takes others with it: their collectives break, or hang. So the first failure
@@ -23,22 +29,25 @@ def wait_for_all(pending: Sequence[Any], *, name: str, ranks: Mapping[Any, int])
         pending: References to the answers of actors' methods.
         name: Of the workers, for messages.
         ranks: Of each actor, by its id.
+        timeout_seconds: How long to wait at most; None waits for ever.
 
     Returns:
         The values, in the order of `pending`.
 
     Raises:
-        WorkerError: If a worker raised or died.
+        WorkerError: If a worker raised.
+        WorkerLostError: If a worker died, or did not answer in time.
         NemoRLError: As a worker raised it.
     """
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
     values: dict[Any, Any] = {}
-    waiting, follower, deadline = list(pending), None, float("inf")
+    waiting, follower = list(pending), None
+    deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
     while waiting and time.monotonic() < deadline:
-        timeout = None if follower is None else max(0.0, deadline - time.monotonic())
-        ready, waiting = ray.wait(waiting, timeout=timeout)
+        left = max(0.0, deadline - time.monotonic())
+        ready, waiting = ray.wait(waiting, timeout=None if left == float("inf") else left)
         if waiting:  # the others that are ready by now, in one look: there may be thousands
             others, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             ready += others
@@ -53,6 +62,13 @@ def wait_for_all(pending: Sequence[Any], *, name: str, ranks: Mapping[Any, int])
                     follower, deadline = found, time.monotonic() + _SECONDS_FOR_THE_CAUSE
     if follower is not None:
         raise follower
+    if waiting:
+        raise WorkerLostError(
+            f"worker {_rank_of(waiting[0], ranks)} of {name!r} did not answer in time",
+            expected=f"an answer within {timeout_seconds} s",
+            got=f"{len(waiting)} of {len(pending)} workers still at it",
+            fix="raise the deadline if the work takes as long",
+        )
     return [values[reference] for reference in pending]
 
 
@@ -70,7 +86,7 @@ def _described(error: Any, *, name: str, rank: int | str) -> NemoRLError:
     from ray.exceptions import RayTaskError
 
     if not isinstance(error, RayTaskError):
-        return WorkerError(
+        return WorkerLostError(
             f"worker {rank} of {name!r} died",
             got=str(error).splitlines()[0],
             fix="often memory: lower max_tokens_per_microbatch or generation.kv_cache_gib; "

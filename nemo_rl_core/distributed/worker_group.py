@@ -119,6 +119,7 @@ class RayWorkerGroup:
         replicate_on_axes: Sequence[str] = (),
         output_is_replicated: Sequence[str] = (),
         common_kwargs: Mapping[str, Any] | None = None,
+        timeout_seconds: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Calls workers with the shard that belongs to their place on the named axes.
@@ -132,6 +133,7 @@ class RayWorkerGroup:
             output_is_replicated: Axes along which workers return the same; of these, the answer at
                 coordinate 0 stands for all.
             common_kwargs: Arguments that every worker gets whole.
+            timeout_seconds: How long to wait for the answers at most; None waits for ever.
             **kwargs: Arguments by shard.
 
         Returns:
@@ -152,7 +154,7 @@ class RayWorkerGroup:
             call = getattr(self._workers[rank], method)
             pending.append(call.remote(**shared[place], **(common_kwargs or {})))
             answering.append(all(at[axis] == 0 for axis in output_is_replicated))
-        answers = zip(self.finish(pending), answering, strict=True)
+        answers = zip(self.finish(pending, timeout_seconds), answering, strict=True)
         return [answer for answer, wanted in answers if wanted]
 
     def start_single_worker(
@@ -168,14 +170,19 @@ class RayWorkerGroup:
         references = call.remote(*args)
         return references if num_returns > 1 else [references]
 
-    def finish(self, pending: Sequence[Any]) -> list[Any]:
+    def finish(self, pending: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
         """Waits for the values that references stand for, in their order.
 
         The first failure ends the wait: what the other ranks do then, such as waiting in a
         collective for the one that failed, is nobody's business any more.
         """
         try:
-            return wait_for_all(pending, name=self.name, ranks=self._rank_of_actor())
+            return wait_for_all(
+                pending,
+                name=self.name,
+                ranks=self._rank_of_actor(),
+                timeout_seconds=timeout_seconds,
+            )
         except Exception:
             self.is_broken = self.world_size > 1
             raise

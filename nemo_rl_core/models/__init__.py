@@ -8,7 +8,9 @@ from typing import Any
 
 _PUBLIC = {
     "GenerationInterface": ".interfaces",
+    "HuggingFaceGeneration": ".generation",
     "HuggingFacePolicy": ".policy.short_forms",
+    "MegatronGeneration": ".generation",
     "MegatronPolicy": ".policy.short_forms",
     "Policy": ".policy.lm_policy",
     "PolicyInterface": ".interfaces",

@@ -1,10 +1,52 @@
 """What algorithms ask of a policy and of a generation engine; yours may implement these too."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GenerationDatumSpec(TypedDict):
+    """Columns of a batch that is to be completed.
+
+    Attributes:
+        input_ids: `[B, T]` prompts, padded on the right.
+        input_lengths: `[B]`; or else
+        attention_mask: `[B, T]`, 1 on the prompts.
+        seeds: `[B]`, of each row's draws.
+        stop_strings: What ends a row's completion besides what ends all: B lists, or None.
+        max_new_tokens: `[B]`, where rows are to be shorter than the config lets them be.
+    """
+
+    input_ids: "torch.Tensor"
+    input_lengths: NotRequired["torch.Tensor"]
+    attention_mask: NotRequired["torch.Tensor"]
+    seeds: NotRequired["torch.Tensor"]
+    stop_strings: NotRequired[list[list[str] | None]]
+    max_new_tokens: NotRequired["torch.Tensor"]
+
+
+class GenerationOutputSpec(TypedDict):
+    """Columns of a batch of completions.
+
+    Attributes:
+        output_ids: `[B, T']` prompts and completions, padded on the right.
+        generation_lengths: `[B]` tokens of the completions.
+        unpadded_sequence_lengths: `[B]` tokens of prompts and completions.
+        logprobs: `[B, T']` of the completions' tokens in nats, 0 elsewhere; greedy ones those of
+            temperature 1.
+        truncated: `[B]`: a bound ended the completion, not a stop token or string.
+    """
+
+    output_ids: "torch.Tensor"
+    generation_lengths: "torch.Tensor"
+    unpadded_sequence_lengths: "torch.Tensor"
+    logprobs: "torch.Tensor"
+    truncated: "torch.Tensor"
 
 
 class PolicyInterface(ABC):
@@ -52,7 +94,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """Completes `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
+        """Completes a `GenerationDatumSpec` batch; gives a `GenerationOutputSpec` one, in order."""
 
     @abstractmethod
     def prepare_for_generation(self) -> None:

@@ -11,7 +11,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
@@ -50,7 +50,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._scorer = scorer or make_scorer(
             settings.environment, reward_model, policy=model_folder
         )
-        self.generation = VllmGeneration(
+        self.generation = Generation(
             session,
             GenerationSetup(
                 model_folder=model_folder,

@@ -73,11 +73,19 @@ def refuse_unclaimed(
 
 
 def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[FrozenConfig]]:
-    return {
+    """The sections that names are looked for in, and what may be said in each.
+
+    The engine is a section as well: of its kinds, the words of the default are known.
+    """
+    fields = settings_class.model_fields
+    found = {
         name: field.annotation
-        for name, field in settings_class.model_fields.items()
+        for name, field in fields.items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, FrozenConfig)
     }
+    if "generation" in fields:
+        found["generation"] = type(fields["generation"].default)
+    return found
 
 
 def _as_mapping(value: Any) -> Any:

@@ -10,7 +10,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, DataConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
@@ -27,8 +27,8 @@ class Experiment(Recipe):
     environment: EnvironmentConfig = ExactMatch()
     sft: SFTConfig | None = None
     training: TrainingConfig = DTensorTraining()
-    generation: GenerationConfig = GenerationConfig()
     rollouts: RolloutLimits = RolloutLimits()
+    generation: GenerationConfig = VllmGenerationConfig()
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
@@ -116,10 +116,13 @@ class EvaluationStage(RolloutSettings):
     def of(cls, config: Experiment) -> "EvaluationStage":
         """The recipe's share."""
         asked = config.evaluation.data or config.data
-        fields = rollout_fields(config.replace(environment=config.judge, data=asked))
+        sampling = config.evaluation.generation or config.generation
+        fields = rollout_fields(
+            config.replace(environment=config.judge, data=asked, generation=sampling)
+        )
         del fields["training"]  # evaluation trains nothing, whatever the backend
         # Said once, here and in `QuestionStage`.
-        evaluation = config.evaluation.replace(environment=None, data=None)
+        evaluation = config.evaluation.replace(environment=None, data=None, generation=None)
         return cls(evaluation=evaluation, **fields)
 
 

@@ -7,6 +7,7 @@ from flytekit import task
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from tasks.experiments.common import (
     DataStage,
@@ -38,6 +39,10 @@ class DistillationExperiment(Experiment):
     def models(self) -> list[ModelConfig]:
         """The student and the teacher."""
         return [self.model, self.teacher.model]
+
+    def refuse_contradictions(self) -> None:
+        """Rollouts are drawn."""
+        refuse_for_training(self.generation)
 
 
 class DistillationStage(DistillationSettings):

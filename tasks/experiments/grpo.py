@@ -12,7 +12,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     refuse_overlong,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import SamplingConfig, refuse_for_training
 from nemo_rl_core.errors import ConfigError
 from tasks.experiments.common import (
     DataStage,
@@ -37,12 +37,13 @@ class GRPOExperiment(Experiment):
         refuse_unfit(self.grpo, self.environment, self.generation)
 
 
-def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, generation: GenerationConfig) -> None:
+def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, generation: SamplingConfig) -> None:
     """Refuses settings of GRPO that what it samples and what scores do not fit.
 
     Raises:
         ConfigError: For the first such setting.
     """
+    refuse_for_training(generation)
     try:
         refuse_overlong(grpo, generation)
     except ValueError as error:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit import task
 
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
+from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.experiments.common import (
     DataStage,
@@ -25,8 +26,9 @@ class PPOExperiment(Experiment):
     ppo: PPOSchedule = PPOSchedule()
 
     def refuse_contradictions(self) -> None:
-        """A critic needs a backend with a scalar head."""
+        """A critic needs a backend with a scalar head, and rollouts are drawn."""
         refuse_without_scalar_head(self.training)
+        refuse_for_training(self.generation)
 
 
 class PPOStage(PPOSettings):

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.converters.materialize import materialize
@@ -21,7 +21,7 @@ from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.types import Prompt
 
-GENERATION = GenerationConfig(max_new_tokens=6, kv_cache_gib=1, max_num_seqs=64)
+GENERATION = VllmGenerationConfig(max_new_tokens=6, kv_cache_gib=1, max_num_seqs=64)
 MAX_PROMPT_TOKENS = 16
 
 

@@ -16,7 +16,8 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.evals.evaluate import evaluate, greedy_scores
+from nemo_rl_core.evals.evaluate import evaluate
+from nemo_rl_core.evals.rows import greedy_outcomes
 
 NUM_ROWS = 12
 
@@ -58,6 +59,7 @@ def test_a_model_with_random_weights_knows_nothing(
     result = evaluate(tiny_model, data, session, config=config, settings=setup)
     assert set(result.metrics) == {
         "num_prompts",
+        "num_unjudged",
         "greedy_accuracy",
         "greedy_accuracy_low",
         "greedy_accuracy_high",
@@ -65,6 +67,7 @@ def test_a_model_with_random_weights_knows_nothing(
         "truncated_fraction",
         "pass_at_1",
         "pass_at_2",
+        "cons_at_2",
     }
     assert result.metrics["greedy_accuracy"] == 0.0
     # Wilson's upper bound for 0 of 12 at 95 %: 1.96^2 / (12 + 1.96^2) = 3.8415 / 15.8415.
@@ -100,7 +103,8 @@ def test_a_model_that_was_taught_the_answers_gives_them(
     assert result.metrics["greedy_accuracy_low"] == pytest.approx(0.7575, abs=1e-4)
     assert result.metrics["truncated_fraction"] == 0.0
     assert result.metrics["pass_at_2"] > 0.9
-    assert greedy_scores(result.rows) == {f"sum-{place}": 1.0 for place in range(NUM_ROWS)}
+    assert greedy_outcomes(result.rows) == {f"sum-{place}": True for place in range(NUM_ROWS)}
+    assert result.categories == {"arithmetic": result.metrics}
     again = evaluate(tmp_path / "model", data, session, config=config, settings=setup)
     assert again.rows == result.rows
     assert again.metrics == result.metrics

@@ -1,10 +1,11 @@
 """Settings of on-policy distillation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 
 
@@ -56,3 +57,8 @@ class DistillationSettings(RolloutSettings):
     """All that `DistillationTrainer` reads."""
 
     distillation: DistillationConfig = DistillationConfig()
+
+    @model_validator(mode="after")
+    def _draws(self) -> Self:
+        refuse_for_training(self.generation)
+        return self

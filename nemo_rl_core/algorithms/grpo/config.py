@@ -19,7 +19,7 @@ from pydantic import (
 
 from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import SamplingConfig, refuse_for_training
 from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
 
 
@@ -404,12 +404,13 @@ class GRPOSettings(RolloutSettings):
     grpo: GRPOConfig = GRPOConfig()
 
     @model_validator(mode="after")
-    def _overlong_fits(self) -> "GRPOSettings":
+    def _fits_what_is_sampled(self) -> "GRPOSettings":
+        refuse_for_training(self.generation)
         refuse_overlong(self.grpo, self.generation)
         return self
 
 
-def refuse_overlong(grpo: GRPOConfig, generation: GenerationConfig) -> None:
+def refuse_overlong(grpo: GRPOConfig, generation: SamplingConfig) -> None:
     """Refuses a buffer of the overlong penalty that is longer than a completion can be.
 
     Raises:

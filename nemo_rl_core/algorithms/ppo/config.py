@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import (
     GateConfig,
     LoopConfig,
@@ -107,6 +108,7 @@ class PPOSettings(RolloutSettings):
     ppo: PPOConfig = PPOConfig()
 
     @model_validator(mode="after")
-    def _has_a_scalar_head(self) -> Self:
+    def _has_a_scalar_head_and_draws(self) -> Self:
         refuse_without_scalar_head(self.training)
+        refuse_for_training(self.generation)
         return self

@@ -124,9 +124,25 @@ class PolicyAndCritic:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes the policy into `path`, and the critic into `path/critic`."""
-        self.policy.save_checkpoint(path)
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, of a copy of both states, some of which is written later."""
+        self.policy.start_checkpoint(path)
         (path / CRITIC).mkdir()
-        self.critic.save_checkpoint(path / CRITIC)
+        self.critic.start_checkpoint(path / CRITIC)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would have to wait for neither."""
+        return self.policy.checkpoint_is_written() and self.critic.checkpoint_is_written()
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the folder is whole; raises what writing either has raised."""
+        try:
+            self.policy.finish_checkpoint()
+        finally:
+            self.critic.finish_checkpoint()
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from both."""

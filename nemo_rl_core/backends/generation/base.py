@@ -22,6 +22,7 @@ class GenerationSetup:
         stop_token_ids: Tokens that end a completion; they are part of it.
         dtype: Type of weights and activations.
         seed: Of the engine; requests carry their own.
+        pad_token_id: What fills the output behind a completion.
     """
 
     model_folder: Path
@@ -30,17 +31,22 @@ class GenerationSetup:
     stop_token_ids: tuple[int, ...]
     dtype: DType = "float32"
     seed: int = 0
+    pad_token_id: int = 0
 
 
 class GenerationBackend(Protocol):
-    """One engine."""
+    """One rank of an engine; the ranks of an engine are called together, with the same rows."""
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Starts the engine."""
+        """Starts the engine; several ranks find one another by their environment."""
         ...
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes `input_ids [B, T]`, one request a row, each with its own `seeds [B]`.
+
+        Args:
+            batch: Perhaps no rows; columns as `GenerationDatumSpec` has them.
+            greedy: The likeliest token each time.
 
         Returns:
             `output_ids [B, T']` prompt and completion, padded on the right;
@@ -62,13 +68,30 @@ class GenerationBackend(Protocol):
         """Replaces all weights by those of a transformers folder of the same architecture."""
         ...
 
+    def wake(self) -> None:
+        """Takes back the memory that `sleep` has given away; awake, does nothing."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives away the memory that only generation needs; asleep, does nothing."""
+        ...
+
+    def peak_memory_gib(self) -> float:
+        """The most memory this process has held."""
+        ...
+
     def shutdown(self) -> None:
         """Ends the engine."""
         ...
 
 
 _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
-    "generation backend", {"vllm": "nemo_rl_core.backends.generation.vllm:VllmBackend"}
+    "generation backend",
+    {
+        "vllm": "nemo_rl_core.backends.generation.vllm:VllmBackend",
+        "hf": "nemo_rl_core.backends.generation.hugging_face:HuggingFaceBackend",
+        "megatron": "nemo_rl_core.backends.generation.megatron:MegatronInferenceBackend",
+    },
 )
 register_generation_backend = _GENERATION_BACKENDS.register
 get_generation_backend = _GENERATION_BACKENDS.get

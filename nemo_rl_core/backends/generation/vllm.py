@@ -1,75 +1,119 @@
 """The generation worker over vLLM's offline engine, which lives inside the worker's process."""
 
 import json
+import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.decoding.draws import refuse_stop_strings_without_text
+from nemo_rl_core.backends.decoding.requests import Completed, Request, as_batch, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import rank, rank_environment, world_size
+from nemo_rl_core.distributed.virtual_cluster import free_address
 from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
 from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
+_POLL_SECONDS = 0.05
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
 
 class VllmBackend:
-    """One vLLM engine (a `GenerationBackend`)."""
+    """One rank of a vLLM engine (a `GenerationBackend`).
+
+    Where an engine has several ranks, each runs the same scheduler over the same rows, as vLLM's
+    external launcher has it, so that nothing but activations passes between them.
+    """
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Starts the engine; a no-op where one with the same set-up runs."""
+        """Starts the engine."""
         from vllm import LLM
 
-        self._setup = setup
+        config = setup.config
+        assert isinstance(config, VllmGenerationConfig), config
+        self._setup, self._config, self._asleep = setup, config, False
+        has_gpu = torch.cuda.is_available()
+        if config.ranks_per_engine > 1:
+            _meet(config.ranks_per_engine)
         self._llm = LLM(
             str(setup.model_folder),
-            skip_tokenizer_init=True,
-            enforce_eager=not torch.cuda.is_available(),
+            skip_tokenizer_init=config.skip_tokenizer_init,
+            enforce_eager=config.enforce_eager or not has_gpu,
             dtype=setup.dtype,
             max_model_len=setup.max_model_len,
-            max_num_seqs=setup.config.max_num_seqs,
-            gpu_memory_utilization=setup.config.gpu_memory_utilization,
+            max_num_seqs=config.max_num_seqs,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             seed=setup.seed,
+            load_format=config.load_format,
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
+            distributed_executor_backend=(
+                "external_launcher" if config.ranks_per_engine > 1 else None
+            ),
+            enable_sleep_mode=has_gpu,
             # A prompt cut in two draws and takes back a token, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are taken whole.
-            enable_chunked_prefill=torch.cuda.is_available(),
+            enable_chunked_prefill=has_gpu,
             max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
-            # Logprobs of the distribution that was sampled from, so under the temperature.
-            logprobs_mode="processed_logprobs",
+            # Logprobs of the distribution that was sampled from, so under the temperature; where
+            # that is a part of the policy's own, those of the policy's own at temperature 1.
+            logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
+        self.wake()
+        requests = read_requests(batch, self._config, max_model_len=self._setup.max_model_len)
+        if self._config.skip_tokenizer_init:
+            refuse_stop_strings_without_text(requests, None)
+        if not requests:
+            return as_batch([], [])
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": request.prompt} for request in requests],
+            [self._sampling(request, greedy=greedy) for request in requests],
+            use_tqdm=False,
+        )
+        return as_batch(requests, [_completed(output.outputs[0]) for output in outputs])
+
+    def _sampling(self, request: Request, *, greedy: bool) -> Any:
         from vllm import SamplingParams
 
-        prompts = [
-            ids[:length].tolist()
-            for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
-        ]
-        config = self._setup.config
-        params = [
-            SamplingParams(
-                temperature=0.0 if greedy else config.temperature,
-                seed=None if greedy else seed,
-                max_tokens=config.max_new_tokens,
-                logprobs=0,
-                stop_token_ids=list(self._setup.stop_token_ids),
-                ignore_eos=True,  # stop_token_ids hold every token that ends a completion
-                detokenize=False,
-            )
-            for seed in batch["seeds"].tolist()
-        ]
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        config = self._config
+        is_greedy = greedy or config.temperature == 0
+        return SamplingParams(
+            temperature=0.0 if is_greedy else config.temperature,
+            seed=None if is_greedy else request.seed,
+            top_p=1.0 if is_greedy else config.top_p,
+            top_k=0 if is_greedy else config.top_k or 0,
+            repetition_penalty=config.repetition_penalty,
+            max_tokens=request.max_new_tokens,
+            logprobs=0,
+            stop_token_ids=list(self._setup.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids hold every token that ends a completion
+            stop=list(request.stop_strings),
+            detokenize=bool(request.stop_strings),
         )
-        completions = [output.outputs[0] for output in outputs]
-        return _as_batch(prompts, completions)
+
+    def wake(self) -> None:
+        """Takes the memory of weights, keys and values back; awake, does nothing."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def sleep(self) -> None:
+        """Moves the weights to the host and drops keys and values; without a GPU, does nothing."""
+        if torch.cuda.is_available() and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
 
     def update_weights(self, buckets: list[WeightBucket]) -> str:
         """Replaces all weights and empties the prefix cache; returns what arrived, digested."""
@@ -88,6 +132,7 @@ class VllmBackend:
         )
 
     def _reload(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.wake()  # where weights are asleep there is nothing to write to
         weights = _with_tied_head(named_tensors, self._setup.model_folder)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         # Keys and values that the old weights computed would otherwise be reused for the new ones.
@@ -111,6 +156,8 @@ class VllmBackend:
             parameter = held.get(name)
             if parameter is None or parameter.shape[1:] != sent.shape[1:] or not parameter.numel():
                 continue
+            if parameter.shape[0] < sent.shape[0]:
+                continue  # one rank's part of it
             compared += 1
             if not torch.equal(parameter[: sent.shape[0]].cpu(), sent):
                 raise ConsistencyError(
@@ -152,25 +199,47 @@ def _with_tied_head(
     return [*named_tensors, (_HEAD, embeddings[0])]
 
 
-def _as_batch(prompts: list[list[int]], completions: list[Any]) -> BatchedDataDict:
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    generation_lengths = torch.tensor([len(c.token_ids) for c in completions])
-    width = int((prompt_lengths + generation_lengths).max())
-    output_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    logprobs = torch.zeros(len(prompts), width)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens = list(completion.token_ids)
-        end = len(prompt) + len(tokens)
-        output_ids[row, :end] = torch.tensor(prompt + tokens)
-        logprobs[row, len(prompt) : end] = torch.tensor(
-            [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
+def _completed(completion: Any) -> Completed:
+    tokens = list(completion.token_ids)
+    logprobs = [
+        step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)
+    ]
+    return Completed(tokens, logprobs, truncated=completion.finish_reason == "length")
+
+
+def _logprobs_mode(config: VllmGenerationConfig) -> str:
+    if config.temperature == 1 and not config.draws_from_all:
+        return "raw_logprobs"
+    return "processed_logprobs"
+
+
+def _meet(num_ranks: int) -> None:
+    """Narrows the environment from all workers to those of this rank's engine.
+
+    All workers know where the first of them is. There, the first of each engine leaves word of
+    where the others find it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    everybody, place = world_size(), rank()
+    engine, place_in_engine = divmod(place, num_ranks)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if everybody > num_ranks:
+        self_hosted = place == 0
+        store = TCPStore(address, port, everybody, is_master=self_hosted)
+        if place_in_engine == 0:
+            own = free_address()
+            store.set(f"engine {engine}", f"{own[0]} {own[1]}")
+        words = store.get(f"engine {engine}").decode().split()
+        address, port = words[0], int(words[1])
+        # The store goes when its host leaves, which must not be before all have read.
+        store.add("read", 1)
+        while self_hosted and store.add("read", 0) < everybody:
+            time.sleep(_POLL_SECONDS)
+    # Ray shows a worker its own GPU alone, as device 0.
+    local_rank = 0 if torch.cuda.is_available() else place_in_engine
+    os.environ.update(
+        rank_environment(
+            place_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
         )
-    return BatchedDataDict(
-        {
-            "output_ids": output_ids,
-            "generation_lengths": generation_lengths,
-            "unpadded_sequence_lengths": prompt_lengths + generation_lengths,
-            "logprobs": logprobs,
-            "truncated": torch.tensor([c.finish_reason == "length" for c in completions]),
-        }
     )

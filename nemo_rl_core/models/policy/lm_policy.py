@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import (
     CONTEXT,
@@ -57,7 +58,9 @@ class Policy(PolicyInterface):
         self._generates = hasattr(backend, "generate")
         self._num_copies = sharding.axis_size(DATA)
         self._max_tokens = setup.max_tokens_per_microbatch
-        self._shares_rows = _shares_rows(setup.model_folder)
+        self._shares_rows = shares_rows(
+            json.loads((setup.model_folder / "config.json").read_text())
+        )
         self._workers.run_all_workers_single_data("setup", setup)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
@@ -176,12 +179,3 @@ class Policy(PolicyInterface):
     def shutdown(self) -> None:
         """Ends the workers, where no other policy is to take them over; may be called again."""
         self._session.discard(self._name)
-
-
-def _shares_rows(model_folder: Path) -> bool:
-    """Whether sequences of this model may share a row: not where it sees images as well.
-
-    Positions of such a model have several dimensions, off which transformers does not read where
-    a sequence begins.
-    """
-    return "vision_config" not in json.loads((model_folder / "config.json").read_text())

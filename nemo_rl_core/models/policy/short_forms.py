@@ -134,7 +134,7 @@ class PretrainedPolicy(PolicyInterface):
         return {"training": self._training, "cluster": config, **self._options_given}
 
     def _setup(self) -> TrainingSetup:
-        base = _local_folder(self.model_name)
+        base = local_folder(self.model_name)
         options = self._options
         return TrainingSetup(
             model_folder=self._trained or base,
@@ -256,7 +256,7 @@ def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
             )
 
 
-def _local_folder(model_name: str) -> Path:
+def local_folder(model_name: str) -> Path:
     """The model's folder; one from the hub is downloaded, or found where it was before."""
     folder = Path(model_name).expanduser()
     if folder.is_dir():

@@ -22,6 +22,7 @@ from tasks.experiments.common import Experiment
 from tasks.experiments.convert import ConvertExperiment
 from tasks.experiments.distillation import DistillationExperiment
 from tasks.experiments.dpo import DPOExperiment
+from tasks.experiments.evaluate import EvaluateExperiment
 from tasks.experiments.grpo import GRPOExperiment
 from tasks.experiments.post_train import PostTrainExperiment
 from tasks.experiments.ppo import PPOExperiment
@@ -35,6 +36,7 @@ EXPERIMENTS = {
     "convert": ConvertExperiment,
     "distill": DistillationExperiment,
     "dpo": DPOExperiment,
+    "evaluate": EvaluateExperiment,
     "grpo": GRPOExperiment,
     "post_train": PostTrainExperiment,
     "ppo": PPOExperiment,
@@ -113,7 +115,7 @@ def test_an_unknown_key_names_the_nearest(recipe: dict, got: str, suggestion: st
         ({"grpo": {"advantage": {"kind": "gropu"}}}, ["grpo.advantage", "gropu"]),
         ({"cluster": {"shape": "laptp"}}, ["cluster.shape", "laptop"]),
         ({"seed": -1}, ["seed", "greater than or equal to 0"]),
-        ({"generation": {"temperature": 0}}, ["generation.temperature", "greater than 0"]),
+        ({"generation": {"temperature": -1}}, ["generation.vllm.temperature", "equal to 0"]),
         ({"evaluation": {"confidence": 95}}, ["evaluation.confidence", "less than 1"]),
         ({"environment": {"kind": "function", "target": "my_reward"}}, ["environment", "target"]),
         ({"sft": {"num_steps": 0}}, ["sft.num_steps", "greater than 0"]),

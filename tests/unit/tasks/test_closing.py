@@ -1,5 +1,6 @@
 """The last lines of a run."""
 
+import sys
 from pathlib import Path
 
 from flytekit.types.directory import FlyteDirectory
@@ -44,16 +45,19 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
         ]
     )
     model = tmp_path / "out" / "model"
-    assert lines[:4] == [
+    read = f"completions: {sys.executable} -m nemo_rl_core.evals {tmp_path}"
+    assert lines[:6] == [
         "accuracy of train_sft: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
+        read,
         "accuracy of grpo_iteration 4: 1.000 [0.250, 0.750] on 40 held-out prompts, greedy",
+        read,
         "promoted: +50.0",
         f"model: {model}",
     ]
-    assert lines[4].startswith("chat:  ")
-    assert lines[4].endswith(f"-m nemo_rl_core.evals.chat {model}")
-    assert lines[5] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
-    assert len(lines) == 6
+    assert lines[6].startswith("chat:  ")
+    assert lines[6].endswith(f"-m nemo_rl_core.evals.chat {model}")
+    assert lines[7] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
+    assert len(lines) == 8
 
 
 def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:

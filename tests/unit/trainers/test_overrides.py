@@ -9,7 +9,7 @@ from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
 from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
@@ -49,8 +49,8 @@ def test_a_section_may_be_a_config(order: int) -> None:
     given = [("grpo", GRPOConfig(num_prompts_per_step=4)), ("learning_rate", 0.5)]
     settings = grpo(**dict(given[::order]))
     assert (settings.grpo.num_prompts_per_step, settings.grpo.learning_rate) == (4, 0.5)
-    assert grpo(generation=GenerationConfig(max_new_tokens=5), temperature=0.5).generation == (
-        GenerationConfig(max_new_tokens=5, temperature=0.5)
+    assert grpo(generation=VllmGenerationConfig(max_new_tokens=5), temperature=0.5).generation == (
+        VllmGenerationConfig(max_new_tokens=5, temperature=0.5)
     )
 
 
@@ -112,7 +112,7 @@ def test_an_algorithm_takes_no_setting_of_another() -> None:
 
 
 def test_a_value_that_does_not_fit_is_explained() -> None:
-    with pytest.raises(ConfigError, match=r"generation\.temperature"):
+    with pytest.raises(ConfigError, match=r"generation\.vllm\.temperature"):
         grpo(temperature="hot")
     with pytest.raises(ConfigError, match="unknown key 'num_prompt' in GRPOConfig"):
         grpo(grpo={"num_prompt": 3})

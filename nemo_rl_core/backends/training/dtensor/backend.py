@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from nemo_rl_core.backends.decoding.draws import Decoding
+from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
+from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
-from nemo_rl_core.backends.training.dtensor.generation import generate
 from nemo_rl_core.backends.training.dtensor.loading import (
-    load_causal_model,
-    load_scalar_model,
+    Head,
+    complete,
+    empty_model,
+    load_model,
     shared_vocabulary_size,
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
@@ -22,15 +26,16 @@ from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Pa
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
 from nemo_rl_core.backends.training.dtensor.parallelize import (
-    load_whole,
     parallelize,
     release,
     whole_tensor,
 )
-from nemo_rl_core.backends.training.dtensor.quantized import dequantized_weights
+from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
 from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
+from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -58,11 +63,12 @@ class DTensorBackend:
         self._mesh = join_mesh(self._training)
         self._num_updates = 0
         self._policy: PackedModel
-        if setup.head == "scalar":
-            model = self._trainable(load_scalar_model)
-            self._policy = ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
-        else:
-            self._policy = self._language_model(self._trainable(load_causal_model))
+        model = self._trainable()
+        self._policy = (
+            ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
+            if setup.head == "scalar"
+            else self._language_model(model)
+        )
         self._check(self._policy)
         self._reference: LogprobModel | None = None
         self._microbatches = Microbatches(setup.max_tokens_per_microbatch, self._mesh)
@@ -76,16 +82,24 @@ class DTensorBackend:
         if "_trainer_state" in self.__dict__:
             self.finish_checkpoint()
 
-    def _trainable(self, load: Callable[..., Any]) -> Any:
+    def _trainable(self) -> Any:
         training, folder = self._training, self._setup.model_folder
-        check_tensor_parallel(folder, training)
-        model = load(folder, weights=training.weights)
+        model = self._unspread(folder, self._setup.head, weights=training.weights)
         lora = training.lora
         self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
-        return self._parallel(model)
+        return self._spread(model, folder)
 
-    def _parallel(self, model: Any) -> Any:
-        return parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
+    def _unspread(self, folder: Path, head: Head, *, weights: Precision = "full") -> Any:
+        """The model with its weights; without them where each rank is to read a part."""
+        check_tensor_parallel(folder, self._training)
+        if self._mesh is None or weights != "full":
+            return load_model(folder, head, weights=weights)
+        return empty_model(folder, head)
+
+    def _spread(self, model: Any, folder: Path) -> Any:
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        model = parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
+        return complete(model, fill_from_folder(model, folder), folder) if is_empty else model
 
     def _language_model(self, model: Any) -> LogprobModel:
         return LogprobModel(
@@ -229,14 +243,14 @@ class DTensorBackend:
         temperature: float | None = None,
         seed: int = 0,
     ) -> BatchedDataDict:
-        """Completes prompts under the weights being trained, by transformers' loop; see `generate`.
+        """Completes prompts under the weights being trained, by transformers' loop.
 
         Args:
-            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`.
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, perhaps `seeds [B]`.
             greedy: The likeliest token each time.
             max_new_tokens: Of a completion.
             temperature: Of the draws; that of the setup where None.
-            seed: Of the draws.
+            seed: Of the draws, where rows have no seeds of their own.
 
         Raises:
             ConfigError: If the weights are spread over several ranks.
@@ -250,15 +264,17 @@ class DTensorBackend:
                 fix="generate with vLLM (generation.backend: vllm), or train on one rank",
             )
         folder = self._setup.model_folder
-        return generate(
-            model,
-            batch,
-            greedy=greedy,
+        config = SamplingConfig(
             max_new_tokens=max_new_tokens,
             temperature=self._setup.temperature if temperature is None else temperature,
-            stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
-            seed=seed,
         )
+        seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
+        longest = batch["input_ids"].shape[1] + max_new_tokens
+        requests = read_requests(seeded, config, max_model_len=longest)
+        stops = stop_token_ids(folder, load_tokenizer(folder))
+        decoding = Decoding(requests, config, greedy=greedy, stop_token_ids=stops)
+        completed = complete(model, requests, decoding, stop_token_ids=list(stops))
+        return as_batch(requests, completed)
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
@@ -301,8 +317,7 @@ class DTensorBackend:
                 yield self._with_lm_head()
             return
         if self._reference is None:
-            check_tensor_parallel(folder, self._training)
-            model = self._parallel(load_causal_model(folder))
+            model = self._spread(self._unspread(folder, "lm"), folder)
             self._reference = self._language_model(model)
             self._check(self._reference)
         yield self._reference
@@ -367,12 +382,11 @@ class DTensorBackend:
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
-        load = load_scalar_model if self._setup.head == "scalar" else load_causal_model
         if self._adapters is None:
-            load_whole(self._policy.model, load(path / "model").state_dict())
-        elif not self._adapters.base_is(path / "trainer" / "base"):
-            base = path / "trainer" / "base"
-            self._adapters.replace_base(base, load(base).state_dict())
+            model, weights = self._policy.model, path / "model"
+            complete(model, fill_from_folder(model, weights), weights)
+        elif not self._adapters.base_is(base := path / "trainer" / "base"):
+            self._adapters.replace_base(base)
         self._num_updates = self._trainer_state.load(path / "trainer")
 
     def peak_memory_gib(self) -> float:

@@ -8,10 +8,10 @@ whole row on each rank: it is cheap, and leaves positions and masks as transform
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_core.backends.training.context_parallel import own_part, whole_rows
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.errors import ConfigError
 
@@ -57,72 +57,6 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
         layer.register_forward_pre_hook(_own_tokens(group, first=number == 0), with_kwargs=True)
 
 
-def packed_causal_mask(position_ids: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Who may attend to whom, for this rank's queries and all keys of a row.
-
-    Args:
-        position_ids: `[R, L]`; restart at 0 with each sequence.
-        group: The ranks of the context axis; their number divides L.
-
-    Returns:
-        `[R, 1, L / ranks, L]` bool: the same sequence, and not later in it.
-    """
-    sequence = (position_ids == 0).cumsum(-1)
-    places = torch.arange(position_ids.shape[1], device=position_ids.device)
-    own = own_part(places, group, dim=0)
-    same = own_part(sequence, group, dim=1)[:, :, None] == sequence[:, None, :]
-    return (same & (places <= own[:, None]))[:, None]
-
-
-def own_part(values: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """This rank's consecutive part of a dimension along the tokens of a row."""
-    return values.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
-
-
-def gathered_parts(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """The whole dimension from the parts of all ranks, without gradients."""
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts, dim)
-
-
-def sum_parts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks that each hold some places and 0 at the others; used alike by all."""
-    total: Tensor = _SumParts.apply(values, group)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _SumParts(torch.autograd.Function):
-    """The gradient of a place goes to all; only the rank that computed it has a use for it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-class _WholeRows(torch.autograd.Function):
-    """`[R, H, L / ranks, E]` of each rank to `[R, H, L, E]`; gradients add up over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered_parts(part, group, dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=2)
-        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_single(own, torch.cat(parts), group=ctx.group)
-        return own, None
-
-
 def _own_tokens(group: dist.ProcessGroup, *, first: bool) -> Any:
     """A hook before a layer: its part of the angles and, before the first, of the tokens."""
 
@@ -141,13 +75,8 @@ def _attend_to_whole_rows(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    key, value = (_whole_rows(part, module.context_group) for part in (key, value))
+    key, value = (whole_rows(part, module.context_group, dim=2) for part in (key, value))
     attended: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, *arguments, **options
     )
     return attended
-
-
-def _whole_rows(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole: Tensor = _WholeRows.apply(part, group)  # type: ignore[no-untyped-call]
-    return whole

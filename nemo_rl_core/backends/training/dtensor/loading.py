@@ -1,8 +1,10 @@
 """Transformers folders as models to train: with the language model's head, or with a scalar one."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,8 +12,15 @@ from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
 
+Head = Literal["lm", "scalar"]
 SCALAR_HEAD = "score"
 """What transformers calls the head of a decoder that classifies sequences."""
+
+
+def load_model(folder: Path, head: Head, *, weights: Precision = "full") -> Any:
+    """The model that a head belongs to, whole; see `load_causal_model` and `load_scalar_model`."""
+    load = load_scalar_model if head == "scalar" else load_causal_model
+    return load(folder, weights=weights)
 
 
 def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
@@ -23,15 +32,10 @@ def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
     Raises:
         ModelError: If the folder lacks weights of a causal model, as one with a scalar head does.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    whole = _architecture(folder).endswith("ForConditionalGeneration")
-    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
-    model, report = kind.from_pretrained(
+    model, report = _causal_class(folder).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, **loading_options(weights)
     )
-    _refuse_missing(report["missing_keys"], folder)
-    return model.eval()
+    return complete(model, set(report["missing_keys"]), folder)
 
 
 def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
@@ -52,12 +56,10 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
         ModelError: If the architecture has no scalar head without bias, if the folder holds a
             classifier of several labels, or lacks other weights than those of a new head.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    _refuse_several_labels(folder)
-    config = AutoConfig.from_pretrained(folder, num_labels=1)
-    config.get_text_config().pad_token_id = scoring_pad_token_id(folder)
-    try:
+    config = _scalar_config(folder)
+    with _scalar_heads_only(folder, config):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             folder,
             config=config,
@@ -65,16 +67,84 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
             output_loading_info=True,
             **loading_options(weights),
         )
+    _refuse_other_heads(model, folder)
+    return complete(model, set(report["missing_keys"]), folder)
+
+
+def empty_model(folder: Path, head: Head) -> Any:
+    """As `load_model`, but its parameters have no memory yet: see `shards.allocate`.
+
+    Buffers, such as the frequencies of rotary embeddings, have their values.
+
+    Raises:
+        ModelError: If the architecture, or the folder's config, does not fit the head.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForSequenceClassification, GenerationConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    is_scalar = head == "scalar"
+    config = _scalar_config(folder) if is_scalar else AutoConfig.from_pretrained(folder)
+    kind = AutoModelForSequenceClassification if is_scalar else _causal_class(folder)
+    with _scalar_heads_only(folder, config), init_empty_weights():
+        model = kind.from_config(config, dtype=torch.float32)
+    model.tie_weights()  # accelerate makes a parameter anew wherever it is put
+    if is_scalar:
+        _refuse_other_heads(model, folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    # Made here: by its classes' names, which FSDP2 changes.
+    model._weight_conversions = get_model_conversion_mapping(model)
+    return model.eval()
+
+
+def complete(model: Any, missing: set[str], folder: Path) -> Any:
+    """A loaded model in evaluation mode, a new scalar head all zeros.
+
+    Args:
+        model: Sharded or whole, all of it but `missing` filled.
+        missing: Names of weights that the folder lacks.
+        folder: What it was loaded from.
+
+    Raises:
+        ModelError: If other weights are missing than a scalar head's.
+    """
+    new_head = missing & {f"{SCALAR_HEAD}.weight"}
+    _refuse_missing(missing - new_head, folder)
+    if new_head:
+        torch.nn.init.zeros_(getattr(model, SCALAR_HEAD).weight)
+    return model.eval()
+
+
+def _causal_class(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    whole = _architecture(folder).endswith("ForConditionalGeneration")
+    return AutoModelForImageTextToText if whole else AutoModelForCausalLM
+
+
+def _scalar_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    _refuse_several_labels(folder)
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    config.get_text_config().pad_token_id = scoring_pad_token_id(folder)
+    return config
+
+
+@contextmanager
+def _scalar_heads_only(folder: Path, config: Any) -> Iterator[None]:
+    """Says so where transformers has no class of the architecture for the head."""
+    try:
+        yield
     except ValueError as error:
         raise _no_scalar_head(folder, type(config).__name__) from error
+
+
+def _refuse_other_heads(model: Any, folder: Path) -> None:
     names = {name for name, _ in model.named_parameters() if name.startswith(f"{SCALAR_HEAD}.")}
     if names != {f"{SCALAR_HEAD}.weight"}:
         raise _no_scalar_head(folder, type(model).__name__)
-    missing = set(report["missing_keys"])
-    _refuse_missing(missing - names, folder)
-    if missing:
-        torch.nn.init.zeros_(getattr(model, SCALAR_HEAD).weight)
-    return model.eval()
 
 
 def scoring_pad_token_id(folder: Path) -> int:

@@ -11,14 +11,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, complete
+from nemo_rl_core.backends.training.dtensor.shards import (
+    BASE_LAYER,
+    fill_from_folder,
+    plain_name,
+    standing_in,
+)
 from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.distributed.process_group import rank
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.infra.files import hash_file
 from nemo_rl_core.infra.tensors import save_tensors
 
-_BASE_LAYER = ".base_layer."
 _ADAPTER = "default"
 
 
@@ -51,7 +56,8 @@ class Adapters:
             task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
         )
         try:
-            inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
+            with standing_in(model):  # peft puts adapters where the weights are
+                inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ConfigError(
                 "the adapters do not fit the model",
@@ -115,8 +121,21 @@ class Adapters:
             _link(self._base_folder / name, base / name)
 
     def base_is(self, folder: Path) -> bool:
-        """Whether a folder has the very weights that the adapters are added to."""
+        """Whether a folder has the very weights that the adapters are added to.
+
+        Raises:
+            StoreError: If there is no such folder.
+        """
         ours, theirs = self._base_folder, folder
+        for there in (ours, theirs):
+            if not there.is_dir():
+                raise StoreError(
+                    "the weights under the adapters cannot be compared",
+                    expected=f"a transformers folder at {there}",
+                    got="no such folder",
+                    fix="give the checkpoint its trainer/base again (the model that the adapters "
+                    "were trained over), or start a new run",
+                )
         if ours.samefile(theirs):
             return True
         names = _weight_files(ours)
@@ -126,26 +145,13 @@ class Adapters:
             for name in names
         )
 
-    def replace_base(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Puts other frozen weights under the adapters.
+    def replace_base(self, folder: Path) -> None:
+        """Puts other frozen weights, those of a folder, under the adapters.
 
-        Args:
-            folder: Where they lie.
-            weights: The `state_dict` of the model in it, whole, under plain names.
+        Raises:
+            ModelError: If they do not fit.
         """
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-        )
-
-        trained = self.trained
-        frozen: dict[str, Any] = {
-            name: weights[plain_name(name)]
-            for name in self._model.state_dict()
-            if name not in trained and plain_name(name) in weights
-        }
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(self._model, frozen, options=options)
+        complete(self._model, fill_from_folder(self._model, folder), folder)
         self._base_folder = folder
 
 
@@ -162,7 +168,7 @@ def merged(
     weight: tuple[str, torch.Tensor] | None = None
     down: torch.Tensor | None = None
     for name, tensor in named_tensors:
-        if name.endswith(f"{_BASE_LAYER}weight"):
+        if name.endswith(f"{BASE_LAYER}weight"):
             weight = plain_name(name), tensor
         elif ".lora_A." in name:
             down = tensor
@@ -173,11 +179,6 @@ def merged(
             weight = down = None
         else:
             yield plain_name(name), tensor
-
-
-def plain_name(name: str) -> str:
-    """What a weight is called in the model without adapters."""
-    return name.replace(_BASE_LAYER, ".")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from nemo_rl_core.backends.training.dtensor.head import HeadOptions, token_logpr
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
-from nemo_rl_core.backends.training.dtensor.parallelize import fill_parameter
+from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.packing import Microbatch

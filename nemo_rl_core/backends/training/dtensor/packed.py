@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.dtensor.context_parallel import (
+from nemo_rl_core.backends.training.context_parallel import (
     gathered_parts,
     own_part,
     packed_causal_mask,
@@ -20,6 +20,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.saving import save_model
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.packing import Microbatch, pack
+from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ModelError
 
@@ -34,22 +35,17 @@ class PackedModel(ABC):
         model: A transformers model around a decoder.
         dtype: Type of the matrix products.
         mesh: The ranks that the model is spread over; None where this one has all of it.
+
+    Attributes:
+        shares_rows: Whether several sequences may lie in one row.
     """
 
     def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
         self.model = model
+        self.shares_rows = shares_rows(model.config.to_dict())
         self._dtype = dtype
         self._mesh = mesh
         self._decoder = model.get_decoder()
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether several sequences may lie in one row.
-
-        Not in models that read images as well: their positions have several dimensions, off which
-        transformers does not read where a sequence begins.
-        """
-        return self._decoder is self.model.base_model
 
     @abstractmethod
     def loss_inputs(

@@ -13,12 +13,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_core.backends.training.dtensor.context_parallel import apply_context_parallel
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
+from nemo_rl_core.backends.training.dtensor.shards import allocate
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import apply_tensor_parallel
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining
@@ -36,8 +37,8 @@ def parallelize(
     what is left of each weight.
 
     Args:
-        model: A transformers model on the CPU, whole; each rank reads all of it, keeps its shards
-            and drops the rest.
+        model: A transformers model on the CPU, whole; or, for ranks that share it, without weights
+            (`empty_model`), to be filled afterwards.
         training: How.
         mesh: The ranks, or None for one rank with whole weights.
         dtype: Type that sharded weights are gathered in for the matrix products.
@@ -90,6 +91,7 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
             # The loss is divided by the numbers of the whole step: gradients add up.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    allocate(model, torch.device("cpu") if training.cpu_offload else local_device())
     setattr(model, _WITHIN, MethodType(_within, model))
     register_fsdp_forward_method(model, _WITHIN)
     return model if training.cpu_offload else model.to(local_device())
@@ -114,34 +116,6 @@ def release(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@torch.no_grad()
-def load_whole(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """As `load_state_dict` of whole weights that every rank has; each keeps its shards."""
-    own = model.state_dict(keep_vars=True)
-    assert own.keys() == weights.keys()
-    for name, tensor in own.items():
-        fill_parameter(tensor, weights[name])
-
-
-@torch.no_grad()
-def fill_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies whole `values` that every rank has into a parameter, sharded or not."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(values)
-        return
-    # `distribute_tensor` cannot split what tensor parallelism has split along the same dimension.
-    # The last axis of the mesh, tensor, comes first: FSDP2 shards what it leaves.
-    mesh = parameter.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement = parameter.placements[axis]
-        if isinstance(placement, Replicate):
-            continue
-        dim, place = placement.dim, mesh.get_local_rank(axis)  # type: ignore[attr-defined]
-        parts = values.chunk(mesh.size(axis), dim)
-        values = parts[place] if place < len(parts) else values.narrow(dim, 0, 0)
-    parameter.to_local().copy_(values)
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

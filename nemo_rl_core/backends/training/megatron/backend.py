@@ -23,6 +23,7 @@ from nemo_rl_core.backends.training.megatron.topology import (
     tear_down_topology,
 )
 from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
+from nemo_rl_core.backends.training.megatron.writing import Writing
 from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -52,7 +53,7 @@ class MegatronBackend:
         assert isinstance(training, MegatronTraining), training
         if setup.head != "lm":
             raise _no_scalar_head()
-        _refuse_context_parallelism(training)
+        self._finish_earlier()
         initialize_topology(training, seed=setup.seed)
         torch.use_deterministic_algorithms(True)
         self._setup = setup
@@ -63,6 +64,7 @@ class MegatronBackend:
         self._chunks = wrap(self._models)
         dtype = getattr(torch, setup.dtype)
         self._optimizer = make_optimizer(self._chunks, setup.optimizer, dtype)
+        self._writing: Writing | None = None
         self._head = LogprobHead(
             self._models[-1],
             vocab_size=self._models[-1].hf_config.vocab_size,
@@ -70,6 +72,11 @@ class MegatronBackend:
         )
         self._reference: ReferenceWeights | None = None
         refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+
+    def _finish_earlier(self) -> None:
+        """Waits for what an earlier set-up still writes."""
+        if "_writing" in self.__dict__:
+            self.finish_checkpoint()
 
     def _probed_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         return self._all_logprobs(batch, max_tokens=PROBE_TOKENS)
@@ -251,28 +258,35 @@ class MegatronBackend:
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (Megatron's own, sharded)."""
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        self.finish_checkpoint()
         checkpoint.save_model(
             path / "model",
             self.named_weights(),
             self._setup.model_folder,
             dtype=self._setup.dtype,
         )
-        checkpoint.save_trainer(path / "trainer", self._chunks, self._optimizer, self._num_updates)
-
-    def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`: all is written when it returns.
-
-        Megatron's asynchronous saving copies what lies on a GPU, and on a CPU would write tensors
-        that the next step has changed already.
-        """
-        self.save_checkpoint(path)
+        self._writing = checkpoint.start_saving_trainer(
+            path / "trainer", self._chunks, self._optimizer, self._num_updates
+        )
 
     def checkpoint_is_written(self) -> bool:
-        """Always: nothing is left for later."""
-        return True
+        """Whether `finish_checkpoint` would not have to wait for this rank."""
+        return self._writing is None or self._writing.is_done()
 
     def finish_checkpoint(self) -> None:
-        """Nothing to wait for."""
+        """Waits for what `start_checkpoint` began; the folder is whole then.
+
+        Raises:
+            StoreError: If the disk of any rank refused.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what `save_checkpoint` wrote, perhaps over another layout.
@@ -287,7 +301,8 @@ class MegatronBackend:
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the model and the optimizer, and leaves Megatron's groups."""
+        """Frees the model and the optimizer once all is written, and leaves Megatron's groups."""
+        self._finish_earlier()
         self.__dict__.clear()
         tear_down_topology()
 
@@ -310,16 +325,6 @@ def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, floa
             totals, source, group=parallel_state.get_pipeline_model_parallel_group()
         )
     return totals[0]
-
-
-def _refuse_context_parallelism(training: MegatronTraining) -> None:
-    if training.context_parallel_size > 1:
-        raise ConfigError(
-            "the megatron backend does not split packed rows over context-parallel ranks",
-            expected="context_parallel_size of 1",
-            got=str(training.context_parallel_size),
-            fix="use sequence_parallel with tensor parallelism, or the dtensor backend",
-        )
 
 
 def _no_scalar_head() -> ConfigError:

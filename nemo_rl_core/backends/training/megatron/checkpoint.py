@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
+from nemo_rl_core.backends.training.megatron.writing import Writing, on_rank_0
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
@@ -49,25 +50,32 @@ _UNREADABLE = (
 )
 
 
-def save_trainer(folder: Path, chunks: list[Any], optimizer: Any, num_updates: int) -> None:
-    """Writes weights and optimizer, each rank its shards, into a folder that is made.
+def start_saving_trainer(
+    folder: Path, chunks: list[Any], optimizer: Any, num_updates: int
+) -> Writing:
+    """Writes weights and optimizer as they are now, each rank its shards, in the background.
 
     Args:
-        folder: Seen by all ranks.
+        folder: Seen by all ranks, and made; whole once the result is finished.
         chunks: This rank's wrapped chunks.
         optimizer: Megatron's.
         num_updates: Optimizer steps so far, off which the warm-up goes on.
+
+    Raises:
+        StoreError: If the folder cannot be made.
     """
-    _make_on_rank_0(folder)
-    _allocate_state(optimizer)  # which it has not before its first step
-    dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(folder))
-    if dist.get_rank() == 0:
+
+    def begin() -> None:
+        folder.mkdir(parents=True)
         write_state(folder, backend="megatron", num_updates=num_updates)
-    dist.barrier()
+
+    on_rank_0(begin)
+    _allocate_state(optimizer)  # which it has not before its first step
+    return Writing(folder, _sharded_state(chunks, optimizer, is_loading=False))
 
 
 def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
-    """Reads what `save_trainer` wrote, over any layout, to the bit.
+    """Reads what `start_saving_trainer` wrote, over any layout, to the bit.
 
     Returns:
         Optimizer steps so far.
@@ -100,22 +108,24 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
 
 
 def save_native_weights(folder: Path, models: list[Any]) -> None:
-    """Writes the weights alone as `save_trainer` lays them out; no training can go on from them.
+    """Writes the weights alone, laid out as a trainer's; no training can go on from them.
 
     Args:
         folder: Seen by all ranks, and made.
         models: This rank's chunks, as `build_model` gives them.
+
+    Raises:
+        StoreError: If the disk refuses.
     """
-    _make_on_rank_0(folder)
-    dist_checkpointing.save(_sharded_weights(models), str(folder))
-    dist.barrier()
+    on_rank_0(lambda: folder.mkdir(parents=True))
+    Writing(folder, _sharded_weights(models)).finish()
 
 
 def load_native_weights(folder: Path, models: list[Any]) -> None:
     """Fills the chunks with the weights of a `trainer` folder; the optimizer's state is not read.
 
     Args:
-        folder: By `save_trainer` or `save_native_weights`, at any layout.
+        folder: By `start_saving_trainer` or `save_native_weights`, at any layout.
         models: This rank's chunks, as `build_model` gives them.
 
     Raises:
@@ -155,18 +165,12 @@ def save_model(
         source: The folder that the model was built from, for config and tokenizer.
         dtype: Of the weights, which the source's config may not be.
     """
-    _make_on_rank_0(folder)
+    on_rank_0(lambda: folder.mkdir(parents=True))
     if dist.get_rank() > 0:
         deque(weights, maxlen=0)
     else:
         save_weights(folder, weights)
         copy_description(source, folder, dtype=dtype)
-    dist.barrier()
-
-
-def _make_on_rank_0(folder: Path) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
     dist.barrier()
 
 

@@ -1,11 +1,13 @@
 """Logprobs out of the final hidden states, over the ranks that share the vocabulary."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from nemo_rl_core.backends.training.megatron.packed import output_weight
+from nemo_rl_core.backends.training.context_parallel import sum_parts
+from nemo_rl_core.backends.training.megatron.packed import output_weight, own_places
 from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
@@ -67,16 +69,20 @@ class LogprobHead:
         """
         wanted = wanted_positions(batch)
         weight, start = output_weight(self._model, self._vocab_size)
-        ids, logprobs = vocab_parallel_topk_logprobs_from_hidden(
-            _picked(hidden, rows, wanted),
-            weight,
-            k=k,
-            num_ids=num_ids,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            vocab_start=start,
-            temperature=self._temperature,
-            chunk_size=_LOGPROB_CHUNK_TOKENS,
-        )
+
+        def likeliest(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return vocab_parallel_topk_logprobs_from_hidden(
+                picked,
+                weight,
+                k=k,
+                num_ids=num_ids,
+                group=parallel_state.get_tensor_model_parallel_group(),
+                vocab_start=start,
+                temperature=self._temperature,
+                chunk_size=_LOGPROB_CHUNK_TOKENS,
+            )
+
+        ids, logprobs = _read(hidden, rows, wanted, likeliest)
         return spread(ids, wanted), spread(logprobs, wanted)
 
     def _token_logprobs(
@@ -89,19 +95,53 @@ class LogprobHead:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
         wanted = wanted_positions(batch)
         weight, start = output_weight(self._model, self._vocab_size)
-        values = vocab_parallel_logprobs_from_hidden(
-            _picked(hidden, rows, wanted),
-            weight,
-            token_ids[wanted],
-            group=parallel_state.get_tensor_model_parallel_group(),
-            vocab_start=start,
-            temperature=self._temperature,
-            chunk_size=_LOGPROB_CHUNK_TOKENS,
-        )
-        return spread(values, wanted)
+        wanted_ids = token_ids[wanted]
+
+        def chosen(picked: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logprobs = vocab_parallel_logprobs_from_hidden(
+                picked,
+                weight,
+                wanted_ids[numbers],
+                group=parallel_state.get_tensor_model_parallel_group(),
+                vocab_start=start,
+                temperature=self._temperature,
+                chunk_size=_LOGPROB_CHUNK_TOKENS,
+            )
+            return (logprobs,)
+
+        return spread(_read(hidden, rows, wanted, chosen)[0], wanted)
 
 
-def _picked(hidden: torch.Tensor, rows: PackedRows, wanted: torch.Tensor) -> torch.Tensor:
-    """`[N, D]` of `hidden [R, L, D]`, at the N tokens that `wanted [B, T' <= T]` is set for."""
-    width = wanted.shape[1]
-    return hidden[rows.row[:, :width][wanted], rows.column[:, :width][wanted]]
+def _read(
+    hidden: torch.Tensor,
+    rows: PackedRows,
+    wanted: torch.Tensor,
+    head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor, ...]:
+    """What a head reads off the hidden states of tokens; the same on all context ranks.
+
+    Args:
+        hidden: `[M, D]` at this rank's `own_places`.
+        rows: Where tokens lie.
+        wanted: `[B, T' <= T]` bool, set for N tokens.
+        head: Called with the hidden states of those of the N that lie here, and their numbers.
+
+    Returns:
+        What the head gives, each `[N, ...]`.
+    """
+    width, row_length = wanted.shape[1], rows.position_ids.shape[1]
+    place = rows.row[:, :width][wanted] * row_length + rows.column[:, :width][wanted]
+    numbers = torch.arange(len(place), device=place.device)
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return head(hidden[place], numbers)
+    places = own_places(rows)
+    index = place.new_full((rows.position_ids.numel(),), -1)
+    held = places >= 0
+    index[places[held]] = held.nonzero()[:, 0]
+    numbers = numbers[index[place] >= 0]
+    parts = head(hidden[index[place[numbers]]], numbers)
+    wholes = (
+        part.new_zeros(len(place), *part.shape[1:]).index_put((numbers,), part) for part in parts
+    )
+    return tuple(sum_parts(whole, group) for whole in wholes)

@@ -168,6 +168,11 @@ def _chunk(
     )
     if not has_transformer_engine():
         _use_own_norm(spec)
+        if training.context_parallel_size > 1:
+            # Not before Megatron's functions are kept from torch.compile, see `cpu`.
+            from nemo_rl_core.backends.training.megatron.context import attend_to_whole_rows
+
+            attend_to_whole_rows(spec)
     chunk = GPTModel(
         config,
         spec,
@@ -267,13 +272,6 @@ def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTrainin
                 got=str(parts),
                 fix="change the layout in the training config",
             )
-    if training.context_parallel_size > 1 and not has_transformer_engine():
-        raise ConfigError(
-            "Megatron's local attention sees one rank's part of a row only",
-            expected="context_parallel_size of 1, or Transformer Engine on a GPU",
-            got=f"context_parallel_size of {training.context_parallel_size}",
-            fix="install transformer-engine, or use the dtensor backend for context parallelism",
-        )
     if family.experts is not None and tensor > 1 and not training.sequence_parallel:
         raise ConfigError(
             "experts over tensor-parallel ranks need sequence parallelism in Megatron-core",

@@ -11,7 +11,9 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from nemo_rl_core.backends.training.context_parallel import own_part, packed_causal_mask
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
+from nemo_rl_core.backends.training.megatron.ring import ring_borders, ring_places
 from nemo_rl_core.data.packing import PackedRows
 
 
@@ -23,15 +25,14 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
         rows: The micro-batch; ids are read by the first chunk only, positions by all.
 
     Returns:
-        `[R, L, D]` final hidden states from the last chunk; from the others `[L, R, D]` to send on
-        (`[R L, 1, D]` with Transformer Engine), under sequence parallelism a part of the first
-        dimension.
+        `[M, D]` final hidden states from the last chunk, of the tokens at `own_places`; from the
+        others `[L, R, D]` to send on (`[M, 1, D]` with Transformer Engine), under context and
+        sequence parallelism a part of the first dimension.
     """
-    num_rows, row_length = rows.position_ids.shape
-    if has_transformer_engine():
-        rows = _one_row(rows)
-    embedded = _embedded(model, rows) if model.pre_process else None
-    hidden: torch.Tensor = model.decoder(hidden_states=embedded, **_attention_inputs(model, rows))
+    own = _own_part(rows)
+    embedded = _embedded(model, own) if model.pre_process else None
+    inputs = _attention_inputs(model, rows, own)
+    hidden: torch.Tensor = model.decoder(hidden_states=embedded, **inputs)
     if not model.post_process:
         return hidden
     if model.config.sequence_parallel:
@@ -39,54 +40,73 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False
         )
-    return hidden.transpose(0, 1).reshape(num_rows, row_length, -1)
+    return hidden.transpose(0, 1).flatten(end_dim=1)
 
 
-def _attention_inputs(model: Any, rows: PackedRows) -> dict[str, Any]:
-    """What tells the decoder which tokens belong together, and where each stands."""
-    # [P, 1, 1, d] of positions 0 to P-1.
-    table = model.rotary_pos_emb(int(rows.position_ids.max()) + 1)
+def own_places(rows: PackedRows) -> torch.Tensor:
+    """`[M]`: which of the R L places of the rows, one row after another, this rank computes.
+
+    -1 stands for filler that belongs to no row.
+    """
+    if has_transformer_engine():
+        return ring_places(rows.position_ids.flatten(), *_ring())
+    places = torch.arange(rows.position_ids.numel(), device=rows.position_ids.device)
+    group = parallel_state.get_context_parallel_group()
+    return own_part(places.view_as(rows.position_ids), group, dim=1).flatten()
+
+
+def _own_part(rows: PackedRows) -> PackedRows:
+    """Ids and positions `[R, L / ranks]` of this context rank; `row` and `column` stay.
+
+    With Transformer Engine `[1, M]`, all rows behind one another.
+    """
+    places = own_places(rows)
+    shape = (1, -1) if has_transformer_engine() else (len(rows.position_ids), -1)
+    ids, positions = (
+        part.flatten()[places].masked_fill(places < 0, 0).view(shape)
+        for part in (rows.input_ids, rows.position_ids)
+    )
+    return replace(rows, input_ids=ids, position_ids=positions)
+
+
+def _ring() -> tuple[int, int, int]:
+    """Context ranks, which of them this one is, and tensor ranks."""
+    group = parallel_state.get_context_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    return group.size(), group.rank(), tensor
+
+
+def _attention_inputs(model: Any, rows: PackedRows, own: PackedRows) -> dict[str, Any]:
+    """What tells the decoder which tokens belong together, and where its own stand."""
     if has_transformer_engine():
         # Its kernels take the borders of sequences, and restart rope at each; a mask of single
         # tokens they would not look at.
+        num_ranks, _, num_tensor = _ring()
+        borders = ring_borders(rows.position_ids.flatten(), num_ranks, num_tensor)
+        longest = int(borders.diff().max())
         return {
             "attention_mask": None,
-            "rotary_pos_emb": table,
-            "packed_seq_params": sequence_borders(rows.position_ids[0]),
+            "rotary_pos_emb": model.rotary_pos_emb(longest, packed_seq=True),
+            "packed_seq_params": PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=borders,
+                cu_seqlens_kv=borders,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
         }
+    # [P, 1, 1, d] of positions 0 to P-1, whole on every context rank.
+    table = model.rotary_pos_emb(int(rows.position_ids.max()) + 1, packed_seq=True)
     return {
-        "attention_mask": other_sequences(rows.position_ids),
-        "rotary_pos_emb": table[rows.position_ids.T, 0],  # [L, R, 1, d]
+        "attention_mask": ~packed_causal_mask(
+            rows.position_ids, parallel_state.get_context_parallel_group()
+        ),
+        "rotary_pos_emb": table[own.position_ids.T, 0],  # [L / ranks, R, 1, d]
     }
 
 
-def _one_row(rows: PackedRows) -> PackedRows:
-    """All rows behind one another; `row` and `column` keep naming places in the rows given."""
-    return replace(
-        rows, input_ids=rows.input_ids.view(1, -1), position_ids=rows.position_ids.view(1, -1)
-    )
-
-
-def sequence_borders(position_ids: torch.Tensor) -> PackedSeqParams:
-    """Where sequences begin and end in one row, as Transformer Engine wants it.
-
-    Args:
-        position_ids: `[L]`; 0 begins a sequence.
-    """
-    end = position_ids.new_tensor([len(position_ids)])
-    borders = torch.cat([(position_ids == 0).nonzero()[:, 0], end]).int()
-    longest = int(borders.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-
-
 def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
-    """`[L, R, D]`, this rank's part of L under sequence parallelism."""
+    """`[L, R, D]` of the L given, this rank's part of them under sequence parallelism."""
     embedded: torch.Tensor = model.embedding(
         input_ids=rows.input_ids, position_ids=rows.position_ids
     )
@@ -100,22 +120,6 @@ def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
         parts = is_padding.chunk(model.config.tensor_model_parallel_size)
         is_padding = parts[parallel_state.get_tensor_model_parallel_rank()]
     return torch.where(is_padding[..., None], embedded.detach(), embedded)
-
-
-def other_sequences(position_ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens of its row a token must not see: later ones, and those of other sequences.
-
-    Args:
-        position_ids: `[R, L]`; 0 begins a sequence.
-
-    Returns:
-        `[R, 1, L, L]` bool, query before key, True where attention is forbidden.
-    """
-    sequence = torch.cumsum(position_ids == 0, dim=1)
-    other = sequence[:, :, None] != sequence[:, None, :]
-    length = position_ids.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).triu(1)
-    return (other | later)[:, None]
 
 
 def output_weight(model: Any, vocab_size: int) -> tuple[torch.Tensor, int]:

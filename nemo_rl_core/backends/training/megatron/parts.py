@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.data.packing import Microbatch, PackedRows, pack, plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,12 @@ def make_parts(
         config: Megatron's `TransformerConfig`.
         max_tokens: The budget of one micro-batch.
         device: Where the parts are wanted.
+
+    Raises:
+        DataError: If a sequence of any data-parallel rank does not fit into a micro-batch; on every
+            one of them, since the others would wait for it.
     """
-    plan = _plan(batch, max_tokens)
-    needed = _maximum([len(plan)], device)[0]
+    plan, needed = _agreed_plan(batch, max_tokens, device)
     stages = config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size:
         needed = -(-needed // stages) * stages  # the interleaved schedule needs whole rounds
@@ -53,6 +57,25 @@ def make_parts(
 
 
 _FILLER = Microbatch(rows=((0,),), row_length=2)
+_REFUSED = 2**62
+
+
+def _agreed_plan(
+    batch: BatchedDataDict, max_tokens: int, device: torch.device
+) -> tuple[list[Microbatch], int]:
+    """This rank's micro-batches, and how many the data-parallel rank with most has."""
+    try:
+        plan = _plan(batch, max_tokens)
+    except DataError:
+        _maximum([_REFUSED], device)
+        raise
+    most = _maximum([len(plan)], device)[0]
+    if most == _REFUSED:
+        raise DataError(
+            "the rows of another data rank do not fit into its micro-batches",
+            fix="see that rank's message; raise max_tokens_per_microbatch",
+        )
+    return plan, most
 
 
 def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
@@ -69,11 +92,13 @@ def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
 def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[tuple[int, int]]:
     """Rows and row length of each micro-batch.
 
-    Rows get a length that the ranks of sequence parallelism share evenly. The dispatcher that
-    gathers the tokens of all ranks with experts needs the same shape on all of them.
+    Rows get a length that the ranks of context and sequence parallelism share evenly. The
+    dispatcher that gathers the tokens of all ranks with experts needs the same shape on all of
+    them.
     """
     parallel = config.sequence_parallel
-    multiple = config.tensor_model_parallel_size if parallel else 1
+    multiple = config.context_parallel_size
+    multiple *= config.tensor_model_parallel_size if parallel else 1
     shapes = [(len(part.rows), -(-part.row_length // multiple) * multiple) for part in plan]
     if config.expert_model_parallel_size == 1:
         return shapes

@@ -1,5 +1,6 @@
 """The Megatron worker's packed rows and checkpoints (`test_parity.py` has what it computes)."""
 
+import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -90,14 +91,6 @@ def plain_logprobs(model: Any, batch: BatchedDataDict) -> torch.Tensor:
     return result * batch["token_mask"]
 
 
-def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
-    from nemo_rl_core.backends.training.megatron.packed import other_sequences
-
-    forbidden = other_sequences(torch.tensor([[0, 1, 0, 0]]))
-    seen = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert torch.equal(~forbidden[0, 0], torch.tensor(seen, dtype=torch.bool))
-
-
 def changed_neighbour(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     backend = make_backend(folder, layout(), max_tokens_per_microbatch=1000)
     batch = make_batch()
@@ -155,7 +148,44 @@ def test_a_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> 
     assert not report["missing_keys"] and not report["unexpected_keys"]
     loss = -plain_logprobs(model.eval(), make_batch()).sum() / make_batch()["token_mask"].sum()
     assert loss.item() == pytest.approx(losses["straight"][0], rel=1e-5)
-    assert json.loads((tmp_path / "trainer" / "state.json").read_text()) == {"num_updates": 2}
+    assert json.loads((tmp_path / "trainer" / "state.json").read_text()) == {
+        "backend": "megatron",
+        "num_updates": 2,
+    }
+
+
+def saved_twice(folder: Path, path: Path) -> None:
+    """The same state, saved before going on and while two more steps are made."""
+    from nemo_rl_core.algorithms.sft.loss import NLLLoss
+
+    backend = make_backend(folder, layout(2))
+    backend.train_step(make_batch(), NLLLoss())
+    backend.save_checkpoint(path / "waited")
+    backend.start_checkpoint(path / "meanwhile")
+    for _ in range(2):
+        backend.train_step(make_batch(), NLLLoss())
+    backend.shutdown()  # which waits
+    assert not (path / "meanwhile" / "trainer" / ".metadata.tmp").exists()
+
+
+@pytest.mark.slow
+def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile(
+    dense: Path, tmp_path: Path
+) -> None:
+    found = []
+    for run in ("first", "rerun"):
+        run_ranks(saved_twice, dense, tmp_path / run, world_size=2)
+        for name in ("waited", "meanwhile"):
+            folder = tmp_path / run / name
+            files = {
+                str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in sorted(folder.rglob("*"))
+                if file.is_file()
+            }
+            found.append(files)
+    assert {"trainer/.metadata", "trainer/common.pt", "trainer/__1_0.distcp"} < found[0].keys()
+    for other in found[1:]:
+        assert other == found[0]
 
 
 class Foreign:

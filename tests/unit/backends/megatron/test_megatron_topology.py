@@ -43,7 +43,6 @@ def test_the_vocabulary_is_filled_up_to_the_tensor_ranks() -> None:
         ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 4}, "4 layers cannot be divided"),
         ({"expert_parallel_size": 3}, "4 experts cannot be divided"),
         ({"tensor_parallel_size": 2}, "need sequence parallelism"),
-        ({"context_parallel_size": 2}, "Transformer Engine"),
     ],
 )
 def test_a_layout_that_does_not_come_out_even_is_refused(training, message: str) -> None:

@@ -1,0 +1,1 @@
+"""Requests, draws and completions: what generation backends share, whatever their model."""

@@ -1,0 +1,141 @@
+"""Tokens drawn from logits, row by row under each row's own seed, until each row has ended."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from nemo_rl_core.backends.decoding.requests import Completed, Request
+from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.errors import ConfigError
+
+_MAX_TOKENS_PER_CHARACTER = 4
+
+
+class Decoding:
+    """A batch of completions that grow by a token at a time.
+
+    Draws are those of vLLM on a CPU: the token with the largest `p / e`, where `e` are exponential
+    numbers of the row's own generator (the Gumbel-max trick). So equal logits and seeds give equal
+    tokens here and there, whatever other rows are in the batch.
+
+    Args:
+        requests: `B` rows.
+        config: How tokens are drawn.
+        greedy: The likeliest token always.
+        stop_token_ids: Tokens that end a completion; they are part of it.
+        tokenizer: Of the model, where a request has stop strings.
+
+    Raises:
+        ConfigError: If a request has stop strings, and there is no tokenizer.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        config: SamplingConfig,
+        *,
+        greedy: bool,
+        stop_token_ids: Collection[int],
+        tokenizer: Any = None,
+    ) -> None:
+        refuse_stop_strings_without_text(requests, tokenizer)
+        self._requests, self._config, self._tokenizer = requests, config, tokenizer
+        self._greedy = greedy or config.temperature == 0
+        self._stops = frozenset(stop_token_ids)
+        self._generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._truncated = [False] * len(requests)
+        self.ended = torch.zeros(len(requests), dtype=torch.bool)
+        self._warpers = self._make_warpers()
+
+    def _make_warpers(self) -> list[Any]:
+        from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+        config = self._config
+        chosen: list[Any] = []
+        if not self._greedy and config.top_k is not None:
+            chosen.append(TopKLogitsWarper(config.top_k))
+        if not self._greedy and config.top_p < 1:
+            chosen.append(TopPLogitsWarper(config.top_p))
+        return chosen
+
+    @torch.no_grad()
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Adds a token to every row that has not ended.
+
+        Args:
+            logits: `[B, V]` of the next tokens.
+
+        Returns:
+            `[B]` tokens; those of rows that have ended mean nothing.
+        """
+        logits = logits.float().cpu()
+        scale = 1.0 if self._greedy else self._config.temperature
+        scores = self._penalized(logits) / scale
+        for warper in self._warpers:
+            scores = warper(None, scores)
+        if not self._greedy:
+            noise = torch.empty_like(scores)
+            for row, generator in zip(noise, self._generators, strict=True):
+                row.exponential_(generator=generator)
+            scores = scores.softmax(-1) / noise
+        tokens = scores.argmax(-1)
+        # Of the policy's own distribution, whatever part of it was drawn from.
+        logprobs = torch.log_softmax(logits / scale, -1).gather(1, tokens[:, None])[:, 0]
+        for row, (token, logprob) in enumerate(
+            zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
+            if not self.ended[row]:
+                self._add(row, token, logprob)
+        return tokens
+
+    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
+        penalty = self._config.repetition_penalty
+        if penalty == 1:
+            return logits
+        seen = torch.zeros(logits.shape, dtype=torch.bool)
+        for row, (request, tokens) in enumerate(zip(self._requests, self._tokens, strict=True)):
+            seen[row, [*request.prompt, *tokens]] = True
+        lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(seen, lowered, logits)
+
+    def _add(self, row: int, token: int, logprob: float) -> None:
+        self._tokens[row].append(token)
+        self._logprobs[row].append(logprob)
+        stopped = token in self._stops or self._holds_stop_string(row)
+        full = len(self._tokens[row]) >= self._requests[row].max_new_tokens
+        self._truncated[row] = full and not stopped
+        self.ended[row] = stopped or full
+
+    def _holds_stop_string(self, row: int) -> bool:
+        strings = self._requests[row].stop_strings
+        if not strings:
+            return False
+        # The end alone, for earlier tokens were looked at when they came; a character may be made
+        # of several tokens.
+        longest = max(map(len, strings)) + 1
+        tail = self._tokens[row][-_MAX_TOKENS_PER_CHARACTER * longest :]
+        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        return any(string in text for string in strings)
+
+    def completed(self) -> list[Completed]:
+        """What has been drawn, a row each."""
+        rows = zip(self._tokens, self._logprobs, self._truncated, strict=True)
+        return [Completed(*row) for row in rows]
+
+
+def refuse_stop_strings_without_text(requests: Sequence[Request], tokenizer: Any) -> None:
+    """Refuses stop strings where nothing makes text of tokens.
+
+    Raises:
+        ConfigError: If there are any, and no tokenizer.
+    """
+    if tokenizer is None and any(request.stop_strings for request in requests):
+        raise ConfigError(
+            "stop strings are looked for in text, but the engine has no tokenizer",
+            expected="an engine with a tokenizer",
+            got="stop_strings, and skip_tokenizer_init: true",
+            fix="leave skip_tokenizer_init out",
+        )

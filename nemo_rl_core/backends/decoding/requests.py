@@ -1,0 +1,112 @@
+"""The rows of a generation batch as requests, and their completions as a batch again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_core.config.generation import SamplingConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import DataError
+
+_LARGEST_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row.
+
+    Attributes:
+        prompt: Token ids.
+        seed: Of this row's draws alone, so that its tokens do not depend on the other rows.
+        max_new_tokens: Of the completion, its stop token included.
+        stop_strings: End the completion where its text contains one of them.
+    """
+
+    prompt: list[int]
+    seed: int
+    max_new_tokens: int
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What followed one prompt: `L` tokens, their logprobs, and whether a bound ended it."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    truncated: bool
+
+
+def read_requests(
+    batch: BatchedDataDict, config: SamplingConfig, *, max_model_len: int
+) -> list[Request]:
+    """The rows of a batch.
+
+    Args:
+        batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, `seeds [B]`, and where
+            rows have bounds of their own `stop_strings` (B lists of strings, or None) and
+            `max_new_tokens [B]`.
+        config: What all rows have in common. A row adds stop strings to it, and may be shorter.
+        max_model_len: The most tokens of a prompt and its completion.
+
+    Raises:
+        DataError: If a row has no prompt, or leaves no room for a completion.
+    """
+    lengths = batch["input_lengths"].tolist()
+    asked = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else None
+    stops = batch.get("stop_strings") or [None] * len(lengths)
+    requests = []
+    for row, length in enumerate(lengths):
+        most = config.max_new_tokens if asked is None else min(config.max_new_tokens, asked[row])
+        room = min(most, max_model_len - length)
+        if length < 1 or room < 1:
+            raise DataError(
+                f"row {row} of a generation batch cannot be completed",
+                expected=f"a prompt of 1 to {max_model_len - 1} tokens (max_model_len is "
+                f"{max_model_len}), and at least 1 new token",
+                got=f"{length} tokens, and at most {most} new ones",
+                fix="shorten the prompt, or raise max_model_len or max_new_tokens",
+            )
+        requests.append(
+            Request(
+                prompt=batch["input_ids"][row, :length].tolist(),
+                seed=int(batch["seeds"][row]),
+                max_new_tokens=room,
+                stop_strings=(*config.stop_strings, *(stops[row] or ())),
+            )
+        )
+    return requests
+
+
+def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
+    """`[B]` seeds for the rows of a batch that has none, all of them from one."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(_LARGEST_SEED, (num_rows,), generator=generator)
+
+
+def as_batch(requests: Sequence[Request], completed: Sequence[Completed]) -> BatchedDataDict:
+    """Prompts with their completions right behind them, padded on the right with 0.
+
+    Returns:
+        `output_ids [B, T']`, `generation_lengths [B]`, `unpadded_sequence_lengths [B]`,
+        `logprobs [B, T']` of the completions' tokens (0 elsewhere), `truncated [B]`.
+    """
+    starts = torch.tensor([len(request.prompt) for request in requests], dtype=torch.long)
+    lengths = torch.tensor([len(done.token_ids) for done in completed], dtype=torch.long)
+    ends = starts + lengths
+    output_ids = torch.zeros(len(requests), int(ends.max()) if len(ends) else 0, dtype=torch.long)
+    logprobs = torch.zeros(output_ids.shape)
+    for row, (request, done) in enumerate(zip(requests, completed, strict=True)):
+        start, end = int(starts[row]), int(ends[row])
+        output_ids[row, :end] = torch.tensor([*request.prompt, *done.token_ids])
+        logprobs[row, start:end] = torch.tensor(done.logprobs)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "generation_lengths": lengths,
+            "unpadded_sequence_lengths": ends,
+            "logprobs": logprobs,
+            "truncated": torch.tensor([done.truncated for done in completed], dtype=torch.bool),
+        }
+    )

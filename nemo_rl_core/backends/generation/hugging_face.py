@@ -1,0 +1,102 @@
+"""The generation worker over transformers' own loop."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_core.backends.decoding.draws import Decoding
+from nemo_rl_core.backends.decoding.requests import as_batch, read_requests
+from nemo_rl_core.backends.decoding.transformers_loop import complete
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.process_group import local_device
+from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
+from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.timer import peak_memory_gib
+
+
+class HuggingFaceBackend:
+    """A transformers causal model, whole in this process (a `GenerationBackend`)."""
+
+    def setup(self, setup: GenerationSetup) -> None:
+        """Loads the model and its tokenizer."""
+        self._setup = setup
+        self._tokenizer = load_tokenizer(setup.model_folder)
+        self.load_weights(setup.model_folder)
+
+    def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
+        """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
+        setup = self._setup
+        requests = read_requests(batch, setup.config, max_model_len=setup.max_model_len)
+        stops = list(setup.stop_token_ids)
+        decoding = Decoding(
+            requests,
+            setup.config,
+            greedy=greedy,
+            stop_token_ids=stops,
+            tokenizer=self._tokenizer,
+        )
+        completed = complete(self._model, requests, decoding, stop_token_ids=stops)
+        return as_batch(requests, completed)
+
+    def update_weights(self, buckets: list[WeightBucket]) -> str:
+        """Replaces all weights; returns what arrived, digested."""
+        digest = combined_digest(received_digest(bucket) for bucket in buckets)
+        # Built anew, for only when it loads does transformers know what published names stand for.
+        # Buckets lie in memory that is shared and goes away.
+        self._take(
+            type(self._model).from_pretrained(
+                None,
+                config=self._model.config,
+                state_dict={
+                    name: w.clone() for bucket in buckets for name, w in bucket.named_tensors()
+                },
+                dtype=self._dtype,
+                output_loading_info=True,
+            )
+        )
+        return digest
+
+    def load_weights(self, model_folder: Path) -> None:
+        """Replaces all weights by those of the safetensors files in `model_folder`."""
+        from transformers import AutoModelForCausalLM
+
+        self._take(
+            AutoModelForCausalLM.from_pretrained(
+                model_folder, dtype=self._dtype, output_loading_info=True
+            )
+        )
+
+    def _take(self, loaded: tuple[Any, dict[str, Any]]) -> None:
+        model, report = loaded
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ModelError(
+                "the weights to generate with are not whole",
+                expected="every weight of the model",
+                got=f"{len(missing)} missing, such as {', '.join(missing[:3])}",
+                fix="send the weights of a policy of the same architecture",
+            )
+        self._model = model.eval().to(local_device())
+
+    @property
+    def _dtype(self) -> Any:
+        return getattr(torch, self._setup.dtype)
+
+    def wake(self) -> None:
+        """Brings the model back to the GPU."""
+        self._model.to(local_device())
+
+    def sleep(self) -> None:
+        """Moves the model to the host."""
+        self._model.to("cpu")
+
+    def peak_memory_gib(self) -> float:
+        """The most memory this process has held."""
+        return peak_memory_gib()
+
+    def shutdown(self) -> None:
+        """Frees the model."""
+        self.__dict__.clear()

@@ -1,0 +1,139 @@
+"""Sharded state to disk while training goes on: copied at once, written by a thread.
+
+Megatron plans who writes what, and would have forked processes write it. Here a thread of this
+process writes copies instead: a fork of a process that computes may find a lock taken for ever. The
+thread does not communicate; what ranks have to agree on waits for `finish`, which all of them call.
+"""
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nemo_rl_core.errors import StoreError
+
+_FORMAT, _VERSION = "torch_dist", 1
+
+
+class Writing:
+    """One save under way. To make it and to `finish` are collectives of all ranks.
+
+    What is written is the state of this moment, to the bit, and equal states are equal bytes.
+
+    Args:
+        folder: Seen by all ranks; it is there.
+        state: This rank's sharded state, as Megatron's `dist_checkpointing` takes it.
+    """
+
+    def __init__(self, folder: Path, state: dict[str, Any]) -> None:
+        self._folder, self._strategy = folder, _CopyingStrategy()
+        dist_checkpointing.save(
+            state, str(folder), sharded_strategy=self._strategy, async_sharded_save=True
+        )
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: Future[list[WriteResult]] = executor.submit(self._strategy.write)
+        executor.shutdown(wait=False)
+
+    def is_done(self) -> bool:
+        """Whether this rank has nothing left to write, or has failed to."""
+        return self._written.done()
+
+    def finish(self) -> None:
+        """Waits for all ranks, and writes down which of them wrote what, and where.
+
+        Raises:
+            StoreError: If the disk of any rank refused; on every rank.
+        """
+        results: list[Any] = [None] * dist.get_world_size()
+        error = self._written.exception()
+        own = self._written.result() if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(results, own)
+        for rank, found in enumerate(results):
+            if isinstance(found, str):
+                raise _refused(f"{found[:500]} (rank {rank})")
+
+        def describe() -> None:
+            self._strategy.describe(results)
+            save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
+
+        on_rank_0(describe)
+
+
+def on_rank_0(action: Callable[[], None]) -> None:
+    """Does something with files on one rank; the others wait until it is done.
+
+    Raises:
+        StoreError: If the disk refuses; on every rank.
+    """
+    error = [""]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as refusal:
+            error = [f"{type(refusal).__name__}: {refusal}"[:500]]
+    dist.broadcast_object_list(error, src=0)
+    if error[0]:
+        raise _refused(error[0])
+
+
+class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's sharded format, a file from each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT, _VERSION, thread_count=1)
+        # Else a process is started that hands on what forked writers report.
+        filesystem_async._results_queue = queue.SimpleQueue()
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        self._writer, (_, self._metadata, _) = writer, planned
+        self._buckets = []
+        for file, key, (objects, tensors) in writer.write_buckets:
+            assert not objects, objects  # they would be pickled
+            copies = [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]
+            self._buckets.append((file, key, (objects, copies)))
+        writer.write_buckets = None
+        return AsyncRequest(None, (), [])
+
+    def write(self) -> list[WriteResult]:
+        """Writes the copies of this rank; what of them lies where.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
+        written: list[WriteResult] = []
+        for number, bucket in enumerate(self._buckets):
+            results: Any = queue.SimpleQueue()
+            unfinished: Any = queue.Queue()
+            unfinished.put(number)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                [self._writer.transforms], number, bucket, results, unfinished, use_fsync=True
+            )
+            _, found = results.get()
+            if isinstance(found, Exception):
+                raise found
+            written += found
+        self._buckets.clear()
+        return written
+
+    def describe(self, results: list[list[WriteResult]]) -> None:
+        """Writes `.metadata`, on the rank that has planned for all."""
+        # Else it names the folder and a random id.
+        self._writer.storage_meta = lambda: None
+        self._writer.finish(self._metadata, results)
+
+
+def _refused(got: str) -> StoreError:
+    return StoreError(
+        "the trainer's state could not be written",
+        got=got,
+        fix="free some space, or point NEMO_RL_HOME at another disk",
+    )

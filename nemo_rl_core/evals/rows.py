@@ -1,0 +1,75 @@
+"""The completions of an evaluation as rows: made, saved, read back, compared."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.evals.consensus import ExtractAnswer
+from nemo_rl_core.evals.metrics import category_of, is_correct
+from nemo_rl_core.types import Rollout
+
+Row = Mapping[str, Any]
+"""`prompt_id`, `mode` (greedy or sampled), `sample`, `category`, `prompt`, `completion`, `answer`,
+`extracted` (what it votes for), `reward`, `correct`, `truncated`, `error`."""
+
+
+def rows_of(
+    rollouts: Sequence[Rollout], mode: str, *, category: str, extract: ExtractAnswer
+) -> list[dict[str, Any]]:
+    """One row a rollout.
+
+    Args:
+        rollouts: Judged completions; those of one prompt in the order they were drawn.
+        mode: `greedy` or `sampled`.
+        category: As of `EvaluationConfig`.
+        extract: Reads the answer that a completion votes for.
+    """
+    seen: dict[str, int] = {}
+    rows = []
+    for rollout in rollouts:
+        sample = seen[rollout.prompt.id] = seen.get(rollout.prompt.id, -1) + 1
+        rows.append(
+            {
+                "prompt_id": rollout.prompt.id,
+                "mode": mode,
+                "sample": sample,
+                "category": category_of(rollout, category),
+                "prompt": rollout.prompt.text,
+                "completion": rollout.text,
+                "answer": rollout.prompt.answer,
+                "extracted": extract(rollout.text),
+                "reward": rollout.reward,
+                "correct": is_correct(rollout),
+                "truncated": rollout.completion.truncated,
+                "error": rollout.error,
+            }
+        )
+    return rows
+
+
+def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
+    """Whether each prompt was answered right, by its id: what a paired comparison takes."""
+    return {str(row["prompt_id"]): row["correct"] for row in rows if row["mode"] == "greedy"}
+
+
+def save_rows(rows: Sequence[Row], path: Path) -> None:
+    """Writes the rows of an evaluation as parquet; equal rows give equal bytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    """What `save_rows` wrote; missing rewards are None again, as pandas would not have them."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def changed_rows(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The greedy rows of prompts that one of two evaluations answers right and the other wrong."""
+    later = {row["prompt_id"]: row for row in after if row["mode"] == "greedy"}
+    pairs = [(row, later[row["prompt_id"]]) for row in before if row["mode"] == "greedy"]
+    return [pair for pair in pairs if {row["correct"] for row in pair} == {True, False}]

@@ -1,0 +1,25 @@
+"""Generation engines that run in Ray workers.
+
+The names below are imported when first asked for, as those of `nemo_rl_core` are.
+"""
+
+from typing import Any
+
+_PUBLIC = {
+    "Generation": ".engine",
+    "GenerationInterface": ".interfaces",
+    "HuggingFaceGeneration": ".short_forms",
+    "MegatronGeneration": ".short_forms",
+    "VllmConfig": ".vllm",
+    "VllmGeneration": ".vllm",
+    "VllmGenerationWorker": ".vllm",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        import importlib
+
+        return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,216 @@
+"""Generation engines in Ray workers, of whatever kind the config names."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl_core.backends.decoding.requests import row_seeds
+from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
+from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.named_sharding import DATA, NamedSharding
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync import compare_digests
+from nemo_rl_core.errors import ConfigError, ConsistencyError, DataError, WorkerLostError
+from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.models.policy import Policy
+
+_LOG = logging.getLogger(__name__)
+_WITHIN_AN_ENGINE = "model_parallel"
+
+
+class Generation(GenerationInterface):
+    """Engines that share the rows of a batch; running ones of the same model and size are reused.
+
+    A worker that dies while it generates, or does not answer within
+    `setup.config.timeout_seconds`, is replaced with all others, the weights are loaded again, and
+    the call is repeated once. Seeds belong to rows, so that the tokens are those that the lost
+    worker would have drawn.
+
+    Args:
+        cluster: A session with its running workers, or a cluster of your own.
+        setup: Model, sampling and size. The weights of `setup.model_folder` are loaded.
+        name: Of the worker group. Engines of one name share workers, so that the later one takes
+            them over.
+
+    Attributes:
+        num_restarts: How many times the workers were started again.
+
+    Raises:
+        ConfigError: If the cluster has too few bundles for the engines.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSession | RayVirtualCluster,
+        setup: GenerationSetup,
+        *,
+        name: str = "generation",
+    ) -> None:
+        session = ClusterSession(cluster) if isinstance(cluster, RayVirtualCluster) else cluster
+        self._session, self._setup, self._name = session, setup, name
+        self._sharding = _sharding(setup.config, session.cluster.world_size)
+        self.num_restarts = 0
+        self._num_unseeded_calls = 0
+        self._start()
+        # Also in a new engine: weights then always take the same way, and give the same bits.
+        self.load_weights(setup.model_folder)
+
+    def _start(self) -> None:
+        config = self._setup.config
+        self._workers, is_new = self._session.workers(
+            get_generation_backend(config.backend),
+            name=self._name,
+            key=_engine_key(self._setup),
+            sharding=self._sharding,
+            env_vars=engine_environment(config),
+        )
+        if is_new:
+            self._workers.run_all_workers_single_data("setup", self._setup)
+
+    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+        """Completes a batch as `GenerationDatumSpec` has it, in its order.
+
+        Lengths may be said by `attention_mask [B, T]` instead; without `seeds`, rows get such as
+        depend on the engine's seed and the number of such calls before.
+
+        Raises:
+            DataError: If prompts are not padded on the right, or leave no room for a completion.
+            WorkerLostError: If a worker is lost, and once more after all were started again.
+        """
+        batch = self._completed_columns(data)
+        try:
+            return self._generate(batch, greedy=greedy)
+        except WorkerLostError as lost:
+            _LOG.warning("%s; the engine is started again", lost.problem)
+            self._restart(lost)
+        return self._generate(batch, greedy=greedy)
+
+    def _generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
+        num_engines = self._sharding.axis_size(DATA)
+        answers = self._workers.run_all_workers_sharded_data(
+            "generate",
+            in_sharded_axes=[DATA],
+            replicate_on_axes=[_WITHIN_AN_ENGINE],
+            output_is_replicated=[_WITHIN_AN_ENGINE],
+            common_kwargs={"greedy": greedy},
+            timeout_seconds=self._setup.config.timeout_seconds,
+            batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
+        )
+        whole = BatchedDataDict.from_batches(answers)
+        width = torch.arange(whole["output_ids"].shape[1])
+        is_padding = width >= whole["unpadded_sequence_lengths"][:, None]
+        whole["output_ids"][is_padding] = self._setup.pad_token_id
+        return whole
+
+    def _completed_columns(self, data: BatchedDataDict) -> BatchedDataDict:
+        batch = data.copy()
+        if "input_lengths" not in batch:
+            mask = batch.pop("attention_mask").bool()
+            if (mask[:, 1:] & ~mask[:, :-1]).any():
+                raise DataError(
+                    "prompts of a generation batch are padded on the left",
+                    expected="attention_mask of ones, and zeros behind them",
+                    fix="pad on the right",
+                )
+            batch["input_lengths"] = mask.sum(dim=1)
+        if "seeds" not in batch:
+            batch["seeds"] = row_seeds(self._setup.seed + self._num_unseeded_calls, batch.size)
+            self._num_unseeded_calls += 1
+        return batch
+
+    def _restart(self, lost: WorkerLostError) -> None:
+        """Starts all workers again, with the weights that they had."""
+        self.num_restarts += 1
+        self._session.discard(self._name)
+        self._start()
+        if isinstance(self._source, Path):
+            self.load_weights(self._source)
+            return
+        digest = self._digest
+        self.update_weights(self._source)
+        if self._digest != digest:
+            raise ConsistencyError(
+                "an engine that was started again cannot get back the weights that it had: the "
+                "policy has trained on",
+                expected=f"checksum {digest}",
+                got=f"checksum {self._digest}",
+                fix="run the same command again: it resumes from the last save",
+            ) from lost
+
+    def prepare_for_generation(self) -> None:
+        """Takes the GPU's memory back; on a CPU, engines keep theirs."""
+        self._workers.run_all_workers_single_data("wake")
+
+    def finish_generation(self) -> None:
+        """Gives the GPU's memory away, for training to use; the next call takes it back."""
+        self._workers.run_all_workers_single_data("sleep")
+
+    def update_weights(self, policy: Policy) -> None:
+        """Takes over the policy's weights and compares checksums of what was sent and arrived.
+
+        Raises:
+            ConsistencyError: If they differ.
+        """
+        buckets, sent = policy.send_weights()
+        for received in self._workers.run_all_workers_single_data("update_weights", buckets):
+            compare_digests(sent=sent, received=received)
+        self._source: Path | Policy = policy
+        self._digest = sent
+
+    def load_weights(self, model_folder: Path) -> None:
+        """Takes over the weights of a transformers folder of the same architecture."""
+        self._workers.run_all_workers_single_data("load_weights", model_folder)
+        self._source = model_folder
+
+    def peak_memory_gib(self) -> float:
+        """The most memory that all processes of the engines together have held."""
+        return float(sum(self._workers.run_all_workers_single_data("peak_memory_gib")))
+
+    def shutdown(self) -> None:
+        """Ends the workers, where no other engine is to take them over; may be called again."""
+        self._session.discard(self._name)
+
+
+def _sharding(config: SamplingConfig, num_workers: int) -> NamedSharding:
+    """Engines over the cluster's first bundles; the ranks of one lie side by side."""
+    engines, ranks = config.num_engines, config.ranks_per_engine
+    if engines * ranks > num_workers:
+        raise ConfigError(
+            f"{engines} engines of {ranks} workers do not fit the cluster",
+            expected=f"at most {num_workers} workers (cluster.num_workers)",
+            got=f"{engines * ranks}",
+            fix="raise cluster.num_workers, or lower generation.num_engines or the sizes over "
+            "which an engine is spread",
+        )
+    layout = np.arange(engines * ranks).reshape(engines, ranks)
+    return NamedSharding(layout, [DATA, _WITHIN_AN_ENGINE])
+
+
+def _engine_key(setup: GenerationSetup) -> str:
+    """What an engine is started with: architecture, size and sampling, but not the weights."""
+    architecture: dict[str, Any] = json.loads((setup.model_folder / "config.json").read_text())
+    described = json.dumps(architecture, sort_keys=True) + repr(
+        (setup.config, setup.max_model_len, setup.stop_token_ids, setup.dtype, setup.seed)
+    )
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def engine_environment(config: SamplingConfig) -> dict[str, str]:
+    """What must stand in a worker's environment before it imports the engine's library."""
+    if not isinstance(config, VllmGenerationConfig):
+        return {}
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+        # The engine stays inside the worker's process, where weights arrive.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }

@@ -1,0 +1,95 @@
+"""An engine's set-up from a mapping of words, as the reference documents write it."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.generation import (
+    HuggingFaceGenerationConfig,
+    MegatronGenerationConfig,
+    VllmGenerationConfig,
+)
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.models.policy.short_forms import local_folder
+
+EngineConfig = VllmGenerationConfig | HuggingFaceGenerationConfig | MegatronGenerationConfig
+
+_ALIASES: Final = {
+    "precision": "dtype",
+    "torch_dtype": "dtype",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+}
+
+
+class _ModelWords(FrozenConfig):
+    """What is said of the model and its tokens, besides how they are drawn and with which engine.
+
+    Attributes:
+        stop_token_ids: End a completion besides the model's own.
+        max_model_len: The most tokens of a prompt and its completion; by default what the model
+            was made for.
+    """
+
+    model_name: str
+    dtype: DType = "float32"
+    seed: NonNegativeInt = 0
+    pad_token_id: NonNegativeInt = 0
+    stop_token_ids: list[int] | None = None
+    max_model_len: PositiveInt | None = None
+
+
+def read_setup(words: Mapping[str, Any], config_class: type[EngineConfig]) -> GenerationSetup:
+    """All that an engine needs.
+
+    Args:
+        words: `model_name`; `dtype` (or `precision`), `max_model_len`, `stop_token_ids`,
+            `pad_token_id`, `seed`; and the fields of the config. Those in `vllm_cfg` may stand
+            beside it as well.
+        config_class: Of the engine.
+
+    Raises:
+        ConfigError: For a word that there is not, or a value that does not fit.
+        ModelError: If there is no such model.
+    """
+    flat = {**words, **words.get("vllm_cfg", {})}
+    flat.pop("vllm_cfg", None)
+    if flat.pop("async_engine", False):
+        raise ConfigError(
+            "this engine completes whole batches",
+            expected="async_engine: false",
+            got="true",
+            fix="leave async_engine out",
+        )
+    named = {_ALIASES.get(word, word): value for word, value in flat.items()}
+    if "dtype" in named:  # a name, or the type itself
+        named["dtype"] = str(named["dtype"]).removeprefix("torch.")
+    of_model = {key: named.pop(key) for key in list(named) if key in _ModelWords.model_fields}
+    try:
+        model = _ModelWords.model_validate(of_model)
+        config = config_class.model_validate(named)
+    except ValidationError as error:
+        raise describe(error) from error
+    folder = local_folder(model.model_name)
+    own = stop_token_ids(folder, load_tokenizer(folder))
+    longest = model.max_model_len or context_length(folder)
+    if longest is None:
+        raise ConfigError(
+            f"the model {model.model_name!r} does not say how long its sequences may be",
+            expected="max_model_len",
+            fix="give max_model_len",
+        )
+    return GenerationSetup(
+        model_folder=folder,
+        config=config,
+        max_model_len=longest,
+        stop_token_ids=tuple(sorted({*own, *(model.stop_token_ids or ())})),
+        dtype=model.dtype,
+        seed=model.seed,
+        pad_token_id=model.pad_token_id,
+    )

@@ -1,0 +1,49 @@
+"""Stage: two evaluations compared, prompt by prompt."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from nemo_rl_core.evals.rows import Row, changed_rows, load_rows
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import CompareReport, Comparison, Evaluation
+from tasks.experiments.evaluate import ComparisonStage
+from tasks.promote import compare_reports
+from tasks.resources import LIGHT
+from tasks.stage import cached_task, make
+
+_CHANGES_SHOWN = 40
+
+
+@cached_task(requests=LIGHT)
+def compare(config: ComparisonStage, before: Evaluation, after: Evaluation) -> Comparison:
+    """Paired bootstrap, McNemar, and the smallest difference that the prompts could have shown."""
+
+    def work(folder: Path) -> Made:
+        compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
+        write_atomic(folder / "comparison.json", json.dumps(asdict(compared), indent=1))
+        pairs = changed_rows(*(load_rows(each.folder / "rows.parquet") for each in (before, after)))
+        summary = f"{after.measured} against {before.measured}: {compared.verdict}"
+        deck = completions_html([asdict(compared)]) + completions_html(_changes(pairs))
+        return Made("comparison", "json", summary, deck=deck)
+
+    parents = {"before": before, "after": after}
+    fields = make("compare", config=config, parents=parents, work=work)
+    figures = json.loads((Path(fields["directory"].path) / "comparison.json").read_text())
+    return CompareReport(**fields, metrics={name: float(each) for name, each in figures.items()})
+
+
+def _changes(pairs: Sequence[tuple[Row, Row]]) -> list[dict[str, object]]:
+    return [
+        {
+            "prompt": old["prompt"],
+            "answer": old["answer"],
+            "before": old["completion"],
+            "after": new["completion"],
+            "change": "gained" if new["correct"] else "lost",
+        }
+        for old, new in pairs[:_CHANGES_SHOWN]
+    ]

@@ -1,0 +1,41 @@
+"""Stage: the rows that models are measured on, where none are trained on."""
+
+from pathlib import Path
+
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
+from tasks.decks import records
+from tasks.experiments.evaluate import QuestionsStage
+from tasks.resources import LIGHT
+from tasks.stage import cached_task, make
+
+
+@cached_task(requests=LIGHT)
+def evaluate_questions(config: QuestionsStage, tokenizer: Tokenizer) -> Dataset:
+    """Reads or generates the rows, and refuses bad ones by number.
+
+    `prepare_data` would also read rows to train on, and refuse those that are asked here too.
+    """
+
+    def write(folder: Path) -> Made:
+        from nemo_rl_core.data.datasets import load_rows
+        from nemo_rl_core.data.loader import save_frame
+        from nemo_rl_core.data.pretrained import load_tokenizer
+        from nemo_rl_core.data.schemas import validate_rows
+
+        data = config.questions.data
+        _, rows = load_rows(data, seed=config.questions.seed)
+        frame = validate_rows(
+            rows,
+            tokenizer=load_tokenizer(tokenizer.folder),
+            max_prompt_tokens=data.max_prompt_tokens,
+            name="validation",
+            policy=data,
+        )
+        save_frame(frame, folder)
+        deck = completions_html(records(frame.head(20)))
+        return Made("dataset", "parquet", f"{len(frame)} questions", deck=deck)
+
+    fields = make("evaluate_questions", config=config, parents={"tokenizer": tokenizer}, work=write)
+    return DatasetArtifact(**fields)

@@ -1,0 +1,269 @@
+"""Engines in Ray: their words, several of them, rows with bounds of their own, lost workers."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.errors import ConfigError, WorkerLostError
+from nemo_rl_core.models.generation import (
+    HuggingFaceGeneration,
+    MegatronGeneration,
+    VllmConfig,
+    VllmGeneration,
+)
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.types import Prompt
+
+
+@pytest.fixture
+def batch(prompts: list[Prompt]) -> BatchedDataDict:
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : lengths[row]] = torch.tensor(prompt.token_ids)
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": torch.tensor(lengths),
+            "seeds": torch.arange(len(prompts)) + 900,
+        }
+    )
+
+
+def sequences(output: BatchedDataDict) -> list[list[int]]:
+    lengths = output["unpadded_sequence_lengths"].tolist()
+    return [ids[:end].tolist() for ids, end in zip(output["output_ids"], lengths, strict=True)]
+
+
+def assert_equal(one: BatchedDataDict, other: BatchedDataDict) -> None:
+    for name, values in one.items():
+        assert torch.equal(values, other[name]), name
+
+
+def largest_difference(one: BatchedDataDict, other: BatchedDataDict) -> float:
+    return float((one["logprobs"] - other["logprobs"]).abs().max())
+
+
+def test_rows_know_nothing_of_one_another(engine: VllmGeneration, batch: BatchedDataDict) -> None:
+    whole = sequences(engine.generate(batch, greedy=False))
+    for rows in (list(range(11, -1, -1)), [7], [3, 0, 5]):
+        some = engine.generate(batch.select_indices(rows), greedy=False)
+        assert sequences(some) == [whole[row] for row in rows]
+
+
+def test_stop_strings_and_bounds_of_rows(
+    engine: VllmGeneration, batch: BatchedDataDict, tiny_model: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    plain = engine.generate(batch, greedy=False)
+    lengths, starts = plain["generation_lengths"].tolist(), batch["input_lengths"].tolist()
+    long = [row for row, length in enumerate(lengths) if length > 3]
+    stopped, cut = long[0], long[1]
+    completion = sequences(plain)[stopped][starts[stopped] :]
+    text = tokenizer.decode(completion, skip_special_tokens=True)
+    stop_strings: list[list[str] | None] = [None] * len(starts)
+    stop_strings[stopped] = [text[1]]
+    most = torch.full((len(starts),), 99)
+    most[cut] = 2
+    given = {**batch, "stop_strings": stop_strings, "max_new_tokens": most}
+    output = engine.generate(BatchedDataDict(given), greedy=False)
+    expected = list(lengths)
+    # A token of this vocabulary is a character.
+    expected[stopped], expected[cut] = text.index(text[1]) + 1, 2
+    assert output["generation_lengths"].tolist() == expected
+    truncated = plain["truncated"].clone()
+    truncated[stopped], truncated[cut] = False, True
+    assert torch.equal(output["truncated"], truncated)
+    for ids, whole in zip(sequences(output), sequences(plain), strict=True):
+        assert ids == whole[: len(ids)]
+
+
+def test_all_engines_draw_alike_and_agree_on_logprobs(
+    engine: VllmGeneration, session: ClusterSession, tiny_model: Path, batch: BatchedDataDict
+) -> None:
+    expected = engine.generate(batch, greedy=False)
+    for kind in (HuggingFaceGeneration, MegatronGeneration):
+        other = kind(tiny_model, session, max_new_tokens=6, max_model_len=22)
+        output = other.generate(batch, greedy=False)
+        other.shutdown()
+        assert sequences(output) == sequences(expected)
+        assert torch.equal(output["truncated"], expected["truncated"])
+        assert largest_difference(output, expected) < 1e-4
+
+
+def test_a_policys_weights_reach_every_kind_of_engine(
+    engine: VllmGeneration,
+    session: ClusterSession,
+    tiny_model: Path,
+    batch: BatchedDataDict,
+    make_policy: Callable,
+) -> None:
+    policy = make_policy()
+    train_once(policy, engine.generate(batch, greedy=False))
+    engine.update_weights(policy)
+    expected = engine.generate(batch, greedy=False)
+    for kind in (HuggingFaceGeneration, MegatronGeneration):
+        other = kind(tiny_model, session, max_new_tokens=6, max_model_len=22)
+        before = other.generate(batch, greedy=False)
+        assert largest_difference(before, expected) > 0.01
+        other.update_weights(policy)
+        assert largest_difference(other.generate(batch, greedy=False), expected) < 1e-4
+        other.shutdown()
+
+
+def train_once(policy, output: BatchedDataDict) -> None:
+    from nemo_rl_core.algorithms.sft.loss import NLLLoss
+
+    ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
+    policy.train(
+        BatchedDataDict(
+            {
+                "input_ids": ids,
+                "input_lengths": lengths,
+                "token_mask": torch.arange(1, ids.shape[1]) < lengths[:, None],
+                "sample_mask": torch.ones(len(lengths)),
+            }
+        ),
+        NLLLoss(),
+    )
+
+
+def worker_pid(engine: Generation) -> int:
+    """The process of the only worker."""
+    from ray.util.state import get_actor
+
+    return get_actor(engine._workers._workers[0]._actor_id.hex()).pid
+
+
+def test_a_killed_workers_batch_is_the_same(
+    engine: VllmGeneration, batch: BatchedDataDict, make_policy: Callable
+) -> None:
+    policy = make_policy()
+    train_once(policy, engine.generate(batch, greedy=False))
+    engine.update_weights(policy)
+    many = batch.repeat_interleave(40)
+    many["seeds"] = torch.arange(many.size)
+    expected = engine.generate(many, greedy=False)
+    pid = worker_pid(engine)
+    # In the middle of the call: the 480 rows are more than are computed at once.
+    killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    output = engine.generate(many, greedy=False)
+    killer.join()
+    assert engine.num_restarts == 1
+    assert worker_pid(engine) != pid
+    assert_equal(output, expected)
+
+
+def test_a_worker_that_is_lost_twice_ends_the_call(
+    session: ClusterSession, generation_setup: GenerationSetup, batch: BatchedDataDict
+) -> None:
+    from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
+
+    # No engine answers that fast.
+    config = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=1e-4)
+    engine = Generation(session, replace(generation_setup, config=config), name="stuck")
+    with pytest.raises(WorkerLostError, match="did not answer in time"):
+        engine.generate(batch, greedy=False)
+    assert engine.num_restarts == 1
+    engine.shutdown()
+
+
+def test_a_stuck_worker_is_replaced(
+    session: ClusterSession, generation_setup: GenerationSetup, batch: BatchedDataDict
+) -> None:
+    from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
+
+    config = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=30)
+    engine = Generation(session, replace(generation_setup, config=config), name="stopped")
+    expected = engine.generate(batch, greedy=False)
+    os.kill(worker_pid(engine), signal.SIGSTOP)
+    assert_equal(engine.generate(batch, greedy=False), expected)
+    assert engine.num_restarts == 1
+    engine.shutdown()
+
+
+@pytest.fixture
+def two_bundles(session: ClusterSession) -> Iterator[RayVirtualCluster]:
+    session.cluster.bundles()  # Ray runs
+    with RayVirtualCluster([2], use_gpus=False, num_cpus_per_bundle=0.1) as cluster:
+        yield cluster
+
+
+def test_the_documents_words_start_an_engine_a_bundle(
+    two_bundles: RayVirtualCluster, tiny_model: Path, batch: BatchedDataDict
+) -> None:
+    config = VllmConfig(
+        backend="vllm",
+        model_name=str(tiny_model),
+        max_new_tokens=6,
+        temperature=0.7,
+        top_p=1.0,
+        top_k=None,
+        pad_token_id=1,
+        stop_token_ids=[],
+        vllm_cfg={
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "gpu_memory_utilization": 0.2,
+            "max_model_len": 22,
+            "skip_tokenizer_init": True,
+            "async_engine": False,
+            "precision": "float32",
+            "load_format": "auto",
+        },
+    )
+    with pytest.raises(ConfigError, match="whole batches"):
+        VllmGeneration(two_bundles, {**config, "async_engine": True})
+    with pytest.raises(ConfigError, match="top_l"):
+        VllmGeneration(two_bundles, {**config, "top_l": 3})
+    generator = VllmGeneration(two_bundles, config)
+    generator.prepare_for_generation()
+    output = generator.generate(batch, greedy=False)
+    generator.finish_generation()
+    # Rows keep their order, whichever engine completed them.
+    starts, width = batch["input_lengths"].tolist(), output["output_ids"].shape[1]
+    for row, ids in enumerate(sequences(output)):
+        assert ids[: starts[row]] == batch["input_ids"][row, : starts[row]].tolist()
+        assert output["output_ids"][row, len(ids) :].tolist() == [1] * (width - len(ids))
+    assert sequences(generator.generate(batch.slice(0, 1), greedy=False)) == [sequences(output)[0]]
+    # As users of the documents write it: no seeds, no lengths.
+    ids = torch.tensor([[1, 2, 3, 4]])
+    plain = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert generator.generate(plain, greedy=True)["output_ids"][0, :4].tolist() == [1, 2, 3, 4]
+    generator.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_engine_over_two_workers_draws_as_one_does(
+    two_bundles: RayVirtualCluster,
+    engine: VllmGeneration,
+    tiny_model: Path,
+    batch: BatchedDataDict,
+    axis: str,
+) -> None:
+    expected = engine.generate(batch, greedy=False)
+    config = {
+        "model_name": str(tiny_model),
+        "max_new_tokens": 6,
+        "gpu_memory_utilization": 0.2,
+        "max_model_len": 22,
+        axis: 2,
+    }
+    split = VllmGeneration(two_bundles, config)
+    output = split.generate(batch, greedy=False)
+    split.shutdown()
+    assert sequences(output) == sequences(expected)
+    assert largest_difference(output, expected) < 1e-4

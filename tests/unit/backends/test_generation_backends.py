@@ -1,0 +1,189 @@
+"""Transformers' loop and Megatron's model as engines: they draw alike, and agree with a trainer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_core.backends.generation.base import (
+    GenerationBackend,
+    GenerationSetup,
+    get_generation_backend,
+)
+from nemo_rl_core.config.generation import HuggingFaceGenerationConfig, MegatronGenerationConfig
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.weight_sync import combined_digest, make_buckets
+
+PROMPTS = [[5, 6, 7, 8], [9], [4, 4], [5, 6, 7, 8], [3, 8, 3]]
+CONFIGS = {"hf": HuggingFaceGenerationConfig, "megatron": MegatronGenerationConfig}
+
+
+def make_batch(rows: list[int] | None = None, **columns: Any) -> BatchedDataDict:
+    whole = BatchedDataDict(
+        {
+            "input_ids": torch.tensor([prompt + [0] * (4 - len(prompt)) for prompt in PROMPTS]),
+            "input_lengths": torch.tensor([len(prompt) for prompt in PROMPTS]),
+            "seeds": torch.arange(len(PROMPTS)) + 40,
+            **columns,
+        }
+    )
+    return whole if rows is None else whole.select_indices(rows)
+
+
+def setup_of(folder: Path, backend: str, **words: Any) -> GenerationSetup:
+    return GenerationSetup(
+        model_folder=folder,
+        config=CONFIGS[backend](**{"max_new_tokens": 6, **words}),
+        max_model_len=32,
+        stop_token_ids=stop_token_ids(folder, load_tokenizer(folder)),
+    )
+
+
+class Engines:
+    """Backends of this process: started once, and set to another way of sampling."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, Any] = {}
+
+    def __call__(self, name: str, **words: Any) -> GenerationBackend:
+        setup = setup_of(self._folder, name, **words)
+        if name not in self._running:
+            self._running[name] = get_generation_backend(name)()
+            self._running[name].setup(setup)
+        self._running[name]._setup = setup
+        return self._running[name]
+
+    def shutdown(self) -> None:
+        for backend in self._running.values():
+            backend.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path) -> Iterator[Engines]:
+    made = Engines(tiny_model)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, output: BatchedDataDict, row: int, scale: float) -> torch.Tensor:
+    """`[L]` of the completion's tokens, by one forward pass over the whole sequence."""
+    end = int(output["unpadded_sequence_lengths"][row])
+    start = end - int(output["generation_lengths"][row])
+    ids = output["output_ids"][row, :end]
+    logits = model(input_ids=ids[None]).logits[0, start - 1 : end - 1]
+    logprobs = torch.log_softmax(logits / scale, -1)
+    return logprobs.gather(1, ids[start:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("words", "greedy", "scale"),
+    [
+        ({"temperature": 0.7}, False, 0.7),
+        ({"top_p": 0.6}, False, 1.0),
+        ({"top_k": 3}, False, 1.0),
+        ({"repetition_penalty": 1.5}, False, 1.0),
+        ({"temperature": 0.7}, True, 1.0),
+    ],
+)
+def test_logprobs_are_those_of_a_plain_forward_pass(
+    engines: Engines, model: Any, name: str, words: dict, greedy: bool, scale: float
+) -> None:
+    output = engines(name, **words).generate(make_batch(), greedy=greedy)
+    for row, prompt in enumerate(PROMPTS):
+        end = int(output["unpadded_sequence_lengths"][row])
+        found = output["logprobs"][row]
+        expected = plain_logprobs(model, output, row, scale)
+        torch.testing.assert_close(found[len(prompt) : end], expected, atol=1e-5, rtol=1e-4)
+        assert not found[: len(prompt)].any()
+        assert not found[end:].any()
+        assert output["output_ids"][row, : len(prompt)].tolist() == prompt
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_only_likeliest_token_is_the_greedy_one(engines: Engines, name: str) -> None:
+    greedy = engines(name).generate(make_batch(), greedy=True)
+    for words in ({"top_k": 1}, {"temperature": 0}):
+        output = engines(name, **words).generate(make_batch(), greedy=False)
+        assert torch.equal(output["output_ids"], greedy["output_ids"])
+    drawn = engines(name).generate(make_batch(), greedy=False)
+    assert drawn["output_ids"].tolist() != greedy["output_ids"].tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rows_tokens_know_nothing_of_other_rows(engines: Engines, name: str) -> None:
+    engine = engines(name, temperature=0.9)
+    whole = sequences(engine.generate(make_batch(), greedy=False))
+    # Rows 0 and 3 hold the same prompt; their seeds differ, and so do their completions.
+    assert whole[0] != whole[3]
+    for rows in ([4, 2, 0, 1, 3], [3], [2, 1]):
+        some = sequences(engine.generate(make_batch(rows), greedy=False))
+        assert some == [whole[row] for row in rows]
+    assert engine.generate(make_batch([]), greedy=False).size == 0
+
+
+def test_engines_draw_alike(engines: Engines) -> None:
+    drawn = [sequences(engines(name).generate(make_batch(), greedy=False)) for name in CONFIGS]
+    assert drawn[0] == drawn[1]
+
+
+def sequences(output: BatchedDataDict) -> list[list[int]]:
+    lengths = output["unpadded_sequence_lengths"].tolist()
+    return [ids[:end].tolist() for ids, end in zip(output["output_ids"], lengths, strict=True)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_stop_strings_and_bounds_of_rows(engines: Engines, tiny_model: Path, name: str) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    plain = engines(name).generate(make_batch([0, 1, 4]), greedy=False)
+    completion = sequences(plain)[0][len(PROMPTS[0]) :]
+    text = tokenizer.decode(completion, skip_special_tokens=True)
+    lengths = plain["generation_lengths"].tolist()
+    assert len(text) > 2 < lengths[1]
+    batch = make_batch([0, 1, 4])
+    batch["stop_strings"] = [[text[1]], None, None]
+    batch["max_new_tokens"] = torch.tensor([6, 2, 6])
+    output = engines(name).generate(batch, greedy=False)
+    # A token of this vocabulary is a character.
+    assert output["generation_lengths"].tolist() == [text.index(text[1]) + 1, 2, lengths[2]]
+    assert output["truncated"].tolist() == [False, True, bool(plain["truncated"][2])]
+    for row, ids in enumerate(sequences(output)):
+        assert ids == sequences(plain)[row][: len(ids)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_new_weights_replace_all_of_the_old(
+    engines: Engines, tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    engine = engines(name)
+    before = sequences(engine.generate(make_batch(), greedy=True))
+    other = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.manual_seed(0)) * 0.3)
+    other.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    buckets = list(make_buckets(load_file(tmp_path / "model.safetensors").items()))
+    sent = combined_digest(bucket.digest for bucket in buckets)
+    assert engine.update_weights(buckets) == sent
+    output = engine.generate(make_batch(), greedy=True)
+    assert sequences(output) != before
+    for row in range(len(PROMPTS)):
+        end = int(output["unpadded_sequence_lengths"][row])
+        found = output["logprobs"][row, len(PROMPTS[row]) : end]
+        expected = plain_logprobs(other, output, row, 1.0)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    engine.load_weights(tiny_model)
+    assert sequences(engine.generate(make_batch(), greedy=True)) == before

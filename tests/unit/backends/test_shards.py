@@ -1,0 +1,242 @@
+"""Weights read by slices: equal to the bit to those of whole loading, in a share of the memory."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.backends.training.dtensor.loading import Head, complete, empty_model, load_model
+from nemo_rl_core.backends.training.dtensor.lora import Adapters
+from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ModelError, StoreError
+from nemo_rl_core.infra.tensors import load_tensors, save_tensors
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,  # odd over two ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "untied": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "experts": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    # 8.4 MB in float32, in tensors of 0.3 MB at most.
+    "large": Qwen2Config(
+        **{**SIZES, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
+    ),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("shards")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        model.generation_config.max_new_tokens = 7
+        # Several files and an index, but for the large one.
+        size = "1GB" if name == "large" else "10KB"
+        model.save_pretrained(root / name, max_shard_size=size)
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(root / name)
+    return {name: root / name for name in CONFIGS}
+
+
+def filled(folder: Path, head: Head) -> Any:
+    model = empty_model(folder, head)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    allocate(model, CPU)
+    return complete(model, fill_from_folder(model, folder), folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("tied", "lm"), ("untied", "lm"), ("experts", "lm"), ("tied", "scalar")]
+)
+def test_a_filled_model_is_the_loaded_one(
+    folders: dict[str, Path], tmp_path: Path, kind: str, head: Head
+) -> None:
+    whole, found = load_model(folders[kind], head), filled(folders[kind], head)
+    expected, actual = whole.state_dict(), found.state_dict()
+    assert list(expected) == list(actual)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert [n for n, _ in whole.named_parameters()] == [n for n, _ in found.named_parameters()]
+    for (name, buffer), (other, same) in zip(
+        whole.named_buffers(), found.named_buffers(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(buffer, same)
+    # It is also saved as the loaded one is.
+    published = [dict(as_published(model, model.state_dict().items())) for model in (whole, found)]
+    assert published[0].keys() == published[1].keys()
+    for name, model in (("whole", whole), ("found", found)):
+        model.save_pretrained(tmp_path / name)
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "found" / file.name).read_bytes(), file.name
+
+
+def test_adapters_over_an_empty_model_are_those_over_the_loaded_one(
+    folders: dict[str, Path],
+) -> None:
+    trained = []
+    for make in (load_model, empty_model):
+        torch.manual_seed(3)
+        model = make(folders["tied"], "lm")
+        adapters = Adapters(model, LoRAConfig(rank=4), base_folder=folders["tied"])
+        allocate(model, CPU)
+        assert fill_from_folder(model, folders["tied"]) == set()
+        trained.append((adapters.trained, model.state_dict()))
+    for expected, actual in zip(*trained, strict=True):
+        assert list(expected) == list(actual)
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert any(values.any() for name, values in trained[0][0].items() if "lora_A" in name)
+
+
+def damaged(folder: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The model in one file, changed."""
+    model = load_model(folder, "lm")
+    model.config.save_pretrained(target)
+    tensors = dict(model.state_dict())
+    change(tensors)
+    save_tensors(target / "model.safetensors", tensors, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "1 missing, such as model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(33)}), "of shape .32,.*shape .33,"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(19, 32)}), "ties weights that differ"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    folders: dict[str, Path], tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    folder = damaged(folders["tied"], tmp_path, change)
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        filled(folder, "lm")
+
+
+def test_a_folder_without_safetensors_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folders["tied"] / "config.json").read_bytes())
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        filled(tmp_path, "lm")
+
+
+def test_adapters_whose_base_is_gone_say_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    adapters = Adapters(
+        load_model(folders["tied"], "lm"), LoRAConfig(rank=4), base_folder=folders["tied"]
+    )
+    with pytest.raises(StoreError, match="trainer/base"):
+        adapters.base_is(tmp_path / "base")
+
+
+def peak_allocated_bytes(function: Callable[[], Any]) -> tuple[int, Any]:
+    """The most that torch has allocated at once while a function runs, on its thread."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, num_bytes in changes:
+        held += num_bytes
+        most = max(most, held)
+    return most, result
+
+
+def weights_of(folder: Path, head: Head, axes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    backend = DTensorBackend()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            optimizer=OptimizerConfig(),
+            training=DTensorTraining(**axes),
+            max_tokens_per_microbatch=64,
+            head=head,
+        )
+    )
+    weights = {name: weight.clone() for name, weight in backend.named_weights()}
+    backend.shutdown()
+    return weights
+
+
+def peak_of_setup(folder: Path, axes: dict[str, Any]) -> int:
+    """Of making and filling a rank's shards."""
+    from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
+    from nemo_rl_core.backends.training.dtensor.parallelize import parallelize
+
+    training = DTensorTraining(**axes)
+    mesh = join_mesh(training)
+
+    def load() -> Any:
+        model = parallelize(empty_model(folder, "lm"), training, mesh, dtype="float32")
+        return complete(model, fill_from_folder(model, folder), folder)
+
+    return peak_allocated_bytes(load)[0]
+
+
+CASES: dict[int, list[tuple[str, Head, dict[str, Any]]]] = {
+    2: [
+        ("tied", "lm", {}),
+        ("untied", "lm", {"cpu_offload": True}),
+        ("experts", "lm", {}),
+        ("tied", "scalar", {}),
+        ("tied", "lm", {"lora": LoRAConfig(rank=4)}),
+        ("tied", "lm", {"tensor_parallel_size": 2}),
+    ],
+    4: [
+        ("tied", "lm", {"data_parallel_replicas": 2}),
+        ("untied", "lm", {"tensor_parallel_size": 2}),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_hold_the_weights_of_whole_loading(folders: dict[str, Path], num_ranks: int) -> None:
+    cases = [(folders[kind], head, axes) for kind, head, axes in CASES[num_ranks]]
+    by_rank = run_ranks(lambda: [weights_of(*case) for case in cases], world_size=num_ranks)
+    for number, (folder, head, axes) in enumerate(cases):
+        alone = {name: axes[name] for name in axes if name == "lora"}
+        expected = weights_of(folder, head, alone)
+        for results in by_rank:
+            assert list(results[number]) == list(expected), axes
+            for name, weight in expected.items():
+                assert torch.equal(results[number][name], weight), (axes, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"tensor_parallel_size": 2}], ids=["FSDP 2", "TP 2"])
+def test_a_rank_that_holds_half_a_model_never_holds_much_more(
+    folders: dict[str, Path], axes: dict[str, Any]
+) -> None:
+    """The most that is allocated, over the bytes of the whole model."""
+    folder = folders["large"]
+    tensors = load_tensors(folder / "model.safetensors").values()
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    for peak in run_ranks(peak_of_setup, folder, axes, world_size=2):
+        assert 0.5 <= peak / whole < 0.6, (peak, whole, json.dumps(axes))

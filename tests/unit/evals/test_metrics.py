@@ -1,0 +1,97 @@
+"""Figures out of rollouts, some of which nobody could judge."""
+
+import pytest
+
+from nemo_rl_core.config.evaluation import EvaluationConfig
+from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.evals.evaluate import accuracy_metrics
+from nemo_rl_core.evals.metrics import category_metrics, category_of, evaluation_metrics
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+COMPLETION = Completion((1,), (0.0,), truncated=False)
+
+
+def rollout(place: int, text: str, reward: float | None, task: str = "sums") -> Rollout:
+    prompt = Prompt(str(place), "?", (1,), "4", task, metadata=f'{{"level": {place % 2}}}')
+    error = "the judge was out" if reward is None else None
+    return Rollout(prompt, COMPLETION, text, reward=reward, error=error)
+
+
+GREEDY = [rollout(0, "4", 1.0), rollout(1, "5", 0.5), rollout(2, "?", None), rollout(3, "4", 1.0)]
+SAMPLED = [
+    # 2 of 3 right; the majority says 4.
+    rollout(0, "4", 1.0),
+    rollout(0, "5", 0.0),
+    rollout(0, "4", 1.0),
+    # 1 of 3 right; a tie of three, and the first says 5.
+    rollout(1, "5", 0.0),
+    rollout(1, "4", 1.0),
+    rollout(1, "6", 0.0),
+    # One judged: says something about k = 1 alone.
+    rollout(2, "4", 1.0),
+    rollout(2, "4", None),
+    rollout(2, "4", None),
+    # None judged.
+    *[rollout(3, "4", None)] * 3,
+]
+
+
+def test_figures_by_hand() -> None:
+    config = EvaluationConfig(num_samples_per_prompt=3, ks=[1, 2, 3])
+    metrics = evaluation_metrics(GREEDY, SAMPLED, config=config, extract=str)
+    low, high = metrics.pop("greedy_accuracy_low"), metrics.pop("greedy_accuracy_high")
+    assert 0 < low < 2 / 3 < high < 1
+    assert metrics == pytest.approx(
+        {
+            "num_prompts": 4,
+            "num_unjudged": 6,
+            "greedy_accuracy": 2 / 3,  # of the three that were judged
+            "mean_reward": 2.5 / 3,
+            "truncated_fraction": 0,
+            "pass_at_1": (2 / 3 + 1 / 3 + 1) / 3,
+            # 1 - C(1, 2) / C(3, 2) = 1 and 1 - C(2, 2) / C(3, 2) = 2/3
+            "pass_at_2": (1 + 2 / 3) / 2,
+            "pass_at_3": 1,
+            "cons_at_2": 1 / 2,
+            "cons_at_3": 1 / 2,
+        }
+    )
+
+
+def test_nothing_judged_is_no_accuracy_of_zero() -> None:
+    with pytest.raises(RewardError, match="not one completion") as caught:
+        accuracy_metrics([rollout(0, "4", None)])
+    assert "the judge was out" in caught.value.got
+    assert accuracy_metrics(GREEDY)["unjudged_fraction"] == 1 / 4
+
+
+def test_a_k_without_samples_has_no_figure() -> None:
+    config = EvaluationConfig(num_samples_per_prompt=3)
+    few = [rollout(0, "4", 1.0), rollout(0, "4", None), rollout(0, "5", None)]
+    metrics = evaluation_metrics(GREEDY, few, config=config, extract=str)
+    assert metrics["pass_at_1"] == 1
+    assert not {"pass_at_3", "cons_at_3"} & metrics.keys()
+
+
+def test_categories_by_task_and_by_metadata() -> None:
+    tasks = [rollout(0, "4", 1.0, "a"), rollout(1, "5", 0.0, "b"), rollout(2, "4", 1.0, "b")]
+    figures = category_metrics(tasks, tasks, config=EvaluationConfig(ks=[1]), extract=str)
+    assert {name: each["greedy_accuracy"] for name, each in figures.items()} == {"a": 1, "b": 0.5}
+    assert {name: each["pass_at_1"] for name, each in figures.items()} == {"a": 1, "b": 0.5}
+    config = EvaluationConfig(ks=[1], category="level")
+    levels = category_metrics(tasks, tasks, config=config, extract=str)
+    assert {name: each["num_prompts"] for name, each in levels.items()} == {"0": 2, "1": 1}
+    assert category_of(tasks[0], "author") == "none"
+
+
+def test_of_a_category_that_nobody_could_judge_there_are_no_figures() -> None:
+    mixed = [rollout(0, "4", 1.0, "a"), rollout(1, "4", None, "b")]
+    assert list(category_metrics(mixed, [], config=EvaluationConfig(), extract=str)) == ["a"]
+
+
+def test_more_samples_than_are_drawn_are_refused() -> None:
+    with pytest.raises(ValueError, match="ks asks for 8 samples"):
+        EvaluationConfig(num_samples_per_prompt=4, ks=[8])
+    with pytest.raises(ConfigError, match="unknown key"):
+        EvaluationConfig.model_validate({"samples": 4})
+    assert EvaluationConfig(num_samples_per_prompt=1).all_ks == [1]

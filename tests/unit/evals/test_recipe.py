@@ -1,0 +1,76 @@
+"""The recipe of an evaluation, and the words of a promotion."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.config.evaluation import PromotionConfig
+from nemo_rl_core.evals.comparison import compare
+from tasks.experiments.common import EvaluationStage
+from tasks.experiments.evaluate import EvaluateExperiment
+from tasks.promote import explain
+from tasks.recipe import RecipeError
+
+
+def recipe(**values: object) -> EvaluateExperiment:
+    return EvaluateExperiment.model_validate(values)
+
+
+def test_only_the_rows_to_ask_are_named(tmp_path: Path) -> None:
+    file = recipe(data={"kind": "file", "validation": "test.jsonl"})
+    assert (file.data.train, file.data.validation) == ("test.jsonl", "test.jsonl")
+    hub = recipe(data={"kind": "hub", "name": "some/set", "validation": "test"})
+    assert (hub.data.train, hub.data.validation) == ("test", "test")
+    # Without a split named, a share of the training split is held out, as in training.
+    assert recipe(data={"kind": "hub", "name": "some/set"}).data.validation is None
+    assert recipe(data=json.loads(file.data.model_dump_json())).data == file.data
+    suite = recipe(data={"kind": "reasoning_gym", "tasks": ["chain_sum", "gcd"]})
+    assert suite.data.tasks == ["chain_sum", "gcd"]
+
+
+def test_an_artifact_of_a_run_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    given = recipe(model={"name": str(tmp_path)}, baseline={"name": str(tmp_path / "model")})
+    assert [model.name for model in given.models] == [str(tmp_path / "model")] * 2
+    assert [model.name for model in recipe(model={"name": "some/hub-name"}).models] == [
+        "some/hub-name"
+    ]
+
+
+def test_a_wrong_key_is_refused() -> None:
+    with pytest.raises(RecipeError, match="baseline"):
+        recipe(basline={"name": "x"})
+
+
+def test_evaluation_may_sample_in_its_own_way() -> None:
+    changed = recipe(
+        generation={"max_new_tokens": 5},
+        evaluation={"generation": {"max_new_tokens": 9, "temperature": 0.5}},
+    )
+    stage = EvaluationStage.of(changed)
+    assert (stage.generation.max_new_tokens, stage.generation.temperature) == (9, 0.5)
+    # Said once, so that a recipe that says it in the other place finds the same stage.
+    direct = recipe(generation={"max_new_tokens": 9, "temperature": 0.5})
+    assert EvaluationStage.of(direct) == stage
+
+
+def explained(gained: int, lost: int, total: int, margin: float = 0.0) -> str:
+    before = {str(place): gained <= place < gained + lost for place in range(total)}
+    after = {str(place): place < gained for place in range(total)}
+    compared = compare(before, after, confidence=0.95, seed=0)
+    return explain(compared, PromotionConfig(min_improvement=margin))
+
+
+def test_promotion_says_why() -> None:
+    assert explained(50, 5, 100).startswith("promoted: +45.0 points [")
+    worse = explained(5, 10, 100)
+    assert worse.startswith("NOT promoted: -5.0 points [")
+    assert "did not improve by more than +0.0 on 100 prompts" in worse
+    unsure = explained(6, 3, 100)
+    assert "lower bound must exceed +0.0, so this may be chance" in unsure
+    # scale (1.959964 * 10 + 0.841621 sqrt(96.866867)) / 100.708326 = 0.276868; times sqrt(0.09)
+    assert "a true difference below 8.3 points would usually have gone unseen" in unsure
+    assert "must exceed +40.0" in explained(50, 5, 100, margin=0.4)
+    assert "did not improve by more than +50.0" in explained(50, 5, 100, margin=0.5)

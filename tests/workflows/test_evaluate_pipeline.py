@@ -1,0 +1,46 @@
+"""A trained model against the one it began as: measured, compared, and cached."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Run = Any
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_models_on_the_same_prompts(
+    first_run: Run, recipe: dict[str, Any], run_recipe: Callable[..., Run]
+) -> None:
+    trained = first_run.artifact("export")
+    asked = {
+        "recipe": "evaluate_arithmetic",
+        **{key: recipe[key] for key in ("data", "generation", "cluster")},
+        "model": {"name": str(trained)},
+        "baseline": recipe["model"],
+        "evaluation": {"num_samples_per_prompt": 2, "ks": [1, 2]},
+    }
+    store, workflow = first_run.store, ("evaluate", "evaluate_model")
+    run = run_recipe(asked, store, workflow)
+    assert run.exit_code == 0, run.output[-3000:]
+    assert run.stages("ran")[-2:] == ["evaluate", "compare"]
+    compared = json.loads((run.artifact("compare") / "comparison.json").read_text())
+    assert compared["num_prompts"] == recipe["data"]["num_validation"]
+    assert compared["difference"] == pytest.approx(compared["after"] - compared["before"])
+    assert f"{trained.name} against " in run.output
+    again = run_recipe(asked, store, workflow)
+    assert again.stages("ran") == []
+    assert again.exit_code == 0
+    command = next(line for line in run.lines if line.startswith("completions: "))
+    folder = command.split()[-1]
+    shown = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_core.evals", folder, "-n", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.endswith("2 of 16 greedy completions\n")

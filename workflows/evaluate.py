@@ -1,0 +1,46 @@
+"""A model measured, or two compared on the same prompts; nothing is trained.
+
+`pyflyte run workflows/evaluate.py evaluate_model [--config RECIPE]`
+"""
+
+from typing import NamedTuple
+
+from flytekit import dynamic, workflow
+
+from tasks.artifacts import Comparison, Dataset, Evaluation
+from tasks.evaluate import evaluate
+from tasks.evaluate_comparison import compare
+from tasks.evaluate_questions import evaluate_questions
+from tasks.experiments.evaluate import BaselineStage, EvaluateExperiment, plan_evaluate
+from tasks.prepare_model import prepare_model
+from tasks.resources import LIGHT
+
+DEFAULT = EvaluateExperiment.model_validate({"recipe": "evaluate_arithmetic"})
+
+
+class Evaluated(NamedTuple):
+    """The figures of the model, and what the comparison says, where there is a baseline."""
+
+    report: Evaluation
+    comparison: list[Comparison]
+
+
+@dynamic(requests=LIGHT)
+def compare_with(config: BaselineStage, questions: Dataset, after: Evaluation) -> list[Comparison]:
+    """The baseline measured on the same prompts, where the recipe has one; else nothing."""
+    if config.model is None:
+        return []
+    baseline = prepare_model(config=config.model)
+    before = evaluate(config=config.evaluation, checkpoint=baseline.base, validation=questions)
+    return [compare(config=config.comparison, before=before, after=after)]
+
+
+@workflow
+def evaluate_model(config: EvaluateExperiment = DEFAULT) -> Evaluated:
+    """prepare → questions → evaluate → compare, where there is a baseline."""
+    stages = plan_evaluate(config=config)
+    model = prepare_model(config=stages.model)
+    questions = evaluate_questions(config=stages.questions, tokenizer=model.tokenizer)
+    report = evaluate(config=stages.evaluation, checkpoint=model.base, validation=questions)
+    comparison = compare_with(config=stages.baseline, questions=questions, after=report)
+    return Evaluated(report, comparison)
