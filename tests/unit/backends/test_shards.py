@@ -17,7 +17,12 @@ from transformers import (
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.backends.training.dtensor.loading import Head, complete, empty_model, load_model
+from nemo_rl_core.backends.training.dtensor.loading import (
+    Head,
+    empty_model,
+    finish_loading,
+    load_model,
+)
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
@@ -67,7 +72,7 @@ def filled(folder: Path, head: Head) -> Any:
     model = empty_model(folder, head)
     assert all(parameter.is_meta for parameter in model.parameters())
     allocate(model, CPU)
-    return complete(model, fill_from_folder(model, folder), folder)
+    return finish_loading(model, fill_from_folder(model, folder), folder)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ def peak_of_setup(folder: Path, axes: dict[str, Any]) -> int:
 
     def load() -> Any:
         model = parallelize(empty_model(folder, "lm"), training, mesh, dtype="float32")
-        return complete(model, fill_from_folder(model, folder), folder)
+        return finish_loading(model, fill_from_folder(model, folder), folder)
 
     return peak_allocated_bytes(load)[0]
 

@@ -15,8 +15,8 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
-    complete,
     empty_model,
+    finish_loading,
     load_model,
     shared_vocabulary_size,
 )
@@ -99,7 +99,7 @@ class DTensorBackend:
     def _spread(self, model: Any, folder: Path) -> Any:
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         model = parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
-        return complete(model, fill_from_folder(model, folder), folder) if is_empty else model
+        return finish_loading(model, fill_from_folder(model, folder), folder) if is_empty else model
 
     def _language_model(self, model: Any) -> LogprobModel:
         return LogprobModel(
@@ -384,7 +384,7 @@ class DTensorBackend:
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         if self._adapters is None:
             model, weights = self._policy.model, path / "model"
-            complete(model, fill_from_folder(model, weights), weights)
+            finish_loading(model, fill_from_folder(model, weights), weights)
         elif not self._adapters.base_is(base := path / "trainer" / "base"):
             self._adapters.replace_base(base)
         self._num_updates = self._trainer_state.load(path / "trainer")

@@ -35,7 +35,7 @@ def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
     model, report = _causal_class(folder).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, **loading_options(weights)
     )
-    return complete(model, set(report["missing_keys"]), folder)
+    return finish_loading(model, set(report["missing_keys"]), folder)
 
 
 def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
@@ -68,7 +68,7 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
             **loading_options(weights),
         )
     _refuse_other_heads(model, folder)
-    return complete(model, set(report["missing_keys"]), folder)
+    return finish_loading(model, set(report["missing_keys"]), folder)
 
 
 def empty_model(folder: Path, head: Head) -> Any:
@@ -79,7 +79,7 @@ def empty_model(folder: Path, head: Head) -> Any:
     Raises:
         ModelError: If the architecture, or the folder's config, does not fit the head.
     """
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from transformers import AutoConfig, AutoModelForSequenceClassification, GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -98,7 +98,7 @@ def empty_model(folder: Path, head: Head) -> Any:
     return model.eval()
 
 
-def complete(model: Any, missing: set[str], folder: Path) -> Any:
+def finish_loading(model: Any, missing: set[str], folder: Path) -> Any:
     """A loaded model in evaluation mode, a new scalar head all zeros.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, complete
+from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, finish_loading
 from nemo_rl_core.backends.training.dtensor.shards import (
     BASE_LAYER,
     fill_from_folder,
@@ -151,7 +151,7 @@ class Adapters:
         Raises:
             ModelError: If they do not fit.
         """
-        complete(self._model, fill_from_folder(self._model, folder), folder)
+        finish_loading(self._model, fill_from_folder(self._model, folder), folder)
         self._base_folder = folder
 
 

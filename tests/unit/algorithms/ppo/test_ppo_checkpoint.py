@@ -1,0 +1,53 @@
+"""Policy and critic are saved together, both in the background."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.algorithms.ppo.trainer import PolicyAndCritic
+from nemo_rl_core.trainers.loop import SavesInBackground
+
+
+@dataclass
+class Writer:
+    """A model whose checkpoint is written when it is told so."""
+
+    is_written: bool = False
+    error: Exception | None = None
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def start_checkpoint(self, path: Path) -> None:
+        assert path.is_dir()
+        self.calls.append(("start", path))
+
+    def checkpoint_is_written(self) -> bool:
+        return self.is_written
+
+    def finish_checkpoint(self) -> None:
+        self.calls.append(("finish", None))
+        if self.error is not None:
+            raise self.error
+
+
+def test_training_goes_on_until_both_are_written(tmp_path: Path) -> None:
+    policy, critic = Writer(), Writer()
+    both = PolicyAndCritic(policy, critic)  # type: ignore[arg-type]
+    assert isinstance(both, SavesInBackground)
+    both.start_checkpoint(tmp_path)
+    assert policy.calls == [("start", tmp_path)]
+    assert critic.calls == [("start", tmp_path / "critic")]
+    written = []
+    for policy.is_written, critic.is_written in ((True, False), (False, True), (True, True)):
+        written.append(both.checkpoint_is_written())
+    assert written == [False, False, True]
+    both.finish_checkpoint()
+    assert policy.calls[1:] == critic.calls[1:] == [("finish", None)]
+
+
+def test_a_policy_that_cannot_be_written_leaves_no_critic_unfinished(tmp_path: Path) -> None:
+    policy, critic = Writer(error=OSError("full")), Writer()
+    with pytest.raises(OSError, match="full"):
+        PolicyAndCritic(policy, critic).save_checkpoint(tmp_path)  # type: ignore[arg-type]
+    assert critic.calls == [("start", tmp_path / "critic"), ("finish", None)]
