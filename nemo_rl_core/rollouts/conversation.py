@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.errors import RewardError
@@ -30,6 +31,15 @@ class Bounds:
     max_turns: int
     max_tokens: int
     max_new_tokens: int
+
+    @classmethod
+    def of(cls, settings: RolloutSettings) -> "Bounds":
+        """What the settings of a run say."""
+        return cls(
+            max_turns=settings.rollouts.max_turns,
+            max_tokens=settings.max_rollout_tokens,
+            max_new_tokens=settings.generation.max_new_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

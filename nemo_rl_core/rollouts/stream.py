@@ -4,16 +4,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
+from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from nemo_rl_core.rollouts.conversation import Conversation, Place
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.rollouts.conversation import Bounds, Conversation, Place
 from nemo_rl_core.rollouts.judging import replies_to
 from nemo_rl_core.rollouts.requests import Answer, Request, as_batch
+from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.rollouts.single_turn import Exchange
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 _POLL_SECONDS = 1.0
+_MAX_FRUITLESS_RESTARTS = 2
+T = TypeVar("T")
 
 
 class Dialogue(Protocol):
@@ -98,6 +104,8 @@ class RolloutStream:
         self._names = count()
         self._steps: dict[int, list[_Asked]] = {}
         self._in_flight: dict[int, _Asked] = {}
+        self._num_restarts = generation.num_restarts
+        self._num_fruitless_restarts = 0
 
     def begin(self, prompts: Sequence[Prompt], *, num_generations_per_prompt: int, step: int) -> None:
         """Asks for a step's rollouts and returns at once.
@@ -122,7 +130,8 @@ class RolloutStream:
             All that were begun, by group and sample; one that never came has an error.
 
         Raises:
-            WorkerLostError: If the engine's worker is lost, and again after a new start.
+            WorkerLostError: If the engine's worker is lost time and again before it completes
+                anything.
         """
         wanted = self._steps.pop(step)
         deadline = self._deadline()
@@ -130,14 +139,10 @@ class RolloutStream:
             if time.monotonic() > deadline:
                 self._begin_again(missing)
                 deadline = self._deadline()
-            self._hear(self._generation.poll(wait_seconds=_POLL_SECONDS))
+            self._hear(
+                self._survive(lambda: self._generation.poll(wait_seconds=_POLL_SECONDS)) or []
+            )
         return [each.rollout() for each in wanted]
-
-    def restart(self) -> None:
-        """Asks a new engine for everything that an old one still owed."""
-        owed = list(self._in_flight.values())
-        self._in_flight.clear()
-        self._submit(owed)
 
     def _deadline(self) -> float:
         return time.monotonic() + (self._timeout_seconds or float("inf"))
@@ -147,15 +152,36 @@ class RolloutStream:
             return
         names = [next(self._names) for _ in asked]
         self._in_flight.update(zip(names, asked, strict=True))
-        self._generation.submit(names, as_batch([each.dialogue.request() for each in asked]))
+        requests = as_batch([each.dialogue.request() for each in asked])
+        self._survive(lambda: self._generation.submit(names, requests))
+
+    def _survive(self, call: Callable[[], T]) -> T | None:
+        """What the engine returns; None where its worker is lost, which is then started again.
+
+        A new worker knows of no requests, whoever started it, so all that are owed are made again.
+        """
+        returned = None
+        try:
+            returned = call()
+        except WorkerLostError as lost:
+            if self._num_fruitless_restarts == _MAX_FRUITLESS_RESTARTS:
+                raise
+            self._num_fruitless_restarts += 1
+            self._generation.restart(lost)
+        if self._generation.num_restarts > self._num_restarts:
+            self._num_restarts = self._generation.num_restarts
+            owed = list(self._in_flight.values())
+            self._in_flight.clear()
+            self._submit(owed)
+        return returned
 
     def _begin_again(self, missing: Sequence[_Asked]) -> None:
-        """From the first token, in case it is the dialogue that is stuck; gives up at the second time."""
+        """From the first token, for it may be what was said that is stuck; gives up in the end."""
         names = {id(each): name for name, each in self._in_flight.items()}
         stuck = [names[id(each)] for each in missing if id(each) in names]
         for name in stuck:
             del self._in_flight[name]
-        self._generation.cancel(stuck)
+        self._survive(lambda: self._generation.cancel(stuck))
         for each in missing:
             if each.num_attempts > 1:
                 each.failure = f"no answer within {self._timeout_seconds:g} s, twice"
@@ -170,19 +196,54 @@ class RolloutStream:
             asked = self._in_flight.pop(name, None)
             if asked is None:
                 continue  # given up, and finished in the same moment
+            self._num_fruitless_restarts = 0
             asked.dialogue.hear_policy(
                 Answer(made.token_ids, made.logprobs, made.truncated, made.weight_versions)
             )
             heard.append(asked)
-        talking = [each for each in heard if isinstance(each.dialogue, Conversation)]
+        self._let_environment_answer(heard)
+        self._submit([each for each in heard if not each.is_over])
+
+    def _let_environment_answer(self, heard: Sequence[_Asked]) -> None:
+        talking = [each.dialogue for each in heard if isinstance(each.dialogue, Conversation)]
         if not talking:
             return
         assert self._environment is not None
         replies = replies_to(
-            [list(each.dialogue.messages) for each in talking],
-            [each.dialogue.metadata for each in talking],
+            [list(each.messages) for each in talking],
+            [each.metadata for each in talking],
             self._environment,
         )
-        for each, reply in zip(talking, replies, strict=True):
-            each.dialogue.hear_environment(reply)
-        self._submit([each for each in talking if not each.is_over])
+        for dialogue, reply in zip(talking, replies, strict=True):
+            dialogue.hear_environment(reply)
+
+
+class StreamingSampler(Sampler):
+    """A `Sampler` whose engine goes on generating between calls."""
+
+    _engine_class = StreamingGeneration
+    generation: StreamingGeneration
+
+    def stream(
+        self, settings: RolloutSettings, *, timeout_seconds: float | None = None
+    ) -> RolloutStream:
+        """Rollouts of steps to come.
+
+        Args:
+            settings: The seed, and where conversations are cut.
+            timeout_seconds: Of `RolloutStream`.
+        """
+        environment, bounds = self.environment, Bounds.of(settings)
+
+        def dialogue(prompt: Prompt, place: Place) -> Dialogue:
+            if environment is None:
+                return Exchange(prompt, place, tokenizer=self.tokenizer)
+            return Conversation(prompt, place, bounds=bounds, tokenizer=self.tokenizer)
+
+        return RolloutStream(
+            self.generation,
+            dialogue,
+            environment,
+            seed=settings.seed,
+            timeout_seconds=timeout_seconds,
+        )

@@ -13,12 +13,13 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nemo_rl_core.backends.decoding.requests import Completed, Request, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.backends.generation.vllm import VllmBackend
+from nemo_rl_core.backends.generation.vllm import VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightBucket
 from nemo_rl_core.types import Completion
@@ -27,21 +28,17 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Request:
-    """A completion under way.
+class _UnderWay:
+    """A completion as far as it is.
 
     Attributes:
         name: The caller's.
-        prompt: Token ids.
-        seed: Of the draws until the first interruption.
-        max_new_tokens: Of the whole completion.
+        request: What was asked for.
         part: How often it was interrupted.
     """
 
     name: int
-    prompt: list[int]
-    seed: int
-    max_new_tokens: int
+    request: Request
     part: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -51,17 +48,28 @@ class _Request:
     def engine_name(self) -> str:
         return f"{self.name}.{self.part}"
 
-    def part_seed(self) -> int:
-        """Another one after every interruption: the first one's draws have been used."""
+    def what_is_left(self) -> Request:
+        """The rest as a request of its own, with another seed: the first one's draws are used."""
         if not self.part:
-            return self.seed
-        key = f"{self.seed}/{self.part}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+            return self.request
+        key = f"{self.request.seed}/{self.part}".encode()
+        return replace(
+            self.request,
+            prompt=self.request.prompt + self.token_ids,
+            seed=int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1,
+            max_new_tokens=self.request.max_new_tokens - len(self.token_ids),
+        )
 
-    def take(self, token_ids: list[int], logprobs: list[float], weight_version: int) -> None:
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.weight_versions += [weight_version] * len(token_ids)
+    def interrupt(self) -> None:
+        """A text that ends it is not found across an interruption, so then it begins anew."""
+        self.part += 1
+        if self.request.stop_strings:
+            self.token_ids, self.logprobs, self.weight_versions = [], [], []
+
+    def take(self, new: Completed, weight_version: int) -> None:
+        self.token_ids += new.token_ids
+        self.logprobs += new.logprobs
+        self.weight_versions += [weight_version] * len(new.token_ids)
 
     def completion(self, *, truncated: bool) -> Completion:
         return Completion(
@@ -79,7 +87,7 @@ class StreamingVllmBackend(VllmBackend):
         """Starts the engine, and the thread that it lives in."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
-        self._running: dict[str, _Request] = {}
+        self._running: dict[str, _UnderWay] = {}
         self._failure: Exception | None = None
         self._weight_version = 0
         self._thread = threading.Thread(target=self._serve, name="vllm", daemon=True)
@@ -93,17 +101,9 @@ class StreamingVllmBackend(VllmBackend):
             names: `B` of them, by which `poll` calls the completions.
             batch: As for `generate`; the draws are under the temperature.
         """
-        prompts = [
-            ids[:length].tolist()
-            for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
-        ]
-        limit = self._setup.config.max_new_tokens
-        limits = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else None
-        seeds = batch["seeds"].tolist()
-        requests = [
-            _Request(*each) for each in zip(names, prompts, seeds, limits or [limit] * len(names), strict=True)
-        ]
-        self._between_steps(lambda: self._start(requests))
+        requests = read_requests(batch, self._config, max_model_len=self._setup.max_model_len)
+        asked = [_UnderWay(*each) for each in zip(names, requests, strict=True)]
+        self._between_steps(lambda: self._start(asked))
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         """The completions that are done and were not returned before, by name.
@@ -156,14 +156,14 @@ class StreamingVllmBackend(VllmBackend):
             The digest of what arrived.
         """
 
-        def replace() -> str:
+        def swap() -> str:
             waiting = self._interrupt()
             digest = super(StreamingVllmBackend, self).update_weights(buckets)
             self._weight_version = weight_version
             self._start(waiting)
             return digest
 
-        return self._between_steps(replace)
+        return self._between_steps(swap)
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of a folder, and gives up what an earlier caller left."""
@@ -210,50 +210,38 @@ class StreamingVllmBackend(VllmBackend):
                 self._failure = error
                 self._running.clear()
 
-    def _params(self, seed: int, max_new_tokens: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=self._setup.config.temperature, seed=seed, max_tokens=max_new_tokens, logprobs=0,
-            stop_token_ids=list(self._setup.stop_token_ids), ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():
-            request = self._running.get(output.request_id)
-            if request is None:
+            under_way = self._running.get(output.request_id)
+            if under_way is None:
                 continue  # given up in the meantime
-            made = output.outputs[0]
-            tokens = list(made.token_ids)
-            logprobs = [
-                step[token].logprob for token, step in zip(tokens, made.logprobs, strict=True)
-            ]
-            request.take(tokens, logprobs, self._weight_version)
+            new = completed(output.outputs[0])
+            under_way.take(new, self._weight_version)
             if output.finished:
                 del self._running[output.request_id]
-                truncated = made.finish_reason == "length"
-                self._finished.put((request.name, request.completion(truncated=truncated)))
+                done = under_way.completion(truncated=new.truncated)
+                self._finished.put((under_way.name, done))
 
-    def _start(self, requests: list[_Request]) -> None:
-        for request in requests:
-            params = self._params(
-                request.part_seed(), request.max_new_tokens - len(request.token_ids)
-            )
-            prompt: Any = {"prompt_token_ids": request.prompt + request.token_ids}
-            self._llm.llm_engine.add_request(request.engine_name, prompt, params)
-            self._running[request.engine_name] = request
+    def _start(self, asked: list[_UnderWay]) -> None:
+        from vllm.sampling_params import RequestOutputKind
 
-    def _interrupt(self) -> list[_Request]:
-        """Takes every request out of the engine, ready to be started again."""
+        for each in asked:
+            left = each.what_is_left()
+            sampling = self._sampling(left, greedy=False)
+            sampling.output_kind = RequestOutputKind.DELTA
+            prompt: Any = {"prompt_token_ids": left.prompt}
+            self._llm.llm_engine.add_request(each.engine_name, prompt, sampling)
+            self._running[each.engine_name] = each
+
+    def _interrupt(self) -> list[_UnderWay]:
+        """Takes everything out of the engine, ready to be started again."""
         interrupted = list(self._running.values())
         self._abort(interrupted)
-        for request in interrupted:
-            request.part += 1
+        for each in interrupted:
+            each.interrupt()
         return interrupted
 
-    def _abort(self, requests: list[_Request]) -> None:
-        self._llm.llm_engine.abort_request([request.engine_name for request in requests])
-        for request in requests:
-            del self._running[request.engine_name]
+    def _abort(self, unwanted: list[_UnderWay]) -> None:
+        self._llm.llm_engine.abort_request([each.engine_name for each in unwanted])
+        for each in unwanted:
+            del self._running[each.engine_name]
