@@ -10,6 +10,8 @@ from pathlib import Path
 from nemo_rl_core.config.data import DataConfig, FileData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
+    JudgeModel,
+    LLMJudge,
     RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,
@@ -46,9 +48,18 @@ def reward_content(environment: EnvironmentConfig) -> str:
     return " ".join(filter(None, map(_scored_by, single_environments(environment))))
 
 
+def _model_of(environment: SingleEnvironmentConfig) -> str | None:
+    if isinstance(environment, RewardModelScore):
+        return environment.model
+    if isinstance(environment, LLMJudge) and isinstance(environment.judge, JudgeModel):
+        return environment.judge.model
+    return None
+
+
 def _scored_by(environment: SingleEnvironmentConfig) -> str:
-    if isinstance(environment, RewardModelScore) and environment.model is not None:
-        folder = Path(environment.model).expanduser()
+    model = _model_of(environment)
+    if model is not None:
+        folder = Path(model).expanduser()
         return hash_folder(folder) if folder.is_dir() else ""
     if not isinstance(environment, RewardFunction):
         return ""

@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.data import FileData
+from nemo_rl_core.config.data import DataConfig, FileData, HubData
 from nemo_rl_core.config.environment import (
+    ByTask,
+    EnvironmentConfig,
+    JsonSchemaMatch,
+    JudgeModel,
+    LLMJudge,
+    RegexMatch,
     RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,
@@ -14,7 +20,9 @@ from nemo_rl_core.config.environment import (
 )
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
+from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.infra.resources import ResourceManager
 from tasks.experiments.common import Experiment
@@ -42,11 +50,23 @@ def _check(experiment: Experiment) -> None:
         if isinstance(data, FileData):
             _check_files(data)
     _check_context(experiment)
+    _check_tasks(experiment.environment, experiment.data)
+    _check_tasks(experiment.judge, experiment.evaluation.data or experiment.data)
     experiment.refuse_contradictions()
     for reward in experiment.rewards:
         for environment in single_environments(reward):
             _check_environment(environment)
-    judge = experiment.judge
+    for judge in _by_rows(experiment.judge):
+        _check_judge(judge)
+
+
+def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:
+    if isinstance(environment, ByTask):
+        return [each.environment for each in environment.tasks]
+    return [environment]
+
+
+def _check_judge(judge: EnvironmentConfig) -> None:
     if isinstance(judge, RewardModelScore | WeightedSum):
         raise ConfigError(
             f"the environment {judge.kind!r} gives scores, which do not say what is right",
@@ -61,12 +81,38 @@ def _check_environment(environment: SingleEnvironmentConfig) -> None:
         from nemo_rl_core.environments.functional_reward import load_function
 
         load_function(environment.target)
+    if isinstance(environment, RegexMatch | JsonSchemaMatch):
+        make_scorer(environment)
+    if isinstance(environment, LLMJudge):
+        _check_model_that_judges(environment)
     if isinstance(environment, RewardModelScore) and environment.model is None:
         raise ConfigError(
             "the environment 'reward_model' does not say which reward model scores",
             expected="environment.model: a folder of the workflow reward_model, or a hub name",
             got="no model",
             fix="name one; only grpo_reward of post_train is trained on the way",
+        )
+
+
+def _check_model_that_judges(environment: LLMJudge) -> None:
+    if isinstance(environment.judge, JudgeModel):
+        check_pretrained(environment.judge.model)
+    else:
+        make_scorer(environment)  # looks for the key, and asks nothing
+
+
+def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
+    """Rows on the hub are not fetched for this: there, a run stops at its first rollouts."""
+    if not isinstance(environment, ByTask) or isinstance(data, HubData):
+        return
+    known = {each.task for each in environment.tasks}
+    found = {str(row["task"]) for rows in load_rows(data, seed=0) for row in rows}
+    if found - known:
+        raise ConfigError(
+            "the data has tasks that no environment scores",
+            expected=f"only {', '.join(sorted(known))}",
+            got=", ".join(sorted(found - known)),
+            fix="name them in environment.tasks, or leave their rows out of the data",
         )
 
 

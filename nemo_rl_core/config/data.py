@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 
@@ -60,6 +60,70 @@ class ReasoningGymData(RowPolicy):
     max_prompt_tokens: PositiveInt = 256
 
 
+class SlidingPuzzleData(RowPolicy):
+    """Sliding puzzles to solve over several turns, for the environment `sliding_puzzle`.
+
+    Completions are optimal first moves, for a warm start.
+
+    Attributes:
+        size: Rows by columns. There are 11 unsolved positions of 2x2, 359 of 2x3 and 181439 of 3x3.
+        max_moves: The most moves that a start is away from the solved position.
+        spare_turns: Turns that a row allows beyond the fewest that solve it.
+    """
+
+    kind: Literal["sliding_puzzle"] = "sliding_puzzle"
+    size: Literal["2x2", "2x3", "3x3"] = "2x3"
+    max_moves: PositiveInt = 12
+    spare_turns: NonNegativeInt = 0
+    num_train: PositiveInt = 112
+    num_validation: PositiveInt = 32
+    max_prompt_tokens: PositiveInt = 16
+
+    @property
+    def num_rows(self) -> int:
+        """Of the puzzle."""
+        return int(self.size[0])
+
+    @property
+    def num_columns(self) -> int:
+        """Of the puzzle."""
+        return int(self.size[2])
+
+
+class GuessNumberData(RowPolicy):
+    """Numbers to guess between two bounds, for the environment `guess_number`.
+
+    Every row has its own bounds, and a secret drawn between them. Completions are optimal first
+    guesses, for a warm start.
+
+    Attributes:
+        max_number: The highest upper bound.
+        min_range: The fewest numbers between the bounds, both included.
+        spare_turns: Turns that a row allows beyond what binary search needs in the worst case.
+    """
+
+    kind: Literal["guess_number"] = "guess_number"
+    max_number: PositiveInt = 99
+    min_range: PositiveInt = 2
+    spare_turns: NonNegativeInt = 0
+    num_train: PositiveInt = 1024
+    num_validation: PositiveInt = 128
+    max_prompt_tokens: PositiveInt = 16
+
+    @model_validator(mode="after")
+    def _enough_bounds(self) -> "GuessNumberData":
+        # There are n - k + 1 pairs of bounds with k numbers between them among n numbers.
+        widest = self.max_number + 2 - self.min_range
+        available = widest * (widest + 1) // 2 if widest > 0 else 0
+        if self.num_train + self.num_validation > available:
+            raise ValueError(
+                f"num_train + num_validation is {self.num_train + self.num_validation}, but only "
+                f"{available} different bounds exist with max_number {self.max_number} and "
+                f"min_range {self.min_range}"
+            )
+        return self
+
+
 class FileData(RowPolicy):
     """Rows of your own: jsonl, csv, parquet or arrow, a folder of one of these, or a folder that
     `datasets` saved.
@@ -100,5 +164,6 @@ class HubData(RowPolicy):
 
 
 DataConfig = Annotated[
-    ArithmeticData | ReasoningGymData | FileData | HubData, Field(discriminator="kind")
+    ArithmeticData | ReasoningGymData | SlidingPuzzleData | GuessNumberData | FileData | HubData,
+    Field(discriminator="kind"),
 ]

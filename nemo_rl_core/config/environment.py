@@ -2,15 +2,60 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.model import DType
 
 
 class ExactMatch(FrozenConfig):
-    """1.0 when the completion, stripped, equals the answer."""
+    """1.0 when the completion equals the answer.
+
+    Attributes:
+        white_space: What of it counts: none around the text (`strip`); nor how much there is
+            between words (`collapse`); all of it (`keep`).
+        ignore_case: Whether capital and small letters are the same.
+    """
 
     kind: Literal["exact"] = "exact"
+    white_space: Literal["strip", "collapse", "keep"] = "strip"
+    ignore_case: bool = False
+
+
+class RegexMatch(FrozenConfig):
+    """1.0 when the completion has the form of a regular expression (of the `regex` library).
+
+    Attributes:
+        pattern: What to find; `(?i)` at its start ignores case, `(?s)` lets a dot match line ends.
+        match: Whether the whole completion, without white space around it, must match, or a part.
+        timeout_seconds: For one completion; one that takes longer has no score.
+    """
+
+    kind: Literal["regex"] = "regex"
+    pattern: str = Field(min_length=1)
+    match: Literal["whole", "part"] = "whole"
+    timeout_seconds: PositiveFloat = 1.0
+
+
+class JsonSchemaMatch(FrozenConfig):
+    """1.0 when the completion is JSON that a JSON Schema accepts.
+
+    Attributes:
+        json_schema: The schema, as JSON text.
+        where: Whether the whole completion must be JSON, or its last fenced code block.
+    """
+
+    kind: Literal["json_schema"] = "json_schema"
+    json_schema: str = Field(min_length=2)
+    where: Literal["whole", "code_block"] = "whole"
 
 
 class MathVerify(FrozenConfig):
@@ -46,10 +91,82 @@ class RewardModelScore(FrozenConfig):
     max_tokens_per_batch: PositiveInt = 8192
 
 
-SingleEnvironmentConfig = Annotated[
-    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore,
-    Field(discriminator="kind"),
-]
+class JudgeEndpoint(FrozenConfig):
+    """A model behind an API like OpenAI's (`POST {url}/chat/completions`).
+
+    Attributes:
+        url: Up to and with `/v1`.
+        model: As the server calls it.
+        api_key_variable: The environment variable that holds the key; None sends none.
+        timeout_seconds: For one reply, all its attempts together.
+        num_retries: Attempts after the first, where the server is busy or fails.
+        max_concurrency: The most requests at a time.
+    """
+
+    kind: Literal["endpoint"] = "endpoint"
+    url: str = Field(pattern=r"^https?://\S+$")
+    model: str = Field(min_length=1)
+    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    timeout_seconds: PositiveFloat = 60.0
+    num_retries: NonNegativeInt = 3
+    max_concurrency: PositiveInt = 8
+
+
+class JudgeModel(FrozenConfig):
+    """A model in a vLLM worker of this run; greedy.
+
+    Attributes:
+        model: A transformers folder.
+        max_model_len: Question and reply, in tokens.
+        kv_cache_gib: Of its own, beside that of the policy's engine.
+        dtype: Type of weights and activations.
+    """
+
+    kind: Literal["model"] = "model"
+    model: str = Field(min_length=1)
+    max_model_len: PositiveInt = 4096
+    kv_cache_gib: PositiveInt = 1
+    dtype: DType = "float32"
+
+
+class LLMJudge(FrozenConfig):
+    """What a language model thinks of a completion: its mark, brought to between 0 and 1.
+
+    Attributes:
+        judge: Which model, and where it runs.
+        instruction: What to judge by.
+        highest: The best mark; the worst is 0.
+        max_new_tokens: Of a reply.
+    """
+
+    kind: Literal["llm_judge"] = "llm_judge"
+    judge: Annotated[JudgeEndpoint | JudgeModel, Field(discriminator="kind")]
+    instruction: str = Field(default="Say how well the response answers the prompt.", min_length=1)
+    highest: PositiveInt = 10
+    max_new_tokens: PositiveInt = 512
+
+    @model_validator(mode="after")
+    def _leaves_room_for_questions(self) -> "LLMJudge":
+        judge = self.judge
+        if isinstance(judge, JudgeModel) and judge.max_model_len <= self.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves a question no room within "
+                f"judge.max_model_len {judge.max_model_len}"
+            )
+        return self
+
+
+_Single = (
+    ExactMatch
+    | MathVerify
+    | ReasoningGymScore
+    | RewardFunction
+    | RewardModelScore
+    | RegexMatch
+    | JsonSchemaMatch
+    | LLMJudge
+)
+SingleEnvironmentConfig = Annotated[_Single, Field(discriminator="kind")]
 
 
 class WeightedPart(FrozenConfig):
@@ -70,17 +187,102 @@ class WeightedSum(FrozenConfig):
     parts: list[WeightedPart] = Field(min_length=1)
 
 
+class SlidingPuzzleGame(FrozenConfig):
+    """A sliding puzzle over several turns: 1.0 when it is solved in time.
+
+    Attributes:
+        illegal_penalty: Taken off for a turn that is no legal move; such a turn is lost.
+    """
+
+    kind: Literal["sliding_puzzle"] = "sliding_puzzle"
+    illegal_penalty: NonNegativeFloat = 0.0
+
+
+class GuessNumberGame(FrozenConfig):
+    """A hidden number over several turns: 1.0 when it is guessed in time.
+
+    Attributes:
+        illegal_penalty: Taken off for a turn that is no guess within the bounds; it is lost.
+    """
+
+    kind: Literal["guess_number"] = "guess_number"
+    illegal_penalty: NonNegativeFloat = 0.0
+
+
+_Conversation = SlidingPuzzleGame | GuessNumberGame
+ConversationConfig = Annotated[_Conversation, Field(discriminator="kind")]
+"""Environments that answer, so that the policy has several turns."""
+
+
+class TaskEnvironment(FrozenConfig):
+    """The environment of the rows of one task."""
+
+    task: str = Field(min_length=1)
+    environment: Annotated[_Single | _Conversation | WeightedSum, Field(discriminator="kind")]
+
+
+class ByTask(FrozenConfig):
+    """Several environments in one run: each row goes to that of its `task`."""
+
+    kind: Literal["by_task"] = "by_task"
+    tasks: list[TaskEnvironment] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _tasks_differ(self) -> "ByTask":
+        names = [each.task for each in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a task has one environment, but {names} names one twice")
+        reads_ids = any(isinstance(e, RewardModelScore) for e in single_environments(self))
+        if reads_ids and answers_back(self):
+            raise ValueError(
+                "a reward model reads token ids, which an environment with several turns does not "
+                "see: have them in different runs"
+            )
+        return self
+
+
 EnvironmentConfig = Annotated[
-    ExactMatch | MathVerify | ReasoningGymScore | RewardFunction | RewardModelScore | WeightedSum,
-    Field(discriminator="kind"),
+    _Single | _Conversation | WeightedSum | ByTask, Field(discriminator="kind")
 ]
 
 
+class EnvironmentWorkers(FrozenConfig):
+    """Actors that an environment runs in, so that one that hangs or dies takes no run with it.
+
+    Attributes:
+        num_workers: How many run side by side.
+        rows_per_call: The most rows that one gets at a time. Not derived from `num_workers`, so
+            that scores do not depend on that.
+        timeout_seconds: For one call. Past it the actor is killed and replaced, and each of its
+            rows is tried once more, alone.
+    """
+
+    num_workers: PositiveInt = 1
+    rows_per_call: PositiveInt = 8
+    timeout_seconds: PositiveFloat = 120.0
+
+
 def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:
-    """The environments that score on their own: those of a sum, or the one that there is."""
-    if isinstance(config, WeightedSum):
-        return [part.environment for part in config.parts]
-    return [config]
+    """The environments that score on their own: of all parts and tasks, or the one that there is.
+
+    Games are not among them.
+    """
+    match config:
+        case WeightedSum(parts=parts):
+            return [part.environment for part in parts]
+        case ByTask(tasks=tasks):
+            return [one for each in tasks for one in single_environments(each.environment)]
+        case SlidingPuzzleGame() | GuessNumberGame():
+            return []
+        case _:
+            return [config]
+
+
+def answers_back(config: EnvironmentConfig) -> bool:
+    """Whether the policy may have several turns."""
+    if isinstance(config, ByTask):
+        return any(answers_back(each.environment) for each in config.tasks)
+    return isinstance(config, _Conversation)
 
 
 def reads_reward_model(config: EnvironmentConfig) -> bool:

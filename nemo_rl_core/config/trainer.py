@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
@@ -51,9 +51,26 @@ class LoopConfig(OptimizerConfig):
 
 
 class GateConfig(FrozenConfig):
-    """The bound on `token_mult_prob_error = mean exp|gen - prev|` past which a run stops."""
+    """How far the engine's logprobs may be from the trainer's: `mean exp|gen - prev|`, 1 if equal.
+
+    A sequence whose own mean is past `max_sequence_mult_prob_error` is left out of the loss. The
+    run stops if the other tokens' mean is past `max_token_mult_prob_error`, or if more than
+    `max_masked_fraction` of the step's sequences were left out.
+    """
 
     max_token_mult_prob_error: float = Field(default=1.05, gt=1)
+    max_sequence_mult_prob_error: float = Field(default=2.0, gt=1)
+    max_masked_fraction: float = Field(default=0.1, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _a_sequence_may_be_off_further(self) -> "GateConfig":
+        if self.max_sequence_mult_prob_error < self.max_token_mult_prob_error:
+            raise ValueError(
+                f"max_sequence_mult_prob_error ({self.max_sequence_mult_prob_error}) must not be "
+                f"below max_token_mult_prob_error ({self.max_token_mult_prob_error}): the mean of "
+                "one sequence spreads more than that of all"
+            )
+        return self
 
 
 class TrainerSettings(FrozenConfig):
@@ -106,6 +123,7 @@ class RolloutSettings(TrainerSettings):
     environment: EnvironmentConfig = ExactMatch()
     rollouts: RolloutLimits = RolloutLimits()
     generation: GenerationConfig = VllmGenerationConfig()
+    environment_workers: EnvironmentWorkers | None = None
     max_prompt_tokens: PositiveInt = 512
 
     @property

@@ -1,19 +1,23 @@
 """Whatever a user has as a reward, as a scorer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
+    EnvironmentReturn,
+    Message,
     Scorer,
-    attempt,
-    checked,
     failure,
 )
+from nemo_rl_core.environments.replies import Reply, ask, failed, joined, source_of
 from nemo_rl_core.errors import ConfigError, RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+_ROW_KEYS = ("answer", "task")
+"""What a conversation's metadata holds besides the row's own."""
 
 
 def as_scorer(reward: Any) -> Scorer:
@@ -40,6 +44,13 @@ def as_scorer(reward: Any) -> Scorer:
     )
 
 
+def as_environment(scorer: Scorer) -> EnvironmentInterface:
+    """The environment that a scorer is a view of, or one that ends after a turn."""
+    if isinstance(scorer, EnvironmentScorer):
+        return scorer.environment
+    return ScorerEnvironment(scorer)
+
+
 class EnvironmentScorer(Scorer):
     """A single-turn view of an environment: one exchange in, one reward out.
 
@@ -53,50 +64,16 @@ class EnvironmentScorer(Scorer):
 
     def __init__(self, environment: EnvironmentInterface) -> None:
         self.environment = environment
-        self._source = f"the environment {type(environment).__name__!r}"
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout; an environment that wants another turn counts as a failure."""
-        if not rollouts:
-            return []
-        logs = [
-            [
-                {"role": "user", "content": rollout.prompt.text},
-                {"role": "assistant", "content": rollout.text},
-            ]
-            for rollout in rollouts
-        ]
-        metadata = [
-            {**json.loads(r.prompt.metadata), "answer": r.prompt.answer, "task": r.prompt.task}
-            for r in rollouts
-        ]
-        returned: list[Any] = []
+        """One outcome a rollout; an environment that wants another turn counts as a failure.
 
-        def step() -> float:
-            returned.append(self.environment.step(logs, metadata))
-            return 0.0
-
-        first = rollouts[0]
-        problem = attempt(
-            step, prompt=first.prompt.text, completion=first.text, source=self._source
-        )
-        if isinstance(problem, RewardError):
-            return [problem] * len(rollouts)
-        rewards, ended = returned[0].rewards.tolist(), returned[0].terminateds.tolist()
-        if len(rewards) != len(rollouts) or len(ended) != len(rollouts):
-            got = f"{len(rewards)} rewards for {len(rollouts)} completions"
-            wrong = failure(
-                "returned a wrong number of rewards",
-                got,
-                prompt=first.prompt.text,
-                completion=first.text,
-                source=self._source,
-            )
-            return [wrong] * len(rollouts)
-        return [
-            self._outcome(rollout, reward, done)
-            for rollout, reward, done in zip(rollouts, rewards, ended, strict=True)
-        ]
+        Where the environment raises, it is asked again for each rollout alone, so that only those
+        that it cannot judge have no score.
+        """
+        logs, metadata = [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
+        replies = ask(self.environment, logs, metadata)
+        return [self._outcome(*pair) for pair in zip(rollouts, replies, strict=True)]
 
     def close(self) -> None:
         """Ends the environment, if it can be ended."""
@@ -104,12 +81,62 @@ class EnvironmentScorer(Scorer):
         if callable(end):
             end()
 
-    def _outcome(self, rollout: Rollout, reward: Any, ended: bool) -> float | RewardError:
-        about = {
-            "prompt": rollout.prompt.text,
-            "completion": rollout.text,
-            "source": self._source,
-        }
-        if not ended:
-            return failure("asks for another turn", "terminateds is False", **about)
-        return checked(reward, **about)
+    def _outcome(self, rollout: Rollout, reply: Reply | RewardError) -> float | RewardError:
+        if isinstance(reply, RewardError) or reply.terminated:
+            return reply if isinstance(reply, RewardError) else reply.reward
+        return failure(
+            "asks for another turn",
+            "terminateds is False",
+            prompt=rollout.prompt.text,
+            completion=rollout.text,
+            source=source_of(self.environment),
+        )
+
+
+class ScorerEnvironment:
+    """A scorer as an environment whose conversations have one turn.
+
+    Args:
+        scorer: Sees texts; one that reads token ids, as a reward model does, has none to read here.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Scores the last turn of each of `B` conversations, and ends them."""
+        pairs = zip(message_log_batch, metadata, strict=True)
+        outcomes = self._scorer.outcomes([_rollout(log, about) for log, about in pairs])
+        return joined(
+            [failed(each) if isinstance(each, RewardError) else Reply(each) for each in outcomes]
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The batch as it was, and the mean of its `rewards [B]`."""
+        return batch, {"mean_reward": float(batch["rewards"].float().mean())}
+
+    def shutdown(self) -> None:
+        """Closes the scorer."""
+        self._scorer.close()
+
+
+def _log(rollout: Rollout) -> list[Message]:
+    return [
+        {"role": "user", "content": rollout.prompt.text},
+        {"role": "assistant", "content": rollout.text},
+    ]
+
+
+def _metadata(rollout: Rollout) -> dict[str, Any]:
+    prompt = rollout.prompt
+    return {**json.loads(prompt.metadata), "answer": prompt.answer, "task": prompt.task}
+
+
+def _rollout(log: Sequence[Message], metadata: Mapping[str, Any]) -> Rollout:
+    own = json.dumps({key: value for key, value in metadata.items() if key not in _ROW_KEYS})
+    prompt = Prompt("", log[0]["content"], (), metadata["answer"], metadata["task"], own)
+    return Rollout(prompt, Completion((), (), truncated=False), log[-1]["content"])

@@ -132,7 +132,13 @@ class FunctionalRewardWrapper(Scorer):
 
         problem = attempt(fill, **first)
         if isinstance(problem, RewardError):
-            return [problem] * len(prompts)
+            if len(prompts) == 1:
+                return [problem]
+            # One bad row is to cost no other its score.
+            pairs = zip(prompts, responses, strict=True)
+            return [
+                outcome for pair in pairs for outcome in self._batch(*([each] for each in pair))
+            ]
         if len(values) != len(prompts):
             got = f"{len(values)} rewards for {len(prompts)} completions"
             return [failure("returned a wrong number of rewards", got, **first)] * len(prompts)

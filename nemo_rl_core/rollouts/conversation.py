@@ -11,9 +11,9 @@ from typing import Any
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
+from nemo_rl_core.environments.replies import Reply
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.rollouts.engine import request_seed
-from nemo_rl_core.rollouts.judging import Reply
 from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -143,14 +143,15 @@ class Conversation:
             self._error, self.is_over = reply.in_one_line, True
             return
         self._rewards.append(reply.reward)
-        if reply.message is None or self._is_cut:
+        if reply.terminated or self._is_cut:
             self.is_over = True
             return
-        self.messages.append(dict(reply.message))
+        message = {"role": reply.role, "content": reply.observation}
+        self.messages.append(message)
         new = reply_token_ids(
             self._tokenizer,
             self._prompt.text,
-            reply.message,
+            message,
             last_token=self._token_ids[-1] if self._token_ids else None,
         )
         too_long = len(self._token_ids) + len(new) >= self._bounds.max_tokens
@@ -160,7 +161,7 @@ class Conversation:
         self._append(new, [0.0] * len(new), generated=False)
         if self._weight_versions:
             self._weight_versions += [self._weight_versions[-1]] * len(new)
-        self.metadata, self._stop_strings = reply.metadata, reply.stop_strings
+        self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
 
     def rollout(self) -> Rollout:
         """What has been said as a record; its reward is the sum over the turns."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
+from nemo_rl_core.environments.replies import ask
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation, Place
 from nemo_rl_core.rollouts.engine import RolloutEngine
-from nemo_rl_core.rollouts.judging import replies_to
 from nemo_rl_core.rollouts.requests import answers_to
 from nemo_rl_core.types import Prompt, Rollout
 
@@ -73,10 +73,10 @@ class MultiTurnRollouts(RolloutEngine):
             answers = answers_to(requests, self._generation, greedy=greedy)
             for conversation, answer in zip(live, answers, strict=True):
                 conversation.hear_policy(answer)
-            replies = replies_to(
+            replies = ask(
+                self._environment,
                 [list(each.messages) for each in live],
                 [each.metadata for each in live],
-                self._environment,
             )
             for conversation, reply in zip(live, replies, strict=True):
                 conversation.hear_environment(reply)

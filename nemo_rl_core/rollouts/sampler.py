@@ -9,7 +9,6 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
 from nemo_rl_core.models.generation.engine import Generation
@@ -17,6 +16,7 @@ from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures
+from nemo_rl_core.rollouts.scorers import scorer_of
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Rollout
 
@@ -50,9 +50,7 @@ class Sampler(AbstractContextManager["Sampler"]):
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
         # Before the engine, which takes longer to start than a reward takes to be refused.
-        self._scorer = scorer or make_scorer(
-            settings.environment, reward_model, policy=model_folder
-        )
+        self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
         self.generation = self._engine_class(
             session,
             GenerationSetup(

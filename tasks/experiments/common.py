@@ -8,7 +8,7 @@ from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, DataConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
@@ -25,6 +25,7 @@ class Experiment(Recipe):
     model: ModelConfig = ModelFromConfig()
     data: DataConfig = ArithmeticData()
     environment: EnvironmentConfig = ExactMatch()
+    environment_workers: EnvironmentWorkers | None = None
     sft: SFTConfig | None = None
     training: TrainingConfig = DTensorTraining()
     rollouts: RolloutLimits = RolloutLimits()
@@ -155,6 +156,7 @@ def rollout_fields(config: Experiment) -> dict[str, Any]:
     return {
         **trainer_fields(config),
         "environment": config.environment,
+        "environment_workers": config.environment_workers,
         "reward_content": reward_content(config.environment),
         "generation": config.generation,
         "rollouts": config.rollouts,

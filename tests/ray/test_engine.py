@@ -9,6 +9,7 @@ import torch
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
@@ -173,14 +174,16 @@ def test_stale_weights_are_caught(
 ) -> None:
     policy = make_policy()
     rollouts = roll_out()
-    assert check_consistency(compared(rollouts, policy), bound=1.05) == pytest.approx(1, abs=1e-4)
+    _, metrics = check_consistency(compared(rollouts, policy), GateConfig())
+    assert metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+    assert metrics["num_inconsistent_sequences"] == 0
     policy.train(as_batch(rollouts), NLLLoss())
-    with pytest.raises(ConsistencyError, match="token_mult_prob_error is") as caught:
-        check_consistency(compared(roll_out(), policy), bound=1.05)
+    with pytest.raises(ConsistencyError, match="disagree about the same tokens") as caught:
+        check_consistency(compared(roll_out(), policy), GateConfig())
     assert "old weights" in caught.value.fix
     assert len(str(caught.value).splitlines()) < 10
     engine.update_weights(policy)
-    check_consistency(compared(roll_out(), policy), bound=1.05)
+    check_consistency(compared(roll_out(), policy), GateConfig())
 
 
 def test_the_engine_is_kept_for_another_checkpoint_of_the_same_model(

@@ -48,14 +48,20 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data = grpo_batch(judged(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
-        error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
+        data, consistency = self._check_consistency(data)
         limit = self.settings.max_rollout_tokens
         data = add_advantages(data, self.config, max_new_tokens=limit)
         with self.timer.phase("train"):
             size = self.config.train_global_batch_size
             trained = train_in_parts(self.policy, data, self._loss, size=size)
         self.records.save(self.step, rollouts, advantages=mean_advantages(data))
-        return {"token_mult_prob_error": error, **rollout_metrics(data), **drawn, **trained}
+        return {**consistency, **rollout_metrics(data), **drawn, **trained}
+
+    def _check_consistency(
+        self, batch: BatchedDataDict
+    ) -> tuple[BatchedDataDict, dict[str, float]]:
+        """The batch without what engine and trainer disagree on, and by how much they do."""
+        return check_consistency(batch, self.config.gate)
 
     def _draw(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
         """The step's rollouts, and figures on all that was drawn for them.

@@ -55,14 +55,14 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         data = rollout_batch(judged(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
+        data, consistency = check_consistency(data, self.config.gate)
         with self.timer.phase("values"):
             data["old_values"] = self.critic.get_values(data)["values"][:, :-1]
         data = add_advantages(data, self.config)
-        error = check_consistency(data, bound=self.config.gate.max_token_mult_prob_error)
         trained = self._train(data)
         self.records.save(self.step, rollouts, advantages=mean_advantages(data))
         return {
-            "token_mult_prob_error": error,
+            **consistency,
             **rollout_metrics(data),
             **failure_metrics(rollouts),
             **trained,

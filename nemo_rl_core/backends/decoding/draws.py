@@ -15,9 +15,9 @@ _MAX_TOKENS_PER_CHARACTER = 4
 class Decoding:
     """A batch of completions that grow by a token at a time.
 
-    Draws are those of vLLM on a CPU: the token with the largest `p / e`, where `e` are exponential
-    numbers of the row's own generator (the Gumbel-max trick). So equal logits and seeds give equal
-    tokens here and there, whatever other rows are in the batch.
+    The token drawn is the one with the largest `p / e`, where `e` are exponential numbers of the
+    row's own generator on the CPU (the Gumbel-max trick). So a row's tokens depend on its logits
+    and its seed, not on other rows or the device. vLLM draws otherwise, from the same seeds.
 
     Args:
         requests: `B` rows.

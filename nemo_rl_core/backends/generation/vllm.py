@@ -115,6 +115,36 @@ class VllmBackend:
             self._llm.sleep(level=1)
             self._asleep = True
 
+    def prefill_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Logprobs of whole sequences in one pass each, where `generate` goes token by token.
+
+        Args:
+            batch: `input_ids [B, T]` and `input_lengths [B]`, each below the engine's longest.
+
+        Returns:
+            `[B, T]`, in nats at temperature 1, of each token given those before it; 0 at the first
+            one and past a sequence's end.
+        """
+        from vllm import SamplingParams
+
+        self._llm.reset_prefix_cache()
+        rows = [
+            ids[:length].tolist()
+            for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
+        ]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": row} for row in rows],
+            SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False,
+        )
+        logprobs = torch.zeros(batch["input_ids"].shape)
+        for place, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+            steps = zip(row[1:], output.prompt_logprobs[1:], strict=True)
+            logprobs[place, 1 : len(row)] = torch.tensor(
+                [step[token].logprob for token, step in steps]
+            )
+        return logprobs
+
     def update_weights(self, buckets: list[WeightBucket]) -> str:
         """Replaces all weights and empties the prefix cache; returns what arrived, digested."""
         digest = combined_digest(received_digest(bucket) for bucket in buckets)

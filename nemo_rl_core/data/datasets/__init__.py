@@ -4,8 +4,10 @@ from nemo_rl_core.config.data import (
     ArithmeticData,
     DataConfig,
     FileData,
+    GuessNumberData,
     HubData,
     ReasoningGymData,
+    SlidingPuzzleData,
 )
 from nemo_rl_core.types import Row
 
@@ -29,6 +31,14 @@ def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
             from nemo_rl_core.data.datasets import reasoning_gym
 
             return reasoning_gym.load(config, seed=seed)
+        case SlidingPuzzleData():
+            from nemo_rl_core.data.datasets import sliding_puzzle
+
+            return sliding_puzzle.load(config, seed=seed)
+        case GuessNumberData():
+            from nemo_rl_core.data.datasets import guess_number
+
+            return guess_number.load(config, seed=seed)
         case FileData():
             from nemo_rl_core.data.datasets import files
 

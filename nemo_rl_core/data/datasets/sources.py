@@ -8,8 +8,10 @@ from typing import Any
 from nemo_rl_core.config.data import (
     ArithmeticData,
     FileData,
+    GuessNumberData,
     HubData,
     ReasoningGymData,
+    SlidingPuzzleData,
 )
 from nemo_rl_core.data.datasets import files, hub, load_rows
 from nemo_rl_core.data.datasets.formats import recognise
@@ -18,6 +20,11 @@ from nemo_rl_core.types import Row
 
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 _SUFFIXES = (".jsonl", ".csv", ".parquet", ".arrow", ".json", ".txt")
+
+
+_CONFIGS = (
+    ArithmeticData | ReasoningGymData | SlidingPuzzleData | GuessNumberData | FileData | HubData
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ def read(source: Any, *, seed: int) -> Parts:
     Raises:
         DataError: When the source cannot be read, or is none of these.
     """
-    if isinstance(source, ArithmeticData | ReasoningGymData | FileData | HubData):
+    if isinstance(source, _CONFIGS):
         return Parts(*load_rows(source, seed=seed))
     if isinstance(source, str | Path):
         return _named(str(source), seed=seed)

@@ -11,9 +11,14 @@ import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
 from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
-from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
+from nemo_rl_core.config.generation import (
+    MegatronGenerationConfig,
+    SamplingConfig,
+    SplitEngine,
+    VllmGenerationConfig,
+)
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.named_sharding import DATA, NamedSharding
+from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import compare_digests
@@ -22,7 +27,7 @@ from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
 
 _LOG = logging.getLogger(__name__)
-_WITHIN_AN_ENGINE = "model_parallel"
+_WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
 
 
 class Generation(GenerationInterface):
@@ -102,8 +107,8 @@ class Generation(GenerationInterface):
         answers = self._workers.run_all_workers_sharded_data(
             "generate",
             in_sharded_axes=[DATA],
-            replicate_on_axes=[_WITHIN_AN_ENGINE],
-            output_is_replicated=[_WITHIN_AN_ENGINE],
+            replicate_on_axes=_WITHIN_AN_ENGINE,
+            output_is_replicated=_WITHIN_AN_ENGINE,
             common_kwargs={"greedy": greedy},
             timeout_seconds=self._setup.config.timeout_seconds,
             batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
@@ -184,7 +189,7 @@ class Generation(GenerationInterface):
 
 
 def _sharding(config: SamplingConfig, num_workers: int) -> NamedSharding:
-    """Engines over the cluster's first bundles; the ranks of one lie side by side."""
+    """Engines over the cluster's first bundles; ranks that talk most lie side by side."""
     engines, ranks = config.num_engines, config.ranks_per_engine
     if engines * ranks > num_workers:
         raise ConfigError(
@@ -194,8 +199,15 @@ def _sharding(config: SamplingConfig, num_workers: int) -> NamedSharding:
             fix="raise cluster.num_workers, or lower generation.num_engines or the sizes over "
             "which an engine is spread",
         )
-    layout = np.arange(engines * ranks).reshape(engines, ranks)
-    return NamedSharding(layout, [DATA, _WITHIN_AN_ENGINE])
+    pipeline, tensor = 1, 1
+    if isinstance(config, SplitEngine):
+        pipeline, tensor = config.pipeline_parallel_size, config.tensor_parallel_size
+    every_rank = np.arange(engines * ranks)
+    if isinstance(config, MegatronGenerationConfig):  # whose groups are laid out so
+        return NamedSharding(
+            every_rank.reshape(pipeline, engines, tensor), (PIPELINE, DATA, TENSOR)
+        )
+    return NamedSharding(every_rank.reshape(engines, pipeline, tensor), (DATA, PIPELINE, TENSOR))
 
 
 def _engine_key(setup: GenerationSetup) -> str:

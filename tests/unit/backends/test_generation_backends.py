@@ -16,6 +16,7 @@ from nemo_rl_core.backends.generation.base import (
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig, MegatronGenerationConfig
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.weight_sync import combined_digest, make_buckets
 
 PROMPTS = [[5, 6, 7, 8], [9], [4, 4], [5, 6, 7, 8], [3, 8, 3]]
@@ -187,3 +188,23 @@ def test_new_weights_replace_all_of_the_old(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     engine.load_weights(tiny_model)
     assert sequences(engine.generate(make_batch(), greedy=True)) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_megatrons_ranks_draw_as_one_does(engines: Engines, tiny_model: Path, axis: str) -> None:
+    expected = engines("megatron", temperature=0.8).generate(make_batch(), greedy=False)
+    setup, batch = setup_of(tiny_model, "megatron", temperature=0.8, **{axis: 2}), make_batch()
+
+    def on_rank() -> list[list[int]]:
+        backend = get_generation_backend("megatron")()
+        backend.setup(setup)
+        output = backend.generate(batch, greedy=False)
+        return [output["output_ids"].tolist(), output["logprobs"].tolist()]
+
+    # Of 19 tokens, one tensor-parallel rank holds 10 and the other 9.
+    for ids, logprobs in run_ranks(on_rank, world_size=2):
+        assert ids == expected["output_ids"].tolist()
+        torch.testing.assert_close(
+            torch.tensor(logprobs), expected["logprobs"], atol=1e-5, rtol=1e-4
+        )

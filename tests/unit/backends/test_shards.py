@@ -1,6 +1,5 @@
 """Weights read by slices: equal to the bit to those of whole loading, in a share of the memory."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "experts": Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
-    # 8.4 MB in float32, in tensors of 0.3 MB at most.
+    # 7.9 MB in float32, in tensors of 0.3 MB at most.
     "large": Qwen2Config(
         **{**SIZES, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
     ),
@@ -157,20 +156,27 @@ def test_adapters_whose_base_is_gone_say_so(folders: dict[str, Path], tmp_path: 
         adapters.base_is(tmp_path / "base")
 
 
-def peak_allocated_bytes(function: Callable[[], Any]) -> tuple[int, Any]:
-    """The most that torch has allocated at once while a function runs, on its thread."""
+def peak_allocated_bytes(function: Callable[[], Any], *, mapped_bytes: int) -> int:
+    """The most that torch has allocated at once while a function runs, on its thread.
+
+    Args:
+        function: What is measured.
+        mapped_bytes: Size of the file that it maps, which the profiler takes for an allocation.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = function()
+        kept = function()
+    assert kept is not None
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     held = most = 0
     for _, num_bytes in changes:
-        held += num_bytes
-        most = max(most, held)
-    return most, result
+        if abs(num_bytes) != mapped_bytes:
+            held += num_bytes
+            most = max(most, held)
+    return most
 
 
 def weights_of(folder: Path, head: Head, axes: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -201,7 +207,8 @@ def peak_of_setup(folder: Path, axes: dict[str, Any]) -> int:
         model = parallelize(empty_model(folder, "lm"), training, mesh, dtype="float32")
         return finish_loading(model, fill_from_folder(model, folder), folder)
 
-    return peak_allocated_bytes(load)[0]
+    mapped_bytes = (folder / "model.safetensors").stat().st_size
+    return peak_allocated_bytes(load, mapped_bytes=mapped_bytes)
 
 
 CASES: dict[int, list[tuple[str, Head, dict[str, Any]]]] = {
@@ -244,4 +251,4 @@ def test_a_rank_that_holds_half_a_model_never_holds_much_more(
     tensors = load_tensors(folder / "model.safetensors").values()
     whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     for peak in run_ranks(peak_of_setup, folder, axes, world_size=2):
-        assert 0.5 <= peak / whole < 0.6, (peak, whole, json.dumps(axes))
+        assert 0.5 <= peak / whole < 0.6

@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
 from nemo_rl_core.config.environment import ExactMatch
 from nemo_rl_core.environments import make_scorer
-from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment, as_scorer
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.environments.replies import Reply, joined
+from nemo_rl_core.errors import ConfigError, RewardError
 
 
 def length(prompt: str, response: str) -> float:
@@ -36,6 +39,76 @@ def test_a_function_and_an_environment_reach_the_rollouts(rollout):
     for reward in (length, Environment()):
         (scored,) = as_scorer(reward).scored([rollout("four")])
         assert (scored.reward, scored.components) == (4.0, ())
+
+
+def picky(prompt: str, response: str) -> float:
+    if response == "bad":
+        raise LookupError("cannot read it")
+    return float(len(response))
+
+
+def picky_batch(prompts: list[str], responses: list[str]) -> list[float]:
+    return [picky("", response) for response in responses]
+
+
+class PickyEnvironment:
+    """Raises for the whole batch where one row is bad."""
+
+    step = FunctionalRewardWrapper(picky_batch).step
+
+
+class QuarantiningEnvironment:
+    """Says itself which rows it cannot judge."""
+
+    def step(self, logs, metadata):
+        texts = [log[-1]["content"] for log in logs]
+        replies = [
+            Reply(error="LookupError: cannot read it") if text == "bad" else Reply(len(text))
+            for text in texts
+        ]
+        return joined(replies)
+
+
+@pytest.mark.parametrize(
+    "reward", [picky, picky_batch, PickyEnvironment(), QuarantiningEnvironment()]
+)
+def test_a_row_that_cannot_be_judged_costs_no_other_its_score(rollout, reward):
+    scorer = as_scorer(reward)
+    outcomes = scorer.outcomes([rollout(text) for text in ("a", "bad", "ccc")])
+    assert (outcomes[0], outcomes[2]) == (1.0, 3.0)
+    assert isinstance(outcomes[1], RewardError)
+    assert "LookupError: cannot read it" in outcomes[1].got
+    with pytest.raises(RewardError, match="'bad'"):
+        scorer.score([rollout("a"), rollout("bad")])
+
+
+def test_a_wrong_number_of_replies_is_nobodys_score(rollout):
+    class One:
+        def step(self, logs, metadata):
+            return joined([Reply(1.0)] * 2)
+
+    outcomes = as_scorer(One()).outcomes([rollout(text) for text in "abc"])
+    assert all(isinstance(each, RewardError) for each in outcomes)
+
+
+def test_a_scorer_as_an_environment_sees_prompt_answer_task_and_metadata(rollout):
+    seen = []
+
+    class Remembers(Scorer):
+        def outcomes(self, rollouts):
+            seen.extend(rollouts)
+            failure = RewardError("no score", got="a reason")
+            return [failure if each.text == "bad" else 0.5 for each in rollouts]
+
+    environment = as_environment(Remembers())
+    rows = [rollout(text, task="t", metadata='{"own": 1}') for text in ("good", "bad")]
+    # As a scorer again: there and back, texts and metadata are the same.
+    outcomes = EnvironmentScorer(environment).outcomes(rows)
+    assert outcomes[0] == 0.5
+    assert "no score; got: a reason" in outcomes[1].got
+    for given, found in zip(rows, seen, strict=True):
+        assert found.text == given.text
+        assert replace(found.prompt, id="0", token_ids=(1,)) == given.prompt
 
 
 def test_what_is_no_reward_is_refused():

@@ -56,12 +56,12 @@ class Writing:
         results: list[Any] = [None] * dist.get_world_size()
         error = self._written.exception()
         own = self._written.result() if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(results, own)
-        for rank, found in enumerate(results):
-            if isinstance(found, str):
-                raise _refused(f"{found[:500]} (rank {rank})")
+        dist.gather_object(own, results if dist.get_rank() == 0 else None)
 
         def describe() -> None:
+            for rank, found in enumerate(results):
+                if isinstance(found, str):
+                    raise OSError(f"on rank {rank}: {found}")
             self._strategy.describe(results)
             save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
 

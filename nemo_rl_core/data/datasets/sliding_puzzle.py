@@ -1,0 +1,48 @@
+"""Sliding puzzles to solve, drawn from all positions within some moves of the solved one."""
+
+import json
+import random
+
+from nemo_rl_core.config.data import SlidingPuzzleData
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle, best_move, distances
+from nemo_rl_core.types import Row
+
+
+def load(config: SlidingPuzzleData, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Different positions, in an order that depends on the seed alone.
+
+    A row's metadata is `{"game": STATE, "num_turns": the fewest moves + spare_turns}`; its answer
+    and completion are an optimal first move.
+
+    Raises:
+        DataError: If there are fewer positions than rows.
+    """
+    known = distances(config.num_rows, config.num_columns, max_moves=config.max_moves)
+    unsolved = [position for position, moves in known.items() if moves]
+    total = config.num_train + config.num_validation
+    if total > len(unsolved):
+        raise DataError(
+            f"there are not enough sliding puzzles of {config.size}",
+            expected=f"num_train + num_validation of at most {len(unsolved)}, which is how many "
+            f"positions are at most {config.max_moves} moves from the solved one",
+            got=f"{config.num_train} + {config.num_validation}",
+            fix="ask for fewer rows, or raise data.max_moves or data.size",
+        )
+    drawn = random.Random(seed).sample(unsolved, total)
+    rows = [_row(position, known, config.spare_turns) for position in drawn]
+    return rows[: config.num_train], rows[config.num_train :]
+
+
+def _row(position: SlidingPuzzle, known: dict[SlidingPuzzle, int], spare_turns: int) -> Row:
+    move = str(best_move(position, known))
+    return {
+        "id": position.text[:-1],
+        "prompt": position.text,
+        "answer": move,
+        "completion": move,
+        "task": "sliding_puzzle",
+        "metadata": json.dumps(
+            {"game": position.state, "num_turns": known[position] + spare_turns}
+        ),
+    }

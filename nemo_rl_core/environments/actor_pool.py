@@ -1,0 +1,210 @@
+"""Ray actors that rows are handed to, and that are replaced when they hang or die."""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.distributed.virtual_cluster import start_ray
+from nemo_rl_core.errors import NemoRLError, WorkerError
+
+_START_SECONDS = 300.0
+_CLOSE_SECONDS = 5.0
+_MAX_FAILED_IN_A_ROW = 32
+"""An environment that hangs on every row would take the deadline for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """Why a row has no result, though it was tried twice, the second time alone.
+
+    Attributes:
+        what: What the actor did, as a verb.
+        got: How that showed.
+    """
+
+    what: str
+    got: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows of one call, by their places."""
+
+    places: tuple[int, ...]
+    is_retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What an actor is busy with; without a piece, its own start."""
+
+    actor: Any
+    deadline: float
+    piece: _Piece | None = None
+
+
+class ActorPool:
+    """Actors of one class, each with an object of its own.
+
+    Args:
+        actor_class: Made as `actor_class(make)`, in a process of its own. Has `start()`, which
+            calls `make`; `run(rows) -> list`, one result a row; and `close()`.
+        make: For the actors.
+        workers: How many, how many rows a call, and the deadline of one.
+
+    Raises:
+        NemoRLError: As `make` raises it.
+        WorkerError: When an actor does not start.
+    """
+
+    def __init__(
+        self, actor_class: type, make: Callable[[], Any], workers: EnvironmentWorkers
+    ) -> None:
+        import ray
+
+        start_ray()
+        # The rows' own work is all that they use: they must find room beside the trainer's bundles.
+        # They find the modules that this process finds, such as the user's own rewards.
+        environment = {"env_vars": {"PYTHONPATH": _search_path()}}
+        remote = ray.remote(actor_class).options(num_cpus=0, runtime_env=environment)
+        self._new_actor: Callable[[], Any] = lambda: remote.remote(make)
+        self._workers = workers
+        self._idle: list[Any] = []
+        self._busy: dict[Any, _Call] = {}
+        self._num_failed_in_a_row = 0
+        self._start()
+
+    def run(self, rows: Sequence[Any]) -> list[Any]:
+        """One result a row, in order, or a `CallError`.
+
+        Raises:
+            WorkerError: When an actor that takes another's place does not start, or so many calls
+                fail after one another that it is not the rows' fault. All actors are ended then.
+        """
+        if not (self._idle or self._busy):
+            self._start()
+        try:
+            return self._run(rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, rows: Sequence[Any]) -> list[Any]:
+        size = self._workers.rows_per_call
+        places = range(len(rows))
+        waiting = deque(
+            _Piece(tuple(places[start : start + size])) for start in range(0, len(rows), size)
+        )
+        found: dict[int, Any] = {}
+        while len(found) < len(rows):
+            while waiting and self._idle:
+                self._call(waiting.popleft(), rows)
+            self._wait(waiting, found)
+        return [found[place] for place in places]
+
+    def close(self) -> None:
+        """Ends all actors, those that hang too; the next call of `run` starts others."""
+        import ray
+
+        closing = [actor.close.remote() for actor in self._idle]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+        for actor in [*self._idle, *(call.actor for call in self._busy.values())]:
+            ray.kill(actor)
+        self._idle, self._busy = [], {}
+
+    def _start(self) -> None:
+        try:
+            for _ in range(self._workers.num_workers):
+                self._start_one()
+            while self._busy:
+                self._wait(deque(), {})
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_one(self) -> None:
+        actor = self._new_actor()
+        self._busy[actor.start.remote()] = _Call(actor, time.monotonic() + _START_SECONDS)
+
+    def _call(self, piece: _Piece, rows: Sequence[Any]) -> None:
+        actor = self._idle.pop(0)
+        reference = actor.run.remote([rows[place] for place in piece.places])
+        deadline = time.monotonic() + self._workers.timeout_seconds
+        self._busy[reference] = _Call(actor, deadline, piece)
+
+    def _wait(self, waiting: "deque[_Piece]", found: dict[int, Any]) -> None:
+        """Until one call has ended or passed its deadline; takes up what that means."""
+        import ray
+
+        nearest = min(call.deadline for call in self._busy.values())
+        ready, _ = ray.wait(list(self._busy), timeout=max(nearest - time.monotonic(), 0.0))
+        for reference in ready:
+            self._take_up(reference, self._busy.pop(reference), waiting, found)
+        now = time.monotonic()
+        late = [key for key, call in self._busy.items() if call.deadline <= now]
+        for reference in late:
+            call = self._busy.pop(reference)
+            seconds = _START_SECONDS if call.piece is None else self._workers.timeout_seconds
+            error = CallError("gave no answer", f"nothing within {seconds:g} s")
+            self._replace(call, error, waiting, found)
+
+    def _take_up(
+        self, reference: Any, call: _Call, waiting: "deque[_Piece]", found: dict[int, Any]
+    ) -> None:
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            results = ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, NemoRLError) and call.piece is None:
+                ray.kill(call.actor)
+                raise type(error.cause)(*error.cause.args) from error
+            got = f"{type(error.cause).__name__}: {error.cause}"[:300]
+            self._replace(call, CallError("raised", got), waiting, found)
+        except RayActorError as error:
+            self._replace(call, CallError("died", str(error).splitlines()[0]), waiting, found)
+        else:
+            self._idle.append(call.actor)
+            if call.piece is not None:
+                self._num_failed_in_a_row = 0
+                found.update(zip(call.piece.places, results, strict=True))
+
+    def _replace(
+        self, call: _Call, error: CallError, waiting: "deque[_Piece]", found: dict[int, Any]
+    ) -> None:
+        """Ends an actor, starts another, and sees to the rows that it had."""
+        import ray
+
+        with suppress(ray.exceptions.RayError):
+            ray.kill(call.actor)
+        if call.piece is None:
+            raise WorkerError(
+                "an actor for the environment did not start",
+                got=f"it {error.what}: {error.got}",
+                fix="try the environment without environment_workers: the reason shows there",
+            )
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:
+            raise WorkerError(
+                f"the environment failed in {_MAX_FAILED_IN_A_ROW} calls after one another",
+                got=f"the last one {error.what}: {error.got}",
+                fix="mend the environment, or raise environment_workers.timeout_seconds",
+            )
+        if call.piece.is_retry:
+            found.update(dict.fromkeys(call.piece.places, error))
+        else:
+            waiting.extend(_Piece((place,), is_retry=True) for place in call.piece.places)
+        self._start_one()
+
+
+def _search_path() -> str:
+    return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)

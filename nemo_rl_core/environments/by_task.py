@@ -1,0 +1,116 @@
+"""Several environments in one run, told apart by the task of a row."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from nemo_rl_core.environments.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Message,
+    Scorer,
+)
+from nemo_rl_core.environments.replies import Reply, ask, failed, joined
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Rollout
+
+Row = TypeVar("Row")
+Judged = TypeVar("Judged")
+
+
+class ByTaskScorer(Scorer):
+    """Each completion is scored by its task's scorer; a task without one is an error.
+
+    Args:
+        scorers: By the names of tasks; they are closed with this one.
+    """
+
+    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+        self._scorers = dict(scorers)
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout."""
+
+        def judge(task: str, rows: list[Rollout]) -> list[float | RewardError]:
+            scorer = self._scorers.get(task)
+            if scorer is None:
+                return [_unknown(task, self._scorers)] * len(rows)
+            return scorer.outcomes(rows)
+
+        return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], judge)
+
+    def close(self) -> None:
+        """Closes every scorer, also when one of them fails to."""
+        with ExitStack() as stack:
+            for scorer in self._scorers.values():
+                stack.callback(scorer.close)
+
+
+class ByTaskEnvironment:
+    """Each conversation goes on with its task's environment, which its metadata must keep naming.
+
+    The metadata of all of them are dicts; `task` is put back where one does not keep it.
+
+    Args:
+        environments: By the names of tasks.
+    """
+
+    def __init__(self, environments: Mapping[str, EnvironmentInterface]) -> None:
+        self._environments = dict(environments)
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Answers to the last turn of each of `B` conversations."""
+
+        def judge(task: str, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
+            environment = self._environments.get(task)
+            if environment is None:
+                return [failed(_unknown(task, self._environments))] * len(rows)
+            logs, metadata = [log for log, _ in rows], [about for _, about in rows]
+            replies = ask(environment, logs, metadata)
+            return [_of_task(task, reply) for reply in replies]
+
+        rows = list(zip(message_log_batch, metadata, strict=True))
+        return joined(_routed(rows, [about["task"] for about in metadata], judge))
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The batch as it was, and the mean of its `rewards [B]`."""
+        return batch, {"mean_reward": float(batch["rewards"].float().mean())}
+
+    def shutdown(self) -> None:
+        """Ends every environment that can be ended, also when one of them fails to."""
+        with ExitStack() as stack:
+            for environment in self._environments.values():
+                end = getattr(environment, "shutdown", None)
+                if callable(end):
+                    stack.callback(end)
+
+
+def _routed(
+    rows: Sequence[Row], tasks: Sequence[str], judge: Callable[[str, list[Row]], list[Judged]]
+) -> list[Judged]:
+    """What `judge` says of the rows of each task, in the order of the rows."""
+    found: dict[int, Judged] = {}
+    for task in dict.fromkeys(tasks):
+        places = [place for place, each in enumerate(tasks) if each == task]
+        found |= zip(places, judge(task, [rows[place] for place in places]), strict=True)
+    return [found[place] for place in range(len(rows))]
+
+
+def _of_task(task: str, reply: Reply | RewardError) -> Reply:
+    if isinstance(reply, RewardError):
+        return failed(reply)
+    return replace(reply, metadata={**(reply.metadata or {}), "task": task})
+
+
+def _unknown(task: str, known: Mapping[str, Any]) -> RewardError:
+    return RewardError(
+        f"no environment scores the task {task!r}",
+        expected=f"one of {', '.join(sorted(known))}",
+        got=repr(task),
+        fix="name it in environment.tasks, or give the row another task",
+    )

@@ -1,0 +1,76 @@
+"""Games over several turns; the rules are in `nemo_rl_core.games`."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message
+from nemo_rl_core.environments.reasoning_gym import candidate_answers
+from nemo_rl_core.environments.replies import Reply, joined
+from nemo_rl_core.games import Position
+
+_NUMBER = re.compile(r"[0-9]{1,6}")
+
+
+class GameEnvironment:
+    """Plays by the rules of one kind of position; holds nothing between two calls.
+
+    A row's metadata says `game` (the position's state) and `num_turns`, as the data sets of the
+    same name write them. A turn is a move: the whole completion, or what stands between
+    `<answer>` and `</answer>`. It is answered with the text of the new position, in the form of the
+    prompt. Winning is worth 1.0 and ends the game, as does the last turn.
+
+    Args:
+        rules: What a position is.
+        illegal_penalty: Taken off for a turn that is no legal move. Such a turn is lost, and the
+            position stays.
+    """
+
+    def __init__(self, rules: type[Position], *, illegal_penalty: float = 0.0) -> None:
+        self._rules = rules
+        self._illegal_penalty = illegal_penalty
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Makes the move of the last turn of each of `B` conversations.
+
+        A row without a game in its metadata is an error, of that row alone.
+        """
+        pairs = zip(message_log_batch, metadata, strict=True)
+        return joined([self._reply(log, stored) for log, stored in pairs])
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The batch as it was, and how many of its `rewards [B]` are those of games won."""
+        return batch, {"won_fraction": float((batch["rewards"] >= 1).float().mean())}
+
+    def _reply(self, log: Sequence[Message], metadata: Any) -> Reply:
+        try:
+            position = self._rules.from_state(metadata["game"])
+            turns_left = int(metadata["num_turns"]) - 1
+        except (KeyError, TypeError, ValueError) as error:
+            return Reply(
+                error=f"the row has no game of the kind {self._rules.__name__} in its metadata "
+                f"({type(error).__name__}: {error}); use the data of the same name"
+            )
+        move = read_move(log[-1]["content"])
+        reached = None if move is None else position.after(move)
+        reward = -self._illegal_penalty if reached is None else float(reached.is_won)
+        position = reached or position
+        if position.is_won or turns_left <= 0:
+            return Reply(reward, terminated=True, metadata=metadata)
+        kept = {**metadata, "game": position.state, "num_turns": turns_left}
+        return Reply(reward, terminated=False, observation=position.text, metadata=kept)
+
+
+def read_move(text: str) -> int | None:
+    """The number that a turn consists of, or None.
+
+    Example:
+        >>> read_move(" 7 "), read_move("up or <answer>3</answer>"), read_move("7 or 8")
+        (7, 3, None)
+    """
+    (said,) = candidate_answers(text, reference="")
+    return int(said) if _NUMBER.fullmatch(said) else None

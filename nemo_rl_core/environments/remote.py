@@ -1,0 +1,134 @@
+"""Scorers and environments in Ray actors: one that hangs or dies costs the rows that it fails on.
+
+What runs in an actor must hold nothing between two calls: any actor may get any rows, and a row
+may be judged twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.environments.actor_pool import ActorPool, CallError
+from nemo_rl_core.environments.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Message,
+    Scorer,
+    failure,
+)
+from nemo_rl_core.environments.replies import Reply, ask, failed, joined
+from nemo_rl_core.errors import RewardError
+from nemo_rl_core.types import Rollout
+
+
+class RemoteScorer(Scorer):
+    """A scorer in actors, some rows at a time each.
+
+    Rows go out in the same pieces however many actors there are. A piece whose actor hangs past
+    the deadline or dies is tried again row by row, by new actors; a row that fails again has no
+    score.
+
+    Args:
+        make: Makes the scorer, in the actor.
+        workers: How many actors, and their deadline.
+
+    Raises:
+        NemoRLError: As `make` raises it.
+        WorkerError: When the actors do not start.
+    """
+
+    def __init__(self, make: Callable[[], Scorer], workers: EnvironmentWorkers) -> None:
+        self._pool = ActorPool(_ScoringActor, make, workers)
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout."""
+        pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
+        return [
+            _error(rollout.prompt.text, rollout.text, found)
+            if isinstance(found, CallError)
+            else found
+            for rollout, found in pairs
+        ]
+
+    def close(self) -> None:
+        """Ends the actors."""
+        self._pool.close()
+
+
+class RemoteEnvironment:
+    """An environment in actors; see `RemoteScorer`.
+
+    Args:
+        make: Makes the environment, in the actor.
+        workers: How many actors, and their deadline.
+
+    Raises:
+        NemoRLError: As `make` raises it.
+        WorkerError: When the actors do not start.
+    """
+
+    def __init__(
+        self, make: Callable[[], EnvironmentInterface], workers: EnvironmentWorkers
+    ) -> None:
+        self._pool = ActorPool(_EnvironmentActor, make, workers)
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Answers to the last turn of each of `B` conversations."""
+        rows = list(zip(message_log_batch, metadata, strict=True))
+        pairs = zip(message_log_batch, self._pool.run(rows), strict=True)
+        return joined(
+            [
+                failed(_error(log[0]["content"], log[-1]["content"], found))
+                if isinstance(found, CallError)
+                else found
+                for log, found in pairs
+            ]
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The batch as it was, and the mean of its `rewards [B]`."""
+        return batch, {"mean_reward": float(batch["rewards"].float().mean())}
+
+    def shutdown(self) -> None:
+        """Ends the actors."""
+        self._pool.close()
+
+
+class _ScoringActor:
+    def __init__(self, make: Callable[[], Scorer]) -> None:
+        self._make = make
+
+    def start(self) -> None:
+        self._scorer = self._make()
+
+    def run(self, rows: list[Rollout]) -> list[float | RewardError]:
+        return self._scorer.outcomes(rows)
+
+    def close(self) -> None:
+        self._scorer.close()
+
+
+class _EnvironmentActor:
+    def __init__(self, make: Callable[[], EnvironmentInterface]) -> None:
+        self._make = make
+
+    def start(self) -> None:
+        self._environment = self._make()
+
+    def run(self, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
+        replies = ask(self._environment, [log for log, _ in rows], [about for _, about in rows])
+        return [failed(each) if isinstance(each, RewardError) else each for each in replies]
+
+    def close(self) -> None:
+        end = getattr(self._environment, "shutdown", None)
+        if callable(end):
+            end()
+
+
+def _error(prompt: str, completion: str, found: CallError) -> RewardError:
+    source = "the environment's actor"
+    return failure(found.what, found.got, prompt=prompt, completion=completion, source=source)

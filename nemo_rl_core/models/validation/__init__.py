@@ -1,0 +1,23 @@
+"""Whether trainer and rollout engine agree on the probability of the same tokens.
+
+At run time a gate in every step; besides that functions that compare two backends, or a model in
+the engine with itself, and all of them as `python -m nemo_rl_core.models.validation MODEL_FOLDER`.
+"""
+
+from nemo_rl_core.models.validation.diagnostics import (
+    test_generation_consistency,
+    test_max_model_len_respected,
+)
+from nemo_rl_core.models.validation.gate import check_consistency
+from nemo_rl_core.models.validation.logprobs import (
+    log_probability_error,
+    validate_log_probability_consistency,
+)
+
+__all__ = [
+    "check_consistency",
+    "log_probability_error",
+    "test_generation_consistency",
+    "test_max_model_len_respected",
+    "validate_log_probability_consistency",
+]

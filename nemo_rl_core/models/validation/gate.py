@@ -1,0 +1,139 @@
+"""The gate of a step: samples on which trainer and rollout engine disagree are not trained on."""
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.config.trainer import GateConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConsistencyError
+from nemo_rl_core.functional.importance import (
+    sequence_mult_prob_error,
+    token_mult_prob_error,
+)
+from nemo_rl_core.functional.masked import valid_token_mask
+
+_INF = float("inf")
+_NUM_NAMED = 3
+
+
+def check_consistency(
+    batch: BatchedDataDict, gate: GateConfig
+) -> tuple[BatchedDataDict, dict[str, float]]:
+    """Masks out single sequences that are off, and stops the run where that is not enough.
+
+    Training on samples of one distribution as if they came from another fails late and silently.
+    Engine and trainer compute with different kernels, so they never agree to the bit; stale weights
+    or a wrong temperature differ by orders of magnitude more.
+
+    Args:
+        batch: `generation_logprobs`, `prev_logprobs`, `token_mask`, all `[B, T-1]`, and
+            `sample_mask [B]`.
+        gate: The bounds.
+
+    Returns:
+        The batch, with `sample_mask` 0 in sequences past the bound of a sequence, whose logprobs
+        are 0 where they were not finite (they still take part in means over all rows); a batch
+        without such comes back as it is. And the metrics `token_mult_prob_error = mean exp|gen -
+        prev|` over the tokens that count (1 is agreement) and `num_inconsistent_sequences`.
+
+    Raises:
+        ConsistencyError: If the tokens that count are past their bound on average, or too large a
+            share of the sequences is masked out; says which, where, and what the likely cause is.
+    """
+    generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
+    sampled = batch["sample_mask"].bool()
+    mask = valid_token_mask(batch["token_mask"], sampled)
+    per_sequence = sequence_mult_prob_error(generated, trained, mask)
+    # Not `per_sequence > bound`: what is not a number is past every bound, and so is infinity.
+    is_off = ~(per_sequence <= gate.max_sequence_mult_prob_error) | per_sequence.isinf()
+    num_off = int(is_off.sum())
+    kept = mask & ~is_off[:, None]
+    error = float(token_mult_prob_error(generated, trained, kept))
+    share = num_off / max(int(sampled.sum()), 1)
+    if share > gate.max_masked_fraction:
+        raise _error(
+            f"{num_off} of {int(sampled.sum())} sequences are past the bound of a sequence",
+            f"at most {gate.max_masked_fraction:.0%} past {gate.max_sequence_mult_prob_error}",
+            _Disagreement(generated, trained, mask, per_sequence),
+            gate,
+        )
+    if not error <= gate.max_token_mult_prob_error:
+        raise _error(
+            f"token_mult_prob_error is {error:.4g}",
+            f"at most {gate.max_token_mult_prob_error} (1 is agreement)",
+            _Disagreement(generated, trained, mask, per_sequence),
+            gate,
+        )
+    metrics = {"token_mult_prob_error": error, "num_inconsistent_sequences": float(num_off)}
+    return (_without(batch, is_off) if num_off else batch), metrics
+
+
+def _without(batch: BatchedDataDict, is_off: Tensor) -> BatchedDataDict:
+    changed = {"sample_mask": batch["sample_mask"] * ~is_off}
+    for name in ("generation_logprobs", "prev_logprobs"):
+        unusable = is_off[:, None] & ~batch[name].isfinite()
+        changed[name] = batch[name].masked_fill(unusable, 0.0)
+    return BatchedDataDict({**batch, **changed})
+
+
+class _Disagreement:
+    """Where two ranges of logprobs `[B, T-1]` differ, for people.
+
+    Args:
+        generated: The engine's.
+        trained: The trainer's.
+        mask: The tokens compared.
+        per_sequence: `[B]`, their `sequence_mult_prob_error`.
+    """
+
+    def __init__(
+        self, generated: Tensor, trained: Tensor, mask: Tensor, per_sequence: Tensor
+    ) -> None:
+        self._generated, self._trained = generated, trained
+        gap = (generated - trained).abs()
+        self._gap = torch.where(mask, gap.nan_to_num(nan=_INF, posinf=_INF), -1.0)
+        self._errors = per_sequence.nan_to_num(nan=_INF, posinf=_INF)
+        self._num_compared = int(mask.any(dim=1).sum())
+
+    def share_past(self, bound: float) -> float:
+        """Of the sequences compared."""
+        return int((self._errors > bound).sum()) / max(self._num_compared, 1)
+
+    def worst(self) -> str:
+        """The worst sequences, each with its worst position; a row is one of the step's rollouts.
+
+        Positions count from the first token of the prompt, which itself is predicted by none.
+        """
+        order = self._errors.argsort(descending=True, stable=True)[:_NUM_NAMED].tolist()
+        return "; ".join(self._at(row) for row in order if self._errors[row] > 1)
+
+    def _at(self, row: int) -> str:
+        place = int(self._gap[row].argmax())
+        return (
+            f"sequence {row} ({self._errors[row]:.4g}) at position {place + 1}: engine "
+            f"{self._generated[row, place]:.4f}, trainer {self._trained[row, place]:.4f} nats"
+        )
+
+
+def _error(
+    measured: str, expected: str, found: _Disagreement, gate: GateConfig
+) -> ConsistencyError:
+    share = found.share_past(gate.max_token_mult_prob_error)
+    if share > 0.5:
+        cause = (
+            "most sequences are off, so the engine probably has old weights or another "
+            "temperature: look at the weight sync and at what changed since the last step"
+        )
+    else:
+        cause = (
+            "few sequences are off, so it is probably numerics: try dtype: float32, or raise "
+            "gate.max_token_mult_prob_error, gate.max_sequence_mult_prob_error or "
+            "gate.max_masked_fraction"
+        )
+    return ConsistencyError(
+        f"the rollout engine and the trainer disagree about the same tokens: {measured}",
+        expected=expected,
+        got=f"{share:.0%} of sequences past {gate.max_token_mult_prob_error}; worst: "
+        f"{found.worst()}",
+        fix=cause,
+    )

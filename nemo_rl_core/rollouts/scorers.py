@@ -1,0 +1,112 @@
+"""The scorer of a run, where it may need what a run has: its cluster, and engines on it."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.environment import JudgeModel
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.environments import make_remote_scorer, make_scorer
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.models.interfaces import GenerationInterface
+
+
+def scorer_of(
+    session: ClusterSession,
+    settings: RolloutSettings,
+    model_folder: Path,
+    reward_model: Path | None = None,
+) -> Scorer:
+    """The scorer that the settings name, in actors where they say so.
+
+    Args:
+        session: Where actors, and judges that are models of this run, live.
+        settings: The environment, and its workers.
+        model_folder: Of the policy.
+        reward_model: For an environment `reward_model` that names no model.
+
+    Raises:
+        NemoRLError: As `make_scorer` and `make_remote_scorer`.
+    """
+    environment, workers = settings.environment, settings.environment_workers
+    if workers is not None:
+        return make_remote_scorer(environment, workers, reward_model, policy=model_folder)
+    start = partial(start_judge, session)
+    return make_scorer(environment, reward_model, policy=model_folder, start_judge=start)
+
+
+def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int) -> "EngineChat":
+    """A vLLM worker with the judge's model; one of an earlier stage is taken over."""
+    folder = Path(config.model).expanduser()
+    tokenizer = load_tokenizer(folder)
+    setup = GenerationSetup(
+        model_folder=folder,
+        config=VllmGenerationConfig(
+            max_new_tokens=max_new_tokens, kv_cache_gib=config.kv_cache_gib
+        ),
+        max_model_len=config.max_model_len,
+        stop_token_ids=stop_token_ids(folder, tokenizer),
+        dtype=config.dtype,
+    )
+    generation = VllmGeneration(session, setup, name="judge")
+    return EngineChat(
+        generation, tokenizer, max_question_tokens=config.max_model_len - max_new_tokens
+    )
+
+
+class EngineChat:
+    """A generation engine as a `ChatModel`; greedy, so that equal questions get equal replies.
+
+    Args:
+        generation: Completes questions.
+        tokenizer: The model's; its chat template opens the reply.
+        max_question_tokens: A longer question gets no reply.
+    """
+
+    def __init__(
+        self, generation: GenerationInterface, tokenizer: Any, *, max_question_tokens: int
+    ) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._max_question_tokens = max_question_tokens
+
+    def replies(self, questions: Sequence[str]) -> list[str | Exception]:
+        """One reply a question, in order, or why there is none."""
+        prompts = [prompt_token_ids(self._tokenizer, question) for question in questions]
+        limit = self._max_question_tokens
+        fits = [place for place, ids in enumerate(prompts) if len(ids) <= limit]
+        said = dict(zip(fits, self._complete([prompts[place] for place in fits]), strict=True))
+        return [
+            said.get(place, ValueError(f"a question of {len(ids)} tokens; at most {limit} fit"))
+            for place, ids in enumerate(prompts)
+        ]
+
+    def close(self) -> None:
+        """Nothing to end: the session keeps its workers for the next stage."""
+
+    def _complete(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        if not prompts:
+            return []
+        lengths = torch.tensor([len(ids) for ids in prompts])
+        input_ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+        for row, ids in enumerate(prompts):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+        seeds = torch.zeros(len(prompts), dtype=torch.long)
+        batch = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
+        output = self._generation.generate(batch, True)
+        ends = output["unpadded_sequence_lengths"].tolist()
+        completions = [
+            ids[start:end].tolist()
+            for ids, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)
+        ]
+        return list(self._tokenizer.batch_decode(completions, skip_special_tokens=True))

@@ -1,0 +1,173 @@
+"""Environments in actors: one that hangs or is killed costs the rows that it fails on, no more."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.config.environment import (
+    ByTask,
+    EnvironmentConfig,
+    EnvironmentWorkers,
+    ExactMatch,
+    GuessNumberGame,
+    RegexMatch,
+    RewardFunction,
+)
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.environments import actor_pool, make_remote_scorer, make_scorer
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.replies import split
+from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+REWARDS = """
+import os, signal, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def score(prompt: str, response: str) -> float:
+    if response == "hang":
+        time.sleep(600)
+    if response == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if response == "raise":
+        raise LookupError("no answer sheet")
+    if response == "wait" and not (HERE / "killed").exists():
+        (HERE / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+    return len(response) / 3
+"""
+
+
+@pytest.fixture
+def make(
+    session: ClusterSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Scorer]]:
+    """Scorers in actors, ended after the test; by default of the function above."""
+    (tmp_path / "odd_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[Scorer] = []
+
+    def remote(config: EnvironmentConfig | None = None, **options: float) -> Scorer:
+        config = config or RewardFunction(target="odd_rewards:score")
+        workers = EnvironmentWorkers.model_validate({"rows_per_call": 3, **options})
+        made.append(make_remote_scorer(config, workers))
+        return made[-1]
+
+    yield remote
+    for scorer in made:
+        scorer.close()
+
+
+def rollouts(*texts: str, task: str = "sums", metadata: str = "{}") -> list[Rollout]:
+    prompt = Prompt("0", "12+34=", (1,), "46", task, metadata)
+    return [Rollout(prompt, Completion((), (), truncated=False), text) for text in texts]
+
+
+def assert_only(outcomes: list[float | RewardError], failures: dict[int, str], rows: list[Rollout]):
+    """The rows of `failures` have these words in their errors; the others have their scores."""
+    for place, (outcome, row) in enumerate(zip(outcomes, rows, strict=True)):
+        if place in failures:
+            assert isinstance(outcome, RewardError)
+            assert failures[place] in str(outcome)
+            assert repr(row.text) in str(outcome)
+        else:
+            assert outcome == len(row.text) / 3
+
+
+@pytest.mark.slow
+def test_an_actor_that_dies_costs_the_row_that_kills_it(make: Callable[..., Scorer]) -> None:
+    rows = rollouts("a", "bb", "die", "cccc", "raise", "d", "ee")
+    scorer = make(num_workers=2)
+    for _ in range(2):  # what has been replaced works as what was there
+        outcomes = scorer.outcomes(rows)
+        assert_only(outcomes, {2: "the environment's actor died", 4: "no answer sheet"}, rows)
+
+
+@pytest.mark.slow
+def test_an_environment_that_fails_all_the_time_stops_the_run(
+    make: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_pool, "_MAX_FAILED_IN_A_ROW", 3)
+    scorer = make()
+    with pytest.raises(WorkerError, match="3 calls after one another") as stopped:
+        scorer.outcomes(rollouts(*["die"] * 6))
+    assert "the last one died" in stopped.value.got
+    rows = rollouts("a", "bb", "die")  # a piece and a row alone: two failures
+    assert_only(scorer.outcomes(rows), {2: "the environment's actor died"}, rows)
+
+
+def test_an_actor_that_is_killed_from_outside_costs_nothing(
+    make: Callable[..., Scorer], tmp_path: Path
+) -> None:
+    def kill() -> None:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.02)
+        (tmp_path / "killed").touch()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows = rollouts("a", "wait", "bb", "cccc")
+    outcomes = make(num_workers=2).outcomes(rows)
+    killer.join()
+    assert_only(outcomes, {}, rows)
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_costs_its_row(make: Callable[..., Scorer]) -> None:
+    rows = rollouts("a", "hang", "bb", "cccc", "d", "ee", "f")
+    outcomes = make(num_workers=2, timeout_seconds=8).outcomes(rows)
+    assert_only(outcomes, {1: "gave no answer"}, rows)
+    assert "nothing within 8 s" in str(outcomes[1])
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_the_number_of_actors(make: Callable[..., Scorer]) -> None:
+    config = ByTask.model_validate(
+        {
+            "tasks": [
+                {"task": "sums", "environment": ExactMatch()},
+                {"task": "form", "environment": RegexMatch(pattern="[0-9]+")},
+            ]
+        }
+    )
+    rows = rollouts("46", "47") + rollouts("46", "x", task="form") + rollouts("46", "1", "2")
+    expected = make_scorer(config).score(rows)
+    assert expected == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    for num_workers in (1, 3):
+        assert make(config, num_workers=num_workers).score(rows) == expected
+
+
+@pytest.mark.slow
+def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -> None:
+    here = make_scorer(GuessNumberGame()).environment
+    there = make(GuessNumberGame(), num_workers=2).environment
+    logs, metadata = [], []
+    for guess in range(7):
+        logs.append([{"role": "user", "content": "0-6="}, {"role": "a", "content": str(guess)}])
+        secret = {"secret": 3, "low": 0, "high": 6}
+        metadata.append({"game": secret, "num_turns": 3} if guess != 4 else {})
+    replies = split(there.step(logs, metadata), 7)
+    assert replies == split(here.step(logs, metadata), 7)
+    assert [reply.observation for reply in replies] == [
+        "1-6=",
+        "2-6=",
+        "3-6=",
+        "",
+        "",
+        "0-4=",
+        "0-5=",
+    ]
+    assert replies[4].error is not None
+
+
+def test_what_cannot_be_made_is_refused_in_its_own_words(make: Callable[..., Scorer]) -> None:
+    with pytest.raises(ConfigError, match="no regular expression"):
+        make(RegexMatch(pattern="("))

@@ -1,0 +1,66 @@
+"""A model of the run as a judge."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.config.environment import JudgeModel, LLMJudge
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.llm_judge import ChatModel
+from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.models.generation import VllmGeneration
+from nemo_rl_core.rollouts.scorers import EngineChat, start_judge
+from nemo_rl_core.types import Completion, Prompt, Rollout
+
+
+def test_replies_are_the_engines_greedy_completions_in_order(
+    engine: VllmGeneration, tiny_model: Path, prompts: list[Prompt]
+) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    chat: ChatModel = EngineChat(engine, tokenizer, max_question_tokens=10)
+    asked = [prompts[0].text, "1+" * 8, prompts[1].text]
+    first, too_long, second = chat.replies(asked)
+    assert isinstance(too_long, ValueError)
+    assert "at most 10 fit" in str(too_long)
+    # Alone and in another order, each question gets the same reply.
+    assert chat.replies([asked[2], asked[0]]) == [second, first]
+    assert chat.replies([]) == []
+
+
+class Says:
+    """A model that always says the same."""
+
+    def replies(self, questions: list[str]) -> list[str]:
+        return ["Mark: 8"] * len(questions)
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.slow
+def test_a_judge_has_workers_of_its_own(
+    session: ClusterSession, engine: VllmGeneration, tiny_model: Path
+) -> None:
+    config = LLMJudge(judge=JudgeModel(model=str(tiny_model), max_model_len=64), max_new_tokens=4)
+    policy_workers = session._groups["generation"][1]
+    chat = start_judge(session, config.judge, config.max_new_tokens)
+    assert session._groups["generation"][1] is policy_workers
+    (reply,) = chat.replies(["12+34="])
+    assert len(reply) <= 4
+    scorer = make_scorer(config, start_judge=lambda *_: chat)
+    rollout = Rollout(
+        Prompt("0", "12+34=", (1,), "46", "sums"), Completion((), (), truncated=False), "46"
+    )
+    # A model that knows digits alone can give no mark: an error, and no zero.
+    (outcome,) = scorer.outcomes([rollout])
+    assert isinstance(outcome, RewardError)
+    assert make_scorer(config, start_judge=lambda *_: Says()).score([rollout]) == [0.8]
+    session.discard("judge")
+
+
+def test_where_no_engine_can_be_started_such_a_judge_is_refused(tiny_model: Path) -> None:
+    config = LLMJudge(judge=JudgeModel(model=str(tiny_model)))
+    with pytest.raises(ConfigError, match="cannot be started here"):
+        make_scorer(config)

@@ -1,0 +1,74 @@
+"""How completions are sampled: kinds of engines, and what is refused."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_core.algorithms.distillation.config import DistillationSettings
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.algorithms.ppo.config import PPOSettings
+from nemo_rl_core.config.generation import (
+    GenerationConfig,
+    HuggingFaceGenerationConfig,
+    MegatronGenerationConfig,
+    VllmGenerationConfig,
+)
+from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.errors import ConfigError
+from tasks.experiments.distillation import DistillationExperiment
+from tasks.experiments.grpo import GRPOExperiment
+from tasks.experiments.ppo import PPOExperiment
+
+UNFIT: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}]
+
+
+def read(values: dict[str, Any]) -> Any:
+    return TypeAdapter(GenerationConfig).validate_python(values)
+
+
+def test_the_backend_says_which_config_it_is() -> None:
+    assert read({"max_new_tokens": 5}) == VllmGenerationConfig(max_new_tokens=5)
+    assert read({"backend": "hf", "top_k": 4}) == HuggingFaceGenerationConfig(top_k=4)
+    split = read({"backend": "megatron", "tensor_parallel_size": 2, "pipeline_parallel_size": 3})
+    assert split.ranks_per_engine == 6
+    assert isinstance(split, MegatronGenerationConfig)
+    with pytest.raises(ConfigError, match="unknown key 'kv_cache_gib'"):
+        read({"backend": "hf", "kv_cache_gib": 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": -1}, "greater than or equal to 0"),
+        ({"temperature": 0.001}, "at least 0.01"),
+        ({"top_p": 0}, "greater than 0"),
+        ({"top_p": 1.1}, "less than or equal to 1"),
+        ({"top_k": 0}, "greater than 0"),
+        ({"repetition_penalty": 0}, "greater than 0"),
+        ({"stop_strings": [""]}, "at least 1 character"),
+        ({"timeout_seconds": 0}, "greater than 0"),
+        ({"skip_tokenizer_init": True, "stop_strings": ["x"]}, "leave one of them out"),
+        ({"backend": "vlm"}, "vlm"),
+    ],
+)
+def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        read(values)
+
+
+@pytest.mark.parametrize("generation", UNFIT)
+@pytest.mark.parametrize("settings", [GRPOSettings, PPOSettings, DistillationSettings])
+def test_training_samples_what_the_trainer_can_score(settings: Any, generation: dict) -> None:
+    with pytest.raises(ConfigError, match=r"rollouts|own logprobs"):
+        settings(generation=generation)
+    assert RolloutSettings(generation=generation).generation.temperature < 1
+    assert not settings(generation={"top_p": 0.9, "top_k": 5}).generation.draws_from_all
+
+
+@pytest.mark.parametrize("generation", UNFIT)
+@pytest.mark.parametrize("experiment", [GRPOExperiment, PPOExperiment, DistillationExperiment])
+def test_a_pipeline_says_so_before_it_starts(experiment: Any, generation: dict) -> None:
+    experiment().refuse_contradictions()
+    with pytest.raises(ConfigError, match=r"rollouts|own logprobs"):
+        experiment(generation=generation).refuse_contradictions()

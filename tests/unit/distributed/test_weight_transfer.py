@@ -1,0 +1,296 @@
+"""Transfers of weights between real processes: the same bits, or an error, but never a hang."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank
+from nemo_rl_core.distributed.weight_sync import (
+    CarrierName,
+    Place,
+    RouteHost,
+    WeightReceiver,
+    WeightRoute,
+    WeightSender,
+    carrier_between,
+    combined_digest,
+    make_buckets,
+    place_of_this_process,
+)
+from nemo_rl_core.errors import ConsistencyError, ResourceError, WorkerError
+
+CARRIERS = [
+    "shared_memory",
+    "gloo",
+    pytest.param(
+        "cuda_ipc",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+    pytest.param(
+        "nccl",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices"),
+        ],
+    ),
+]
+Named = list[tuple[str, torch.Tensor]]
+
+
+def make_weights(seed: int = 0) -> Named:
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(11, 5, generator=generator)
+    return [
+        ("embed_tokens", embedding),
+        ("odd", torch.randn(3, 1, 7, generator=generator)),
+        ("half", torch.randn(13, 3, generator=generator).bfloat16()),
+        ("empty", torch.empty(0, 4)),
+        ("scalar", torch.tensor(float("nan"))),
+        ("flags", torch.tensor([True, False, True])),
+        ("transposed", torch.arange(6, dtype=torch.int16).view(2, 3).T),
+        ("large", torch.randn(40, 5, generator=generator)),
+        ("lm_head", embedding),  # tied
+        ("parameter", torch.nn.Parameter(torch.ones(2))),
+        ("a name that is longer than one message holds " * 300, torch.ones(1)),
+    ]
+
+
+def bits(named_tensors: Iterator[tuple[str, torch.Tensor]] | Named) -> list[tuple[Any, ...]]:
+    """Equal exactly where names, types, shapes and all bytes are."""
+    return [
+        (name, str(t.dtype), tuple(t.shape), bytes(t.detach().cpu().flatten().view(torch.uint8)))
+        if t.numel()
+        else (name, str(t.dtype), tuple(t.shape))
+        for name, t in ((n, t.contiguous()) for n, t in named_tensors)
+    ]
+
+
+def host(carrier: CarrierName, *, num_receivers: int = 1, timeout_seconds: float = 60) -> RouteHost:
+    return RouteHost(num_receivers=num_receivers, carrier=carrier, timeout_seconds=timeout_seconds)
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    """The name of the error that it ends in."""
+    try:
+        function()
+    except (ConsistencyError, WorkerError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("bucket_bytes", [64, 10**6])
+def test_all_kinds_of_tensors_arrive_at_two_receivers(
+    carrier: CarrierName, bucket_bytes: int
+) -> None:
+    def end(route: WeightRoute) -> list[Any]:
+        seen: list[Any] = []
+        if rank() == 0:
+            sender = WeightSender(route, bucket_bytes=bucket_bytes)
+            return [sender.send(make_weights(seed)) for seed in (0, 1)]
+        receiver = WeightReceiver(route, place=rank() - 1)
+        digests = [receiver.receive(lambda tensors: seen.append(bits(tensors))) for _ in range(2)]
+        return [*digests, *seen]
+
+    meeting = host(carrier, num_receivers=2)
+    sent, *received = run_ranks(end, meeting.route, world_size=3)
+    assert sent[0] != sent[1]
+    for digests_and_weights in received:
+        # The second transfer takes the memory of the first one again.
+        assert digests_and_weights == [*sent, bits(make_weights(0)), bits(make_weights(1))]
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
+def test_what_is_empty_arrives_as_well(carrier: CarrierName) -> None:
+    nothing: list[Named] = [[], [("empty", torch.empty(3, 0))], []]
+
+    def end(route: WeightRoute) -> list[Any]:
+        if rank() == 0:
+            sender = WeightSender(route)
+            return [sender.send(weights) for weights in nothing]
+        receiver, seen = WeightReceiver(route), []  # type: WeightReceiver, list[Any]
+        for _ in nothing:
+            receiver.receive(lambda tensors: seen.append(bits(tensors)))
+        return seen
+
+    meeting = host(carrier)
+    assert run_ranks(end, meeting.route, world_size=2)[1] == [bits(weights) for weights in nothing]
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
+def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(carrier: CarrierName) -> None:
+    def end(route: WeightRoute) -> list[Any]:
+        transfers = [make_weights(seed) * (seed + 1) for seed in range(3)]
+        if rank() == 0:
+            # Ever fewer and larger buckets: segments and blocks of the last transfer do not fit.
+            sender = WeightSender(route)
+            for seed, weights in enumerate(transfers):
+                sender._bucket_bytes = 100 * 4**seed
+                sender.send(weights)
+            return [bits(weights) for weights in transfers]
+        receiver, seen = WeightReceiver(route), []  # type: WeightReceiver, list[Any]
+        for _ in transfers:
+            receiver.receive(lambda tensors: seen.append(bits(list(tensors))))
+        return seen
+
+    meeting = host(carrier)
+    sent, received = run_ranks(end, meeting.route, world_size=2)
+    assert received == sent
+
+
+def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets() -> None:
+    def end(route: WeightRoute) -> str:
+        if rank() == 0:
+            return WeightSender(route, bucket_bytes=64).send(make_weights())
+        return WeightReceiver(route).receive(lambda tensors: bits(tensors) and None)
+
+    meeting = host("shared_memory")
+    buckets = make_buckets(make_weights(), bucket_bytes=64)
+    expected = combined_digest(bucket.digest for bucket in buckets)
+    assert run_ranks(end, meeting.route, world_size=2) == [expected, expected]
+
+
+class _Damaging:
+    """A carrier that flips one bit after the checksum was taken."""
+
+    def __init__(self, carrier: Any) -> None:
+        self._carrier = carrier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def reference(self, payload: torch.Tensor) -> Any:
+        payload[17] ^= 4
+        return self._carrier.reference(payload)
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
+def test_one_changed_bit_is_refused_at_both_ends(carrier: CarrierName) -> None:
+    def end(route: WeightRoute) -> tuple[str, list[Any]]:
+        loaded: list[Any] = []
+        if rank() == 0:
+            sender = WeightSender(route)
+            sender._carrier = _Damaging(sender._carrier)
+            return outcome(lambda: sender.send(make_weights())), loaded
+        receiver = WeightReceiver(route)
+        return outcome(lambda: receiver.receive(loaded.extend)), loaded
+
+    meeting = host(carrier)
+    (sent, _), (received, loaded) = run_ranks(end, meeting.route, world_size=2)
+    assert received.startswith("ConsistencyError: the weights that arrived")
+    assert loaded == []
+    assert sent.startswith("WorkerError: a transfer of weights broke off")
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
+def test_a_receiver_that_dies_is_an_error(carrier: CarrierName) -> None:
+    def end(route: WeightRoute) -> str:
+        if os.fork() == 0:
+            # With the first bucket in its hands.
+            WeightReceiver(route).receive(lambda tensors: os._exit(int(next(tensors)[0] == "")))
+        sender = WeightSender(route, bucket_bytes=64)
+        return outcome(lambda: [sender.send(make_weights()) for _ in range(3)])
+
+    meeting = host(carrier)
+    (error,) = run_ranks(end, meeting.route, world_size=1, timeout_seconds=30)
+    assert error.startswith("WorkerError: a transfer of weights broke off")
+
+
+@pytest.mark.slow
+def test_a_receiver_that_cannot_load_hangs_up(tmp_path: Path) -> None:
+    def fail(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        raise ValueError(f"no room for {next(tensors)[0]}")
+
+    def leave_some(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        next(tensors)
+
+    def end(route: WeightRoute, load: Callable[..., None], done: Path) -> str:
+        if rank() == 0:
+            sender = WeightSender(route)
+            told = outcome(lambda: sender.send(make_weights()))
+            done.touch()
+            return told
+        receiver = WeightReceiver(route)
+        told = outcome(lambda: receiver.receive(load))
+        while not done.exists():  # its process lives on
+            time.sleep(0.01)
+        return f"{told}; {outcome(lambda: receiver.receive(load))}"
+
+    for load, error in ((fail, "ValueError: no room for embed_tokens"), (leave_some, "in part")):
+        meeting = host("shared_memory")
+        done = tmp_path / load.__name__
+        sent, received = run_ranks(end, meeting.route, load, done, world_size=2)
+        assert sent.startswith("WorkerError: a transfer of weights broke off")
+        assert error in received
+        assert "the line was closed" in received
+
+
+@pytest.mark.slow
+def test_an_end_that_does_not_come_or_is_stuck_is_an_error() -> None:
+    def lonely(route: WeightRoute) -> str:
+        return outcome(lambda: WeightSender(route))
+
+    def stuck(route: WeightRoute) -> str:
+        if rank() == 1:
+            receiver = WeightReceiver(route)
+            return outcome(lambda: receiver.receive(lambda tensors: time.sleep(2)))
+        sender = WeightSender(route)
+        return outcome(lambda: sender.send(make_weights()))
+
+    alone = host("gloo", timeout_seconds=1)
+    assert "broke off" in run_ranks(lonely, alone.route, world_size=1)[0]
+    slow = host("gloo", timeout_seconds=1)
+    assert "broke off" in run_ranks(stuck, slow.route, world_size=2)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+@pytest.mark.parametrize("carrier", ["cuda_ipc", "nccl"])
+def test_carriers_of_gpus_are_refused_without_one(carrier: CarrierName) -> None:
+    def end(route: WeightRoute) -> str:
+        if rank() == 1:
+            return outcome_of_missing_gpu(lambda: WeightReceiver(route))
+        return outcome_of_missing_gpu(lambda: WeightSender(route))
+
+    meeting = host(carrier)
+    for told in run_ranks(end, meeting.route, world_size=2):
+        assert f"cannot travel by '{carrier}'" in told
+
+
+def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
+    with pytest.raises(ResourceError) as caught:
+        function()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receivers", "expected"),
+    [
+        (("a", None), [("a", None)], "shared_memory"),
+        (("a", None), [("b", None)], "gloo"),
+        (("a", None), [("a", None), ("b", None)], "gloo"),
+        (("a", "0"), [("a", "0")], "cuda_ipc"),
+        (("a", "0"), [("a", "1")], "nccl"),
+        (("a", "0"), [("a", "1"), ("b", "2")], "nccl"),
+        (("a", "0"), [("a", "0"), ("a", "1")], "gloo"),
+        (("a", "0"), [("a", None)], "shared_memory"),
+        (("a", "0"), [("b", None)], "gloo"),
+    ],
+)
+def test_the_carrier_follows_from_the_places(
+    sender: tuple[str, str | None], receivers: list[tuple[str, str | None]], expected: str
+) -> None:
+    assert carrier_between(Place(*sender), [Place(*receiver) for receiver in receivers]) == expected
+
+
+def test_two_processes_of_this_machine_are_in_one_place() -> None:
+    assert run_ranks(place_of_this_process, world_size=1) == [place_of_this_process()]

@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from nemo_rl_core.config.data import GuessNumberData, SlidingPuzzleData
+from nemo_rl_core.config.environment import GuessNumberGame, SlidingPuzzleGame
+from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.schemas import validate_rows
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.replies import split
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.games.guess_number import best_guess
+from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle, best_move, distances
+
+PUZZLES = SlidingPuzzleData(num_train=40, num_validation=20)
+GUESSES = GuessNumberData(num_train=60, num_validation=20)
+
+
+def play(environment, row, move):
+    """Plays a row to its end; `move(text of the position)` is the player."""
+    log = [{"role": "user", "content": row["prompt"]}]
+    metadata = {**json.loads(row["metadata"]), "answer": row["answer"], "task": row["task"]}
+    rewards = []
+    while True:
+        log.append({"role": "assistant", "content": move(log[-1]["content"])})
+        (reply,) = split(environment.step([log], [metadata]), 1)
+        assert reply.error is None
+        rewards.append(reply.reward)
+        if reply.terminated:
+            return rewards
+        log.append({"role": "environment", "content": reply.observation})
+        metadata = reply.metadata
+
+
+def solver(text, known=distances(2, 3, max_moves=21)):  # noqa: B008 (found once)
+    tiles = tuple(int(tile) for tile in text if tile.isdigit())
+    return str(best_move(SlidingPuzzle(tiles, 3), known))
+
+
+def bisect(text):
+    low, high = text.removesuffix("=").split("-")
+    return str(best_guess(int(low), int(high)))
+
+
+@pytest.mark.parametrize(
+    ("data", "game", "player"),
+    [(PUZZLES, SlidingPuzzleGame(), solver), (GUESSES, GuessNumberGame(), bisect)],
+)
+def test_an_optimal_player_wins_every_row_in_time(data, game, player):
+    environment = make_scorer(game).environment
+    train, validation = load_rows(data, seed=3)
+    assert (train, validation) == load_rows(data, seed=3)
+    assert len({row["prompt"] for row in train + validation}) == len(train + validation)
+    for row in train + validation:
+        rewards = play(environment, row, player)
+        assert rewards == [*[0.0] * (len(rewards) - 1), 1.0]
+        assert len(rewards) <= json.loads(row["metadata"])["num_turns"]
+        assert row["completion"] == player(row["prompt"])
+
+
+@pytest.mark.parametrize("data", [PUZZLES, GUESSES, SlidingPuzzleData(size="3x3", max_moves=8)])
+def test_rows_are_written_with_the_characters_of_the_smallest_model(data):
+    tokenizer = build_arithmetic_tokenizer()
+    for rows in load_rows(data, seed=0):
+        frame = validate_rows(
+            rows, tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens, name="train"
+        )
+        assert len(frame) == len(rows)
+
+
+def test_puzzles_are_as_far_from_solved_as_asked_and_say_how_many_turns_they_allow():
+    data = SlidingPuzzleData(max_moves=3, spare_turns=2, num_train=8, num_validation=2)
+    known = distances(2, 3, max_moves=3)
+    train, validation = load_rows(data, seed=0)
+    for row in train + validation:
+        metadata = json.loads(row["metadata"])
+        fewest = known[SlidingPuzzle.from_state(metadata["game"])]
+        assert 1 <= fewest <= 3
+        assert metadata["num_turns"] == fewest + 2
+
+
+def test_more_rows_than_there_are_positions_are_refused():
+    # 2 + 3 + 5 positions are one to three moves away.
+    with pytest.raises(DataError, match="at most 10, which"):
+        load_rows(SlidingPuzzleData(max_moves=3, num_train=9, num_validation=2), seed=0)
+    # 3 + 2 + 1 pairs of bounds with two numbers or more among 0 to 3.
+    GuessNumberData(max_number=3, num_train=4, num_validation=2)
+    with pytest.raises(ValidationError, match="only 6 different bounds"):
+        GuessNumberData(max_number=3, num_train=5, num_validation=2)
+
+
+def test_a_turn_that_is_no_legal_move_is_lost_and_costs_the_penalty():
+    environment = make_scorer(SlidingPuzzleGame(illegal_penalty=0.25)).environment
+    metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "num_turns": 2, "own": "kept"}
+    moves = ("2", "up", "13", "", "3 3")
+    logs = [[{"role": "user", "content": "12-03="}, turn(move)] for move in moves]
+    replies = split(environment.step(logs, [metadata] * 5), 5)
+    for reply in replies:
+        assert (reply.reward, reply.terminated, reply.observation) == (-0.25, False, "12-03=")
+        assert reply.metadata == {**metadata, "num_turns": 1}
+    (last,) = split(environment.step([[*logs[0]]], [replies[0].metadata]), 1)
+    assert (last.reward, last.terminated) == (-0.25, True)
+
+
+def test_legal_moves_that_do_not_solve_it_in_time_are_worth_nothing():
+    environment = make_scorer(SlidingPuzzleGame(illegal_penalty=0.25)).environment
+    metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "num_turns": 1}
+    (reply,) = split(environment.step([[turn("1")]], [metadata]), 1)
+    assert (reply.reward, reply.terminated, reply.error) == (0.0, True, None)
+
+
+def test_a_row_without_a_game_is_an_error_of_that_row_alone():
+    environment = make_scorer(GuessNumberGame()).environment
+    good = {"game": {"secret": 3, "low": 0, "high": 9}, "num_turns": 1}
+    bad = [{}, {"game": good["game"]}, {"game": {"tiles": [1, 0]}, "num_turns": 1}, None]
+    bad.append({"game": {"secret": 12, "low": 0, "high": 9}, "num_turns": 1})
+    replies = split(environment.step([[turn("3")]] * 6, [good, *bad]), 6)
+    assert (replies[0].reward, replies[0].error) == (1.0, None)
+    for reply in replies[1:]:
+        assert "no game of the kind NumberGuess" in reply.error
+        assert reply.terminated
+
+
+def turn(text):
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,133 @@
+"""The gate between trainer and engine, on numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from nemo_rl_core.config.trainer import GateConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConsistencyError
+from nemo_rl_core.models.validation import check_consistency
+
+GATE = GateConfig()
+LENIENT = GateConfig(
+    max_token_mult_prob_error=1e30, max_sequence_mult_prob_error=1e30, max_masked_fraction=0
+)
+
+
+def make_batch(gaps: list[list[float]]) -> BatchedDataDict:
+    """Three places a sequence, the first of them a prompt's; trainer = engine - gap elsewhere."""
+    gap = torch.tensor(gaps)
+    generated = torch.full(gap.shape, -1.0)
+    return BatchedDataDict(
+        {
+            "generation_logprobs": generated,
+            "prev_logprobs": generated - gap,
+            "token_mask": torch.tensor([[False, True, True]] * len(gaps)),
+            "sample_mask": torch.ones(len(gaps)),
+        }
+    )
+
+
+def test_agreement_is_one_and_leaves_the_batch_as_it_was() -> None:
+    batch = make_batch([[0, 0, 0]])
+    same, metrics = check_consistency(batch, GATE)
+    assert same is batch
+    assert metrics == {"token_mult_prob_error": 1.0, "num_inconsistent_sequences": 0.0}
+
+
+def test_the_mean_over_completion_tokens() -> None:
+    # exp|ln 1.02| = 1.02 and exp|-ln 1.04| = 1.04 at two places, 1 at two: (1.02+1.04+1+1)/4.
+    # What stands at the prompt's place counts for nothing.
+    batch = make_batch([[9, math.log(1.02), 0], [9, 0, -math.log(1.04)]])
+    _, metrics = check_consistency(batch, GATE)
+    assert metrics["token_mult_prob_error"] == pytest.approx(1.015)
+
+
+def test_a_sequence_that_is_off_is_masked_out_and_counted() -> None:
+    # Of 10 sequences the fourth is off by e^2 at one of two places: (1 + 7.389) / 2 = 4.19 > 2.
+    # The others, two of them a little off, make the mean: (16 + 2 * 1.01) / 18 = 1.0011.
+    gaps = [[0.0, 0, 0] for _ in range(10)]
+    gaps[3] = [0, 0, -2]
+    gaps[5] = gaps[7] = [0, math.log(1.01), 0]
+    batch = make_batch(gaps)
+    gated, metrics = check_consistency(batch, GATE)
+    assert gated["sample_mask"].tolist() == [1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    assert metrics["num_inconsistent_sequences"] == 1
+    assert metrics["token_mult_prob_error"] == pytest.approx(1 + 2 * 0.01 / 18)
+    assert torch.equal(gated["prev_logprobs"], batch["prev_logprobs"])
+    assert batch["sample_mask"].tolist() == [1.0] * 10, "the batch that was given has changed"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_number_is_masked_out_whatever_the_bound(value: float) -> None:
+    gate = GateConfig(
+        max_token_mult_prob_error=1e30, max_sequence_mult_prob_error=1e30, max_masked_fraction=0.5
+    )
+    gated, metrics = check_consistency(make_batch([[0, value, 0.1], [0, 0, 0]]), gate)
+    assert gated["sample_mask"].tolist() == [0, 1]
+    assert gated["prev_logprobs"][0].tolist() == pytest.approx([-1, 0, -1.1])
+    assert metrics == {"token_mult_prob_error": 1.0, "num_inconsistent_sequences": 1.0}
+
+
+def test_sequences_that_are_left_out_anyway_are_not_judged() -> None:
+    batch = make_batch([[0, 9, 9], [0, 0, 0]])
+    batch["sample_mask"] = torch.tensor([0.0, 1.0])
+    same, metrics = check_consistency(batch, GATE)
+    assert same is batch
+    assert metrics["num_inconsistent_sequences"] == 0
+
+
+def test_most_sequences_off_are_called_stale_weights() -> None:
+    # e^0.5 = 1.6487: each of the two is at (1 + 1.6487) / 2 = 1.324, under the bound of one alone.
+    with pytest.raises(ConsistencyError, match=r"token_mult_prob_error is 1\.324") as caught:
+        check_consistency(make_batch([[0, 0.5, 0], [0, 0, -0.5]]), GATE)
+    error = caught.value
+    assert error.expected == "at most 1.05 (1 is agreement)"
+    assert "100% of sequences past 1.05" in (error.got or "")
+    assert "sequence 1 (1.324) at position 3: engine -1.0000, trainer -0.5000" in (error.got or "")
+    assert "old weights" in (error.fix or "")
+    assert len(str(error).splitlines()) < 10
+
+
+def test_few_sequences_off_are_called_numerics() -> None:
+    # One of three at (1 + 1.6487) / 2 = 1.3244; the mean is (5 + 1.6487) / 6 = 1.108.
+    with pytest.raises(ConsistencyError, match=r"token_mult_prob_error is 1\.108") as caught:
+        check_consistency(make_batch([[0, 0, 0], [0, 0, 0.5], [0, 0, 0]]), GATE)
+    error = caught.value
+    assert "33% of sequences" in (error.got or "")
+    # Those that agree to the last bit are not named among the worst.
+    assert (error.got or "").count("sequence ") == 1
+    assert "numerics" in (error.fix or "")
+    assert "max_token_mult_prob_error" in (error.fix or "")
+
+
+def test_too_large_a_share_masked_stops_the_run() -> None:
+    gaps = [[0.0, 0, 0] for _ in range(10)]
+    gaps[2] = gaps[8] = [0, 3, 0]
+    with pytest.raises(ConsistencyError, match="2 of 10 sequences are past") as caught:
+        check_consistency(make_batch(gaps), GATE)
+    assert caught.value.expected == "at most 10% past 2.0"
+    assert "numerics" in (caught.value.fix or "")
+    assert check_consistency(
+        make_batch(gaps), GateConfig(max_masked_fraction=0.2)
+    )[1]["num_inconsistent_sequences"] == 2  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_worst_is_what_is_not_a_number(value: float) -> None:
+    with pytest.raises(ConsistencyError) as caught:
+        check_consistency(make_batch([[0, 0, 0], [0, value, 0], [0, 0, 0.1]]), LENIENT)
+    assert "worst: sequence 1 (inf) at position 2" in (caught.value.got or "")
+
+
+def test_what_is_not_a_number_outside_the_mask_is_no_matter() -> None:
+    _, metrics = check_consistency(make_batch([[math.nan, 0, 0]]), GATE)
+    assert metrics["token_mult_prob_error"] == 1.0
+
+
+def test_a_sequence_may_be_off_at_least_as_far_as_all_of_them() -> None:
+    with pytest.raises(ValidationError, match="must not be below"):
+        GateConfig(max_token_mult_prob_error=3.0)

@@ -1,0 +1,79 @@
+"""Environments that a recipe names are refused before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.errors import ConfigError
+from tasks.experiments.common import Experiment
+from tasks.preflight import preflight
+
+SUMS = {"task": "arithmetic", "environment": {"kind": "exact"}}
+GAME = {"task": "guess_number", "environment": {"kind": "guess_number"}}
+
+
+def check(**recipe: object) -> None:
+    preflight({"config": Experiment.model_validate(recipe)})
+
+
+@pytest.mark.parametrize(
+    ("data", "tasks"),
+    [
+        ({"kind": "arithmetic", "num_train": 8, "num_validation": 2}, [SUMS, GAME]),
+        ({"kind": "guess_number", "num_train": 8, "num_validation": 2}, [GAME]),
+    ],
+)
+def test_data_whose_tasks_all_have_an_environment_passes(data: dict, tasks: list) -> None:
+    check(data=data, environment={"kind": "by_task", "tasks": tasks})
+
+
+def test_a_task_without_an_environment_is_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "task": "arithmetic"} for n in range(4)]
+    rows[3]["task"] = "poems"
+    for name, part in (("train", rows), ("validation", rows[:1])):
+        lines = "\n".join(json.dumps(row) for row in part)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    data = {
+        "kind": "file",
+        "train": str(tmp_path / "train.jsonl"),
+        "validation": str(tmp_path / "validation.jsonl"),
+        "max_prompt_tokens": 16,
+    }
+    environment = {"kind": "by_task", "tasks": [SUMS]}
+    with pytest.raises(ConfigError, match="tasks that no environment scores") as refused:
+        check(data=data, environment=environment)
+    assert (refused.value.expected, refused.value.got) == ("only arithmetic", "poems")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"kind": "regex", "pattern": "("}, "no regular expression"),
+        ({"kind": "json_schema", "json_schema": "{]"}, "no JSON Schema"),
+        (
+            {
+                "kind": "llm_judge",
+                "judge": {
+                    "kind": "endpoint",
+                    "url": "http://127.0.0.1:9/v1",
+                    "model": "m",
+                    "api_key_variable": "NO_SUCH_KEY_IS_SET",
+                },
+            },
+            "key is missing",
+        ),
+    ],
+)
+def test_what_could_not_score_is_refused_within_tasks_too(environment: dict, words: str) -> None:
+    tasks = [{"task": "arithmetic", "environment": environment}]
+    for each in (environment, {"kind": "by_task", "tasks": tasks}):
+        with pytest.raises(ConfigError, match=words):
+            check(environment=each)
+
+
+def test_scores_of_a_task_that_do_not_say_what_is_right_are_no_evaluation() -> None:
+    weighted = {"kind": "weighted_sum", "parts": [{"environment": {"kind": "exact"}}]}
+    tasks = [{"task": "arithmetic", "environment": weighted}]
+    with pytest.raises(ConfigError, match="'weighted_sum' gives scores"):
+        check(environment={"kind": "by_task", "tasks": tasks})
