@@ -44,7 +44,11 @@ def last_rollouts(folder: Path) -> str:
     import pandas as pd
 
     newest = sorted((folder / "rollouts").glob("step_*.parquet"))[-1]
-    frame = pd.read_parquet(newest, columns=_COLUMNS).sort_values("reward", kind="stable")
+    frame = pd.read_parquet(newest, columns=[*_COLUMNS, "error"])
+    if frame["error"].isna().all():
+        frame = frame[_COLUMNS]
+    # Those that could not be judged come first, where they are seen.
+    frame = frame.sort_values("reward", kind="stable", na_position="first")
     half = _ROWS_SHOWN // 2
     shown = pd.concat([frame.head(half), frame.tail(half)]).drop_duplicates()
     return completions_html(records(shown))

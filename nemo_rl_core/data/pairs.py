@@ -162,10 +162,10 @@ def pairs_from_rollouts(rollouts: Iterable[Rollout], *, margin: float) -> list[P
 
 
 def _example(rollout: Rollout) -> SupervisedExample:
-    prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
+    prompt, completion = rollout.prompt.token_ids, rollout.completion
     return SupervisedExample(
-        token_ids=prompt + completion,
-        loss_mask=(False,) * len(prompt) + (True,) * len(completion),
+        token_ids=prompt + completion.token_ids,
+        loss_mask=(False,) * len(prompt) + completion.token_mask,
     )
 
 

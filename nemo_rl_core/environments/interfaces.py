@@ -99,6 +99,17 @@ class EnvironmentInterface(Protocol):
         ...
 
 
+@runtime_checkable
+class StopsFirstTurn(Protocol):
+    """An environment whose first turn must stop somewhere, before it has been asked anything.
+
+    Attributes:
+        first_stop_strings: What ends the first completion; later ones stop at `next_stop_strings`.
+    """
+
+    first_stop_strings: Sequence[str]
+
+
 def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
     """What was given, when no outcome is a failure.
 

@@ -26,7 +26,8 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         where it gives several rewards, `reward_components [B, R]`.
 
     Raises:
-        RewardError: If the rollouts differ in how many rewards they have.
+        RewardError: If the rollouts differ in how many rewards they have, or one could not be
+            judged.
     """
     batch = collate(
         [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
@@ -83,6 +84,13 @@ def _own_logprobs(rollout: Rollout) -> list[float]:
 
 
 def _reward(rollout: Rollout) -> float:
+    if rollout.error is not None:
+        raise RewardError(
+            f"a rollout of prompt {rollout.prompt.id!r} that could not be judged is in the batch",
+            expected="rollouts with a reward",
+            got=rollout.error,
+            fix="leave such rollouts out: rollout_batch(judged(rollouts))",
+        )
     if rollout.reward is None:
         raise ValueError(f"rollout of prompt {rollout.prompt.id!r} has not been scored")
     return rollout.reward

@@ -87,7 +87,7 @@ class Conversation:
         *,
         bounds: Bounds,
         tokenizer: Any,
-        stop_strings: tuple[str, ...] = (),
+        stop_strings: tuple[str, ...],
     ) -> None:
         self._prompt = prompt
         self._place = place

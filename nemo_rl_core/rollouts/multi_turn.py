@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_core.data.replies import reply_token_ids
-from nemo_rl_core.environments.interfaces import EnvironmentInterface
+from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.environments.replies import ask
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation, Place
@@ -23,7 +23,8 @@ class MultiTurnRollouts(RolloutEngine):
     Args:
         generation: The engine.
         tokenizer: Decodes the policy's turns; encodes the environment's.
-        environment: Answers, and rewards each turn.
+        environment: Answers, and rewards each turn; it may say where the first one stops
+            (`StopsFirstTurn`).
         seed: The run's seed.
         bounds: Where a conversation is cut.
 
@@ -47,6 +48,9 @@ class MultiTurnRollouts(RolloutEngine):
         self._environment = environment
         self._seed = seed
         self._bounds = bounds
+        self._first_stops: tuple[str, ...] = ()
+        if isinstance(environment, StopsFirstTurn):
+            self._first_stops = tuple(environment.first_stop_strings)
 
     def run(
         self,
@@ -64,6 +68,7 @@ class MultiTurnRollouts(RolloutEngine):
                 Place(self._seed, step, group, sample),
                 bounds=self._bounds,
                 tokenizer=self._tokenizer,
+                stop_strings=self._first_stops,
             )
             for group, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)

@@ -138,6 +138,13 @@ def test_pairs_from_rollouts_by_hand():
     ]
 
 
+def test_turns_of_an_environment_are_not_trained_on():
+    good, bad = rollout("x", (5, 9, 6), 1.0), rollout("x", (7,), 0.0)
+    turns = replace(good.completion, generated=(True, False, True))
+    (pair,) = pairs_from_rollouts([replace(good, completion=turns), bad], margin=0)
+    assert pair.chosen.loss_mask == (False, False, True, False, True)
+
+
 def test_two_prompts_of_one_id_are_refused():
     with pytest.raises(DataError, match="two prompts have the id 'x'"):
         pairs_from_rollouts(

@@ -117,8 +117,18 @@ def ask(tokenizer: Any):
 def play(tokenizer: Any):
     """Rolls prompts out against `Countdown`; also returns the engine and the environment."""
 
-    def run(prompts: list[Prompt], answer: Any, *, bounds: Bounds, group: int = 1, **asked: Any):
+    def run(
+        prompts: list[Prompt],
+        answer: Any,
+        *,
+        bounds: Bounds,
+        group: int = 1,
+        first_stops: list[str] | None = None,
+        **asked: Any,
+    ):
         engine, game = Scripted(tokenizer, answer), Countdown()
+        if first_stops is not None:
+            game.first_stop_strings = first_stops
         rollouts = MultiTurnRollouts(engine, tokenizer, game, seed=3, bounds=bounds)
         asked = {"num_generations_per_prompt": group, "step": 5, **asked}
         return rollouts.run(prompts, **asked), engine, game

@@ -62,6 +62,11 @@ def test_tokens_are_never_encoded_again(play, ask, tokenizer):
     assert engine.asked[0][0]["ids"] == [BOS, *tokenizer.encode("9=")]
 
 
+def test_the_first_turn_stops_where_the_environment_says(play, ask):
+    _, engine, _ = play([ask("8=", "8")], digits, bounds=WIDE, first_stops=["=", "+"])
+    assert [row["stop"] for (row,) in engine.asked] == [["=", "+"], ["-"], ["-"]]
+
+
 @pytest.mark.parametrize(
     ("bounds", "turns", "num_tokens"),
     [

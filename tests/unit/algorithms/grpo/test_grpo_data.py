@@ -83,6 +83,8 @@ def test_components_are_a_column():
 def test_an_unscored_rollout_is_refused():
     with pytest.raises(ValueError, match="'p' has not been scored"):
         batch_of(rollout(1.0), rollout(None))
+    with pytest.raises(RewardError, match=r"could not be judged(.|\n)*out of paper"):
+        batch_of(rollout(1.0), rollout(None).failed("out of paper"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Whatever an environment returns becomes a reply, or a reason why there is none."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.environments.replies import Reply, ask
+from nemo_rl_core.errors import RewardError
+
+LOGS = [
+    [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]
+    for n in range(2)
+]
+GOES_ON = {"role": "user", "content": "more"}
+GOOD = EnvironmentReturn(
+    observations=[GOES_ON, GOES_ON],
+    metadata=["a", "b"],
+    next_stop_strings=[None, ["."]],
+    rewards=torch.tensor([0.5, 1.0]),
+    terminateds=torch.tensor([True, False]),
+)
+
+
+def said(returned):
+    class Environment:
+        def step(self, message_log_batch, metadata):
+            assert list(zip(message_log_batch, metadata, strict=True)) in (
+                list(zip(LOGS, [1, 2], strict=True)),
+                [(LOGS[0], 1)],
+                [(LOGS[1], 2)],
+            )
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+    return ask(Environment(), LOGS, [1, 2])
+
+
+def test_what_is_said_is_read_row_by_row():
+    assert said(GOOD) == [
+        Reply(0.5, True, "more", "a", None, role="user"),
+        Reply(1.0, False, "more", "b", ["."], role="user"),
+    ]
+
+
+def test_nothing_need_be_said_to_those_that_have_ended():
+    ended = replace(
+        GOOD, observations=[], metadata=[], next_stop_strings=[], terminateds=torch.ones(2).bool()
+    )
+    assert [(reply.reward, reply.terminated) for reply in said(ended)] == [(0.5, True), (1.0, True)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"errors": [None, "the board is gone"]}, "the board is gone"),
+        ({"rewards": torch.tensor([0.5, math.nan])}, "not finite"),
+    ],
+)
+def test_a_failure_is_that_of_its_own_row(change, words):
+    good, bad = said(replace(GOOD, **change))
+    assert good.reward == 0.5
+    assert isinstance(bad, RewardError)
+    assert words in str(bad)
+    assert "prompt '1?'" in str(bad)
+    assert "completion '1!'" in str(bad)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (LookupError("no board"), "LookupError: no board"),
+        (replace(GOOD, rewards=torch.tensor([0.5])), "ValueError"),
+        (replace(GOOD, observations=[GOES_ON]), "ValueError"),
+    ],
+)
+def test_a_failure_of_the_whole_is_that_of_every_row(returned, words):
+    replies = said(returned)
+    assert len(replies) == 2
+    assert all(isinstance(reply, RewardError) and words in str(reply) for reply in replies)
