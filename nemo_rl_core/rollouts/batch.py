@@ -22,8 +22,8 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     Returns:
         What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 where the
         policy did not write), `truncated [B]`, `weight_versions [B, T-1]` where the engine took
-        new weights in between (0 where the policy did not write), `num_turns [B]` where an environment answered, and,
-        where it gives several rewards, `reward_components [B, R]`.
+        new weights in between (0 where the policy did not write), `num_turns [B]` where an
+        environment answered, and, where it gives several rewards, `reward_components [B, R]`.
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be

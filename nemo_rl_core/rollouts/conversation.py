@@ -13,7 +13,7 @@ from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.replies import Reply
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.rollouts.engine import request_seed
+from nemo_rl_core.rollouts.engine import Place, request_seed
 from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -40,23 +40,6 @@ class Bounds:
             max_tokens=settings.max_rollout_tokens,
             max_new_tokens=settings.generation.max_new_tokens,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rollout of a run it is: what its seeds are made of.
-
-    Attributes:
-        seed: The run's.
-        step: Number of the step.
-        group: Place of the prompt in its step.
-        sample: Place in the group.
-    """
-
-    seed: int
-    step: int
-    group: int
-    sample: int
 
 
 class Conversation:

@@ -4,22 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.conversation import Place
-from nemo_rl_core.rollouts.engine import RolloutEngine, request_seed
+from nemo_rl_core.rollouts.engine import Place, RolloutEngine, request_seed
 from nemo_rl_core.rollouts.requests import Answer, Request, answers_to
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
 class Exchange:
-    """A prompt and its completion, asked for as a `Conversation` is.
+    """A prompt and its completion (a `Dialogue`).
 
     Args:
         prompt: What is asked.
         place: Which rollout it is.
         tokenizer: Decodes the completion; token ids are never made from text again.
-
-    Attributes:
-        is_over: The completion is there.
     """
 
     def __init__(self, prompt: Prompt, place: Place, *, tokenizer: Any) -> None:
@@ -30,6 +26,7 @@ class Exchange:
 
     @property
     def is_over(self) -> bool:
+        """Whether the completion is there."""
         return self._answer is not None
 
     def request(self) -> Request:
@@ -74,6 +71,10 @@ class SingleTurnRollouts(RolloutEngine):
         self._tokenizer = tokenizer
         self._seed = seed
 
+    def dialogue(self, prompt: Prompt, place: Place) -> Exchange:
+        """A rollout that has not begun."""
+        return Exchange(prompt, place, tokenizer=self._tokenizer)
+
     def run(
         self,
         prompts: Sequence[Prompt],
@@ -85,7 +86,7 @@ class SingleTurnRollouts(RolloutEngine):
     ) -> list[Rollout]:
         """As `RolloutEngine.run`; the rollouts are unscored."""
         exchanges = [
-            Exchange(prompt, Place(self._seed, step, group, sample), tokenizer=self._tokenizer)
+            self.dialogue(prompt, Place(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)
         ]

@@ -4,40 +4,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
+from nemo_rl_core.environments.replies import ask
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from nemo_rl_core.config.trainer import RolloutSettings
-from nemo_rl_core.rollouts.conversation import Bounds, Conversation, Place
-from nemo_rl_core.rollouts.judging import replies_to
-from nemo_rl_core.rollouts.requests import Answer, Request, as_batch
+from nemo_rl_core.rollouts.conversation import Conversation
+from nemo_rl_core.rollouts.engine import Dialogue, Place
+from nemo_rl_core.rollouts.requests import Answer, as_batch
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.rollouts.single_turn import Exchange
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 _POLL_SECONDS = 1.0
 _MAX_FRUITLESS_RESTARTS = 2
 T = TypeVar("T")
-
-
-class Dialogue(Protocol):
-    """An `Exchange` or a `Conversation`."""
-
-    is_over: bool
-
-    def request(self) -> Request:
-        """What the policy is asked next."""
-        ...
-
-    def hear_policy(self, answer: Answer) -> None:
-        """Takes what the policy says."""
-        ...
-
-    def rollout(self) -> Rollout:
-        """What has been said."""
-        ...
 
 
 @dataclass
@@ -107,7 +88,9 @@ class RolloutStream:
         self._num_restarts = generation.num_restarts
         self._num_fruitless_restarts = 0
 
-    def begin(self, prompts: Sequence[Prompt], *, num_generations_per_prompt: int, step: int) -> None:
+    def begin(
+        self, prompts: Sequence[Prompt], *, num_generations_per_prompt: int, step: int
+    ) -> None:
         """Asks for a step's rollouts and returns at once.
 
         Args:
@@ -209,10 +192,10 @@ class RolloutStream:
         if not talking:
             return
         assert self._environment is not None
-        replies = replies_to(
+        replies = ask(
+            self._environment,
             [list(each.messages) for each in talking],
             [each.metadata for each in talking],
-            self._environment,
         )
         for dialogue, reply in zip(talking, replies, strict=True):
             dialogue.hear_environment(reply)
@@ -224,26 +207,12 @@ class StreamingSampler(Sampler):
     _engine_class = StreamingGeneration
     generation: StreamingGeneration
 
-    def stream(
-        self, settings: RolloutSettings, *, timeout_seconds: float | None = None
-    ) -> RolloutStream:
-        """Rollouts of steps to come.
-
-        Args:
-            settings: The seed, and where conversations are cut.
-            timeout_seconds: Of `RolloutStream`.
-        """
-        environment, bounds = self.environment, Bounds.of(settings)
-
-        def dialogue(prompt: Prompt, place: Place) -> Dialogue:
-            if environment is None:
-                return Exchange(prompt, place, tokenizer=self.tokenizer)
-            return Conversation(prompt, place, bounds=bounds, tokenizer=self.tokenizer)
-
+    def stream(self, *, seed: int, timeout_seconds: float | None = None) -> RolloutStream:
+        """Rollouts of steps to come, as `RolloutStream` has it."""
         return RolloutStream(
             self.generation,
-            dialogue,
-            environment,
-            seed=settings.seed,
+            self.engine.dialogue,
+            self.environment,
+            seed=seed,
             timeout_seconds=timeout_seconds,
         )

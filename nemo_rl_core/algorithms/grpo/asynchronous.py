@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.rollouts.stream import StreamingSampler
@@ -19,17 +20,18 @@ class AsyncGRPOTrainer(GRPOTrainer):
     """
 
     sampler_class = StreamingSampler
+    samples_ahead = True
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         super()._set_up(job, resources)
         self._last_step = self._steps(job).last
         self._last_begun = 0
         settings = self.config.asynchronous
-        assert settings is not None
+        assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
             limit = settings.timeout_seconds
-            self._stream = self.sampler.stream(self.settings, timeout_seconds=limit)
+            self._stream = self.sampler.stream(seed=self.settings.seed, timeout_seconds=limit)
 
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
         """The step's rollouts, most of them made while earlier steps were trained.
@@ -57,7 +59,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self._stream.begin(prompts, num_generations_per_prompt=group_size, step=step)
             self._last_begun = step
 
-    def _check_consistency(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
+    def _check_consistency(
+        self, batch: BatchedDataDict
+    ) -> tuple[BatchedDataDict, dict[str, float]]:
         """Engine and trainer must agree on tokens of the trainer's own weights; of older, not."""
         if "weight_versions" not in batch:
             return super()._check_consistency(batch)
@@ -70,3 +74,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
             "staleness_max": float(age[mask].max()),
         }
         return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
+
+
+def grpo_trainer(settings: GRPOSettings) -> GRPOTrainer:
+    """The trainer that the settings ask for."""
+    return (GRPOTrainer if settings.grpo.asynchronous is None else AsyncGRPOTrainer)(settings)

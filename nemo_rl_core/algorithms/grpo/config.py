@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Tag,
@@ -366,7 +367,6 @@ class GRPOConfig(LoopConfig):
                 "one of the rewards"
             )
         return self
-
 
     @model_validator(mode="after")
     def _stale_samples_can_be_used(self) -> "GRPOConfig":

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,15 +116,13 @@ class StreamingVllmBackend(VllmBackend):
             Exception: What the engine raised.
         """
         found = []
-        timeout: float | None = wait_seconds
-        while True:
-            try:
-                found.append(self._finished.get(timeout=timeout) if timeout else self._finished.get_nowait())
-            except queue.Empty:
-                if self._failure is not None:
-                    raise self._failure
-                return found
-            timeout = None
+        with suppress(queue.Empty):
+            found.append(self._finished.get(timeout=wait_seconds))
+            while True:
+                found.append(self._finished.get_nowait())
+        if self._failure is not None and not found:
+            raise self._failure
+        return found
 
     def cancel(self, names: list[int]) -> None:
         """Gives requests up; those that are done or unknown are none of its business."""

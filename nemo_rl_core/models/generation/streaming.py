@@ -27,7 +27,10 @@ class StreamingGeneration(Generation):
 
     def __init__(self, cluster: ClusterSession | RayVirtualCluster, setup: GenerationSetup) -> None:
         config = setup.config
-        if not isinstance(config, VllmGenerationConfig) or config.num_engines * config.ranks_per_engine > 1:
+        if (
+            not isinstance(config, VllmGenerationConfig)
+            or config.num_engines * config.ranks_per_engine > 1
+        ):
             raise ConfigError(
                 "this engine cannot sample while a model trains",
                 expected="generation.backend: vllm, num_engines 1 and no parallel sizes",
