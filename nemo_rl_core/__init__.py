@@ -18,6 +18,7 @@ _PUBLIC = {
     "DataModule": ".data.module",
     "DPOTrainer": ".algorithms.dpo.trainer",
     "DistillationTrainer": ".algorithms.distillation.trainer",
+    "AsyncGRPOTrainer": ".algorithms.grpo.asynchronous",
     "GRPOTrainer": ".algorithms.grpo.trainer",
     "PPOTrainer": ".algorithms.ppo.trainer",
     "RewardModelTrainer": ".algorithms.reward_model.trainer",

@@ -36,7 +36,7 @@ def grpo_iteration(
     """
 
     def work(folder: Path) -> Made:
-        from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+        from nemo_rl_core.algorithms.grpo.asynchronous import grpo_trainer
         from nemo_rl_core.trainers.base import Job
 
         job = Job(
@@ -49,7 +49,7 @@ def grpo_iteration(
             iteration=iteration,
             reward_model=reward_model.model_folder if reward_model else None,
         )
-        result = GRPOTrainer(config).run(job)
+        result = grpo_trainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
         return result.made(summary=summary, deck=deck)

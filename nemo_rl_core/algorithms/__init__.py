@@ -7,6 +7,7 @@ algorithm must not reach the others, or a change in one would run all of them ag
 from typing import Any
 
 _PUBLIC = {
+    "AsyncGRPOTrainer": ".grpo.asynchronous",
     "DPOLossFn": ".dpo.loss",
     "DPOTrainer": ".dpo.trainer",
     "DistillationLossFn": ".distillation.loss",

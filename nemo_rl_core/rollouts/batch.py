@@ -21,8 +21,9 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
     Returns:
         What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 where the
-        policy did not write), `truncated [B]`, `num_turns [B]` where an environment answered, and,
-        where it gives several rewards, `reward_components [B, R]`.
+        policy did not write), `truncated [B]`, `weight_versions [B, T-1]` where the engine took
+        new weights in between (0 where the policy did not write), `num_turns [B]` where an
+        environment answered, and, where it gives several rewards, `reward_components [B, R]`.
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
@@ -44,6 +45,8 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         rewards=torch.tensor([float(_reward(rollout)) for rollout in rollouts]),
         truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
     )
+    if any(rollout.completion.weight_versions for rollout in rollouts):
+        batch["weight_versions"] = _weight_versions(rollouts, batch["token_mask"])
     if any(rollout.turn_rewards for rollout in rollouts):
         batch["num_turns"] = torch.tensor([len(rollout.turn_rewards) for rollout in rollouts])
     components = [rollout.components for rollout in rollouts]
@@ -58,6 +61,21 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     if counts != [0]:
         batch["reward_components"] = torch.tensor(components)
     return batch
+
+
+def _weight_versions(rollouts: Sequence[Rollout], token_mask: Tensor) -> Tensor:
+    versions = torch.zeros(token_mask.shape, dtype=torch.long)
+    versions[token_mask] = torch.tensor(
+        [
+            version
+            for rollout in rollouts
+            for version, is_own in zip(
+                rollout.completion.weight_versions, rollout.completion.token_mask, strict=True
+            )
+            if is_own
+        ]
+    )
+    return versions
 
 
 def _own_logprobs(rollout: Rollout) -> list[float]:

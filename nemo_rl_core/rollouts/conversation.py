@@ -8,11 +8,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.replies import Reply
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.rollouts.engine import request_seed
+from nemo_rl_core.rollouts.engine import Place, request_seed
 from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -31,22 +32,14 @@ class Bounds:
     max_tokens: int
     max_new_tokens: int
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rollout of a run it is: what its seeds are made of.
-
-    Attributes:
-        seed: The run's.
-        step: Number of the step.
-        group: Place of the prompt in its step.
-        sample: Place in the group.
-    """
-
-    seed: int
-    step: int
-    group: int
-    sample: int
+    @classmethod
+    def of(cls, settings: RolloutSettings) -> "Bounds":
+        """What the settings of a run say."""
+        return cls(
+            max_turns=settings.rollouts.max_turns,
+            max_tokens=settings.max_rollout_tokens,
+            max_new_tokens=settings.generation.max_new_tokens,
+        )
 
 
 class Conversation:
@@ -87,6 +80,7 @@ class Conversation:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._generated: list[bool] = []
+        self._weight_versions: list[int] = []
         self._texts: list[str] = []
         self._rewards: list[float] = []
         self._is_cut = False
@@ -116,6 +110,7 @@ class Conversation:
     def hear_policy(self, answer: Answer) -> None:
         """Appends a turn of the policy: its tokens as they are."""
         self._append(answer.token_ids, answer.logprobs, generated=True)
+        self._weight_versions += answer.weight_versions
         text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
         self._texts.append(text)
         self.messages.append({"role": "assistant", "content": text})
@@ -147,6 +142,8 @@ class Conversation:
             self._is_cut = self.is_over = True
             return
         self._append(new, [0.0] * len(new), generated=False)
+        if self._weight_versions:
+            self._weight_versions += [self._weight_versions[-1]] * len(new)
         self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
 
     def rollout(self) -> Rollout:
@@ -158,6 +155,7 @@ class Conversation:
                 tuple(self._logprobs),
                 self._is_cut,
                 () if all(self._generated) else tuple(self._generated),
+                tuple(self._weight_versions),
             ),
             "\n".join(self._texts),
             reward=sum(self._rewards) if self._error is None else None,

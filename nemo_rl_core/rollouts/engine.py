@@ -3,8 +3,49 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rollout of a run it is: what its seeds are made of.
+
+    Attributes:
+        seed: The run's.
+        step: Number of the step.
+        group: Place of the prompt in its step.
+        sample: Place in the group.
+    """
+
+    seed: int
+    step: int
+    group: int
+    sample: int
+
+
+class Dialogue(Protocol):
+    """One rollout while it goes on, for whoever asks the policy."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is to be asked any more."""
+        ...
+
+    def request(self) -> Request:
+        """What the policy is asked next."""
+        ...
+
+    def hear_policy(self, answer: Answer) -> None:
+        """Takes what the policy says."""
+        ...
+
+    def rollout(self) -> Rollout:
+        """What has been said."""
+        ...
 
 
 class RolloutEngine(ABC):
@@ -13,6 +54,10 @@ class RolloutEngine(ABC):
     A request's seed depends on the run's seed, the step, the prompt's place, the sample's place
     and the turn alone, so that a rerun, or a resumed run, draws the same tokens.
     """
+
+    @abstractmethod
+    def dialogue(self, prompt: Prompt, place: Place) -> Dialogue:
+        """A rollout that has not begun."""
 
     @abstractmethod
     def run(

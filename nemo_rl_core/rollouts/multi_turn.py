@@ -7,8 +7,8 @@ from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.environments.replies import ask
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.conversation import Bounds, Conversation, Place
-from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.conversation import Bounds, Conversation
+from nemo_rl_core.rollouts.engine import Place, RolloutEngine
 from nemo_rl_core.rollouts.requests import answers_to
 from nemo_rl_core.types import Prompt, Rollout
 
@@ -52,6 +52,16 @@ class MultiTurnRollouts(RolloutEngine):
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
 
+    def dialogue(self, prompt: Prompt, place: Place) -> Conversation:
+        """A rollout that has not begun."""
+        return Conversation(
+            prompt,
+            place,
+            bounds=self._bounds,
+            tokenizer=self._tokenizer,
+            stop_strings=self._first_stops,
+        )
+
     def run(
         self,
         prompts: Sequence[Prompt],
@@ -63,13 +73,7 @@ class MultiTurnRollouts(RolloutEngine):
     ) -> list[Rollout]:
         """As `RolloutEngine.run`; each rollout has a reward, or says why it has none."""
         conversations = [
-            Conversation(
-                prompt,
-                Place(self._seed, step, group, sample),
-                bounds=self._bounds,
-                tokenizer=self._tokenizer,
-                stop_strings=self._first_stops,
-            )
+            self.dialogue(prompt, Place(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)
         ]

@@ -38,11 +38,13 @@ class Answer:
         token_ids: With the stop token, where one ended it.
         logprobs: One a token, in nats, under the sampling temperature.
         truncated: It ran into a bound on tokens.
+        weight_versions: One a token, where the engine takes new weights in between; else empty.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     truncated: bool
+    weight_versions: tuple[int, ...] = ()
 
 
 def answers_to(
@@ -59,7 +61,7 @@ def answers_to(
     Returns:
         One answer a request, in order.
     """
-    output = generation.generate(_as_batch(requests), greedy)
+    output = generation.generate(as_batch(requests), greedy)
     ends = output["unpadded_sequence_lengths"].tolist()
     starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
     return [
@@ -75,7 +77,8 @@ def answers_to(
     ]
 
 
-def _as_batch(requests: Sequence[Request]) -> BatchedDataDict:
+def as_batch(requests: Sequence[Request]) -> BatchedDataDict:
+    """At least one request as `GenerationInterface.generate` takes them."""
     lengths = [len(request.token_ids) for request in requests]
     input_ids = torch.zeros(len(requests), max(lengths), dtype=torch.long)
     for row, request in enumerate(requests):

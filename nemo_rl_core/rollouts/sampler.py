@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import ClassVar
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
-from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
@@ -36,6 +37,8 @@ class Sampler(AbstractContextManager["Sampler"]):
         engine: Makes rollouts with it: of several turns, where the scorer is an environment.
     """
 
+    _engine_class: ClassVar[type[Generation]] = Generation
+
     def __init__(
         self,
         session: ClusterSession,
@@ -48,7 +51,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self.tokenizer = load_tokenizer(model_folder)
         # Before the engine, which takes longer to start than a reward takes to be refused.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
-        self.generation = Generation(
+        self.generation = self._engine_class(
             session,
             GenerationSetup(
                 model_folder=model_folder,
@@ -62,17 +65,21 @@ class Sampler(AbstractContextManager["Sampler"]):
         self.engine = self._rollout_engine(settings)
 
     def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
-        if not isinstance(self._scorer, EnvironmentScorer):
+        if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
-        bounds = Bounds(
-            max_turns=settings.rollouts.max_turns,
-            max_tokens=settings.max_rollout_tokens,
-            max_new_tokens=settings.generation.max_new_tokens,
-        )
-        environment = self._scorer.environment
         return MultiTurnRollouts(
-            self.generation, self.tokenizer, environment, seed=settings.seed, bounds=bounds
+            self.generation,
+            self.tokenizer,
+            self.environment,
+            seed=settings.seed,
+            bounds=Bounds.of(settings),
         )
+
+    @property
+    def environment(self) -> EnvironmentInterface | None:
+        """What answers to the policy's turns, if anything does."""
+        scorer = self._scorer
+        return scorer.environment if isinstance(scorer, EnvironmentScorer) else None
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts, each with its reward or with the error for which it has none.
@@ -81,10 +88,15 @@ class Sampler(AbstractContextManager["Sampler"]):
             RewardError: If more of them failed than the settings accept, or all.
         """
         # An environment that answered has judged on the way.
-        is_judged = isinstance(self._scorer, EnvironmentScorer)
-        scored = list(rollouts) if is_judged else self._scorer.judged(rollouts)
+        is_judged = self.environment is not None
+        scored = list(rollouts) if is_judged else self._judged(rollouts)
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored
+
+    def _judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Those that have not failed before are scored, in their places."""
+        scored = iter(self._scorer.judged([each for each in rollouts if each.error is None]))
+        return [next(scored) if each.error is None else each for each in rollouts]
 
     def __exit__(self, *_: object) -> None:
         self._scorer.close()

@@ -4,9 +4,57 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.engine import RolloutEngine, request_seed
-from nemo_rl_core.rollouts.requests import Request, answers_to
+from nemo_rl_core.rollouts.engine import Place, RolloutEngine, request_seed
+from nemo_rl_core.rollouts.requests import Answer, Request, answers_to
 from nemo_rl_core.types import Completion, Prompt, Rollout
+
+
+class Exchange:
+    """A prompt and its completion (a `Dialogue`).
+
+    Args:
+        prompt: What is asked.
+        place: Which rollout it is.
+        tokenizer: Decodes the completion; token ids are never made from text again.
+    """
+
+    def __init__(self, prompt: Prompt, place: Place, *, tokenizer: Any) -> None:
+        self._prompt = prompt
+        self._place = place
+        self._tokenizer = tokenizer
+        self._answer: Answer | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the completion is there."""
+        return self._answer is not None
+
+    def request(self) -> Request:
+        """What the policy is asked."""
+        place = self._place
+        seed = request_seed(place.seed, place.step, place.group, place.sample)
+        return Request(self._prompt.token_ids, seed)
+
+    def hear_policy(self, answer: Answer) -> None:
+        """Takes the completion."""
+        self._answer = answer
+
+    def rollout(self) -> Rollout:
+        """What has been said as a record, unscored."""
+        answer = self._answer
+        assert answer is not None
+        return Rollout(
+            self._prompt,
+            Completion(
+                answer.token_ids,
+                answer.logprobs,
+                answer.truncated,
+                weight_versions=answer.weight_versions,
+            ),
+            self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True),
+            group=self._place.group,
+            sample=self._place.sample,
+        )
 
 
 class SingleTurnRollouts(RolloutEngine):
@@ -14,7 +62,7 @@ class SingleTurnRollouts(RolloutEngine):
 
     Args:
         generation: The engine.
-        tokenizer: Decodes completions; token ids are never made from text again.
+        tokenizer: Decodes completions.
         seed: The run's seed.
     """
 
@@ -22,6 +70,10 @@ class SingleTurnRollouts(RolloutEngine):
         self._generation = generation
         self._tokenizer = tokenizer
         self._seed = seed
+
+    def dialogue(self, prompt: Prompt, place: Place) -> Exchange:
+        """A rollout that has not begun."""
+        return Exchange(prompt, place, tokenizer=self._tokenizer)
 
     def run(
         self,
@@ -33,26 +85,13 @@ class SingleTurnRollouts(RolloutEngine):
         greedy: bool = False,
     ) -> list[Rollout]:
         """As `RolloutEngine.run`; the rollouts are unscored."""
-        asked = [
-            (prompt, group, sample)
+        exchanges = [
+            self.dialogue(prompt, Place(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)
         ]
-        requests = [
-            Request(prompt.token_ids, request_seed(self._seed, step, group, sample))
-            for prompt, group, sample in asked
-        ]
+        requests = [each.request() for each in exchanges]
         answers = answers_to(requests, self._generation, greedy=greedy)
-        texts = self._tokenizer.batch_decode(
-            [list(answer.token_ids) for answer in answers], skip_special_tokens=True
-        )
-        return [
-            Rollout(
-                prompt,
-                Completion(answer.token_ids, answer.logprobs, answer.truncated),
-                text,
-                group=group,
-                sample=sample,
-            )
-            for (prompt, group, sample), answer, text in zip(asked, answers, texts, strict=True)
-        ]
+        for exchange, answer in zip(exchanges, answers, strict=True):
+            exchange.hear_policy(answer)
+        return [each.rollout() for each in exchanges]

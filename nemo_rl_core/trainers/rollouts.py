@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
@@ -31,6 +31,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         records: Where each step's rollouts are written.
     """
 
+    sampler_class: ClassVar[type[Sampler]] = Sampler
+
     sampler: Sampler | None
     records: RolloutRecords
     _replayed: RolloutRecords | None
@@ -45,7 +47,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         if self._replayed is not None:
             return
         self.sampler = resources.enter_context(
-            Sampler(
+            self.sampler_class(
                 self.session,
                 self.settings,
                 job.start,

@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Tag,
@@ -247,6 +248,20 @@ class DynamicSampling(FrozenConfig):
     max_draws: int = Field(default=10, ge=2)
 
 
+class Asynchronous(FrozenConfig):
+    """The engine samples for the next steps while the model trains.
+
+    The weights that draw a step's first tokens are at most `max_staleness` updates older than those
+    that the step trains; each update reaches the engine at once, in the middle of completions. A
+    completion that does not come within `timeout_seconds` is asked for once more, then given up
+    and counted. With 0, the engine waits for every update, and the weights are those of training
+    by turns.
+    """
+
+    max_staleness: NonNegativeInt = 1
+    timeout_seconds: PositiveFloat | None = None
+
+
 class GRPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` times roll out, score, train, sync.
 
@@ -269,6 +284,7 @@ class GRPOConfig(LoopConfig):
     loss: LossConfig = ClippedLoss()
     overlong: OverlongConfig | None = None
     dynamic_sampling: DynamicSampling | None = None
+    asynchronous: Asynchronous | None = None
     gate: GateConfig = GateConfig()
     save_every_num_steps: PositiveInt = 10
 
@@ -276,6 +292,17 @@ class GRPOConfig(LoopConfig):
     @classmethod
     def _lay_over_preset(cls, values: Any) -> Any:
         return with_preset(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_for_staleness(cls, values: Any) -> Any:
+        """Samples of older weights are weighted, unless the loss says how, or that they are not."""
+        if not isinstance(values, dict) or values.get("asynchronous") is None:
+            return values
+        loss = values.get("loss", {})
+        if not isinstance(loss, dict):
+            return values
+        return {**values, "loss": {"importance": TruncatedImportance().model_dump(), **loss}}
 
     @property
     def num_sequences_per_step(self) -> int:
@@ -338,6 +365,23 @@ class GRPOConfig(LoopConfig):
                 "advantage 'gdpo' normalizes several rewards apart, so there is no single reward "
                 "to take a penalty from; use kl.place 'in_loss', and give a penalty on length as "
                 "one of the rewards"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stale_samples_can_be_used(self) -> "GRPOConfig":
+        if self.asynchronous is None:
+            return self
+        if self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling draws until a step is full, which a step that was sampled ahead "
+                "cannot; leave out dynamic_sampling or asynchronous"
+            )
+        if isinstance(self.loss, OnPolicyLoss) and self.asynchronous.max_staleness:
+            raise ValueError(
+                "loss 'on_policy' takes the weights to be those that sampled, but "
+                f"asynchronous.max_staleness is {self.asynchronous.max_staleness}; set it to 0, or "
+                "use loss 'clipped'"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -12,6 +13,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
@@ -28,11 +30,19 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     algorithm = "grpo"
     settings_class = GRPOSettings
+    samples_ahead: ClassVar[bool] = False
 
     def _stage(self, job: Job) -> str:
         return f"grpo_iteration {job.iteration}"
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
+        if (self.config.asynchronous is not None) != self.samples_ahead:
+            raise ConfigError(
+                f"{type(self).__name__} does not train as the section grpo says",
+                expected="GRPOTrainer without asynchronous, AsyncGRPOTrainer with it",
+                got=f"asynchronous: {self.config.asynchronous!r}",
+                fix="take the other trainer, or change grpo.asynchronous",
+            )
         super()._set_up(job, resources)
         self._loss = GRPOLossFn(self.config.loss)
         if self.config.dynamic_sampling is not None:

@@ -89,6 +89,7 @@ _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
     "generation backend",
     {
         "vllm": "nemo_rl_core.backends.generation.vllm:VllmBackend",
+        "vllm_streaming": "nemo_rl_core.backends.generation.vllm_streaming:StreamingVllmBackend",
         "hf": "nemo_rl_core.backends.generation.hugging_face:HuggingFaceBackend",
         "megatron": "nemo_rl_core.backends.generation.megatron:MegatronInferenceBackend",
     },

@@ -92,7 +92,7 @@ class VllmBackend:
             [self._sampling(request, greedy=greedy) for request in requests],
             use_tqdm=False,
         )
-        return as_batch(requests, [_completed(output.outputs[0]) for output in outputs])
+        return as_batch(requests, [completed(output.outputs[0]) for output in outputs])
 
     def _sampling(self, request: Request, *, greedy: bool) -> Any:
         from vllm import SamplingParams
@@ -239,7 +239,8 @@ def _with_tied_head(
     return [*named_tensors, (_HEAD, embeddings[0])]
 
 
-def _completed(completion: Any) -> Completed:
+def completed(completion: Any) -> Completed:
+    """What vLLM's output says of one completion, or of what was added to it."""
     tokens = list(completion.token_ids)
     logprobs = [
         step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)

@@ -67,12 +67,17 @@ class Generation(GenerationInterface):
         # Also in a new engine: weights then always take the same way, and give the same bits.
         self.load_weights(setup.model_folder)
 
+    @property
+    def _backend(self) -> str:
+        """The registered name of what the workers run."""
+        return self._setup.config.backend
+
     def _start(self) -> None:
         config = self._setup.config
         self._workers, is_new = self._session.workers(
-            get_generation_backend(config.backend),
+            get_generation_backend(self._backend),
             name=self._name,
-            key=_engine_key(self._setup),
+            key=f"{self._backend} {_engine_key(self._setup)}",
             sharding=self._sharding,
             env_vars=engine_environment(config),
         )

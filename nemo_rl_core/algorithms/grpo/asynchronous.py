@@ -1,0 +1,81 @@
+"""GRPO with an engine that samples ahead while the model trains."""
+
+from contextlib import ExitStack
+
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.rollouts.stream import StreamingSampler
+from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.types import Prompt, Rollout
+
+
+class AsyncGRPOTrainer(GRPOTrainer):
+    """As `GRPOTrainer`, but the rollouts of a step begin before the step does.
+
+    Steps are trained in order, on the prompts that `GRPOTrainer` would give them; with
+    `max_staleness: 0` the weights are equal to the bit. Beyond that, which weights drew which token
+    depends on time. Every token's version is recorded, and a replay of the records repeats the
+    run to the bit.
+    """
+
+    sampler_class = StreamingSampler
+    samples_ahead = True
+
+    def _set_up(self, job: Job, resources: ExitStack) -> None:
+        super()._set_up(job, resources)
+        self._last_step = self._steps(job).last
+        self._last_begun = 0
+        settings = self.config.asynchronous
+        assert settings is not None  # checked in super()._set_up
+        self._max_staleness = settings.max_staleness
+        if isinstance(self.sampler, StreamingSampler):
+            limit = settings.timeout_seconds
+            self._stream = self.sampler.stream(seed=self.settings.seed, timeout_seconds=limit)
+
+    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
+        """The step's rollouts, most of them made while earlier steps were trained.
+
+        The engine first takes over the weights of the step before, in the middle of whatever it
+        generates, and then the prompts of steps that are now near enough.
+        """
+        if not isinstance(self.sampler, StreamingSampler):
+            return self._recorded()
+        with self.timer.phase("sync"):
+            self.sampler.generation.update_weights(self.policy, weight_version=self.step - 1)
+        with self.timer.phase("rollout"):
+            self._begin_steps()
+            rollouts = self._stream.take(self.step)
+        with self.timer.phase("reward"):
+            return self.sampler.score(rollouts)
+
+    def _begin_steps(self) -> None:
+        """Asks for every step that may be sampled with the weights of now."""
+        first = max(self._last_begun + 1, self.step)
+        last = min(self.step + self._max_staleness, self._last_step)
+        for step in range(first, last + 1):
+            group_size = self.config.num_generations_per_prompt
+            prompts = self._batches.batch(step - 1)
+            self._stream.begin(prompts, num_generations_per_prompt=group_size, step=step)
+            self._last_begun = step
+
+    def _check_consistency(
+        self, batch: BatchedDataDict
+    ) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Engine and trainer must agree on tokens of the trainer's own weights; of older, not."""
+        if "weight_versions" not in batch:
+            return super()._check_consistency(batch)
+        age = self.step - 1 - batch["weight_versions"]
+        mask = batch["token_mask"].bool()
+        current = BatchedDataDict({**batch, "token_mask": mask & (age == 0)})
+        checked, metrics = super()._check_consistency(current)
+        metrics |= {
+            "staleness": float(age[mask].float().mean()),
+            "staleness_max": float(age[mask].max()),
+        }
+        return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
+
+
+def grpo_trainer(settings: GRPOSettings) -> GRPOTrainer:
+    """The trainer that the settings ask for."""
+    return (GRPOTrainer if settings.grpo.asynchronous is None else AsyncGRPOTrainer)(settings)

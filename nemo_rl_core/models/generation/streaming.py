@@ -1,0 +1,112 @@
+"""An engine that goes on generating between calls."""
+
+from collections.abc import Sequence
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync import compare_digests
+from nemo_rl_core.errors import ConfigError, WorkerLostError
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.types import Completion
+
+
+class StreamingGeneration(Generation):
+    """One vLLM engine that takes requests at any time, and new weights in the middle of them.
+
+    Args:
+        cluster: A session with its running workers, or a cluster of your own.
+        setup: Model, sampling and size, of a vLLM engine that one worker runs.
+
+    Raises:
+        ConfigError: For another engine, or one of several workers.
+    """
+
+    def __init__(self, cluster: ClusterSession | RayVirtualCluster, setup: GenerationSetup) -> None:
+        config = setup.config
+        if (
+            not isinstance(config, VllmGenerationConfig)
+            or config.num_engines * config.ranks_per_engine > 1
+        ):
+            raise ConfigError(
+                "this engine cannot sample while a model trains",
+                expected="generation.backend: vllm, num_engines 1 and no parallel sizes",
+                got=f"{config.backend}, {config.num_engines * config.ranks_per_engine} workers",
+                fix="change the section generation, or leave out asynchronous",
+            )
+        self._weight_version = 0
+        super().__init__(cluster, setup)
+
+    @property
+    def _backend(self) -> str:
+        return "vllm_streaming"
+
+    def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
+        """Hands requests over and returns at once.
+
+        Args:
+            names: `B` of them, by which `poll` calls the completions.
+            requests: As for `generate`, drawn under the temperature.
+
+        Raises:
+            WorkerLostError: If the worker is lost; see `restart`.
+        """
+        self._workers.run_single_worker("submit", list(names), requests)
+
+    def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
+        """Completions that are done and were not returned before, by name.
+
+        Args:
+            wait_seconds: For the first of them.
+
+        Raises:
+            WorkerLostError: If the worker is lost; see `restart`.
+        """
+        found: list[tuple[int, Completion]] = self._workers.run_single_worker(
+            "poll", wait_seconds=wait_seconds
+        )
+        return found
+
+    def cancel(self, names: Sequence[int]) -> None:
+        """Gives requests up; their completions may still come from the next `poll`."""
+        self._workers.run_single_worker("cancel", list(names))
+
+    def update_weights(self, policy: Policy, *, weight_version: int | None = None) -> None:
+        """Hands the policy's weights over in the middle of what is being generated.
+
+        A worker that is lost is started again first; what it was asked is forgotten.
+
+        Args:
+            policy: Whose weights.
+            weight_version: What tokens drawn from now on are marked with; None leaves that as it
+                is.
+
+        Raises:
+            ConsistencyError: If other weights arrived than were sent.
+        """
+        if weight_version is not None:
+            self._weight_version = weight_version
+        try:
+            self._hand_over(policy)
+        except WorkerLostError:
+            self.num_restarts += 1
+            self._session.discard(self._name)
+            self._start()
+            self._hand_over(policy)
+
+    def _hand_over(self, policy: Policy) -> None:
+        buckets, sent = policy.send_weights()
+        received = self._workers.run_single_worker("update_weights", buckets, self._weight_version)
+        compare_digests(sent=sent, received=received)
+        self._source, self._digest = policy, sent
+
+    def restart(self, lost: WorkerLostError) -> None:
+        """Starts the worker again with the weights that it had; it was asked nothing then.
+
+        Raises:
+            ConsistencyError: If the policy has trained on since it was given them.
+        """
+        self._restart(lost)
