@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -60,7 +61,7 @@ class RolloutStream:
     weights drew a token does, and that is in the record.
 
     Args:
-        generation: Goes on generating between calls.
+        generation: Goes on generating between calls, for this stream alone.
         dialogue: Makes the `Exchange` or `Conversation` of a prompt.
         environment: Answers conversations; None where nobody answers.
         seed: The run's.
@@ -119,12 +120,13 @@ class RolloutStream:
         wanted = self._steps.pop(step)
         deadline = self._deadline()
         while missing := [each for each in wanted if not each.is_over]:
-            if time.monotonic() > deadline:
+            left = deadline - time.monotonic()
+            if left < 0:
                 self._begin_again(missing)
                 deadline = self._deadline()
-            self._hear(
-                self._survive(lambda: self._generation.poll(wait_seconds=_POLL_SECONDS)) or []
-            )
+                continue
+            poll = partial(self._generation.poll, wait_seconds=min(left, _POLL_SECONDS))
+            self._hear(self._survive(poll) or [])
         return [each.rollout() for each in wanted]
 
     def _deadline(self) -> float:
