@@ -145,7 +145,7 @@ def detectable_difference(
 
     Example:
         >>> round(detectable_difference(1000, changed=0.2, confidence=0.95), 4)
-        0.0395
+        0.0396
     """
     if num_pairs < 1 or not (0 <= changed <= 1 and 0 < confidence < 1 and 0.5 <= power < 1):
         raise DataError(

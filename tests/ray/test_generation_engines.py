@@ -94,6 +94,7 @@ def test_stop_strings_and_bounds_of_rows(
         assert ids == whole[: len(ids)]
 
 
+@pytest.mark.slow
 def test_all_kinds_of_engines_agree_whatever_the_weights(
     engine: VllmGeneration,
     session: ClusterSession,
@@ -143,6 +144,7 @@ def worker_pid(engine: Generation) -> int:
     return ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
 
 
+@pytest.mark.slow
 def test_a_killed_workers_batch_is_the_same(
     engine: VllmGeneration, batch: BatchedDataDict, make_policy: Callable
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_killed_workers_batch_is_the_same(
     assert_equal(output, expected)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_twice_ends_the_call(
     session: ClusterSession, generation_setup: GenerationSetup, batch: BatchedDataDict
 ) -> None:
@@ -177,6 +180,7 @@ def test_a_worker_that_is_lost_twice_ends_the_call(
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_a_stuck_worker_is_replaced(
     session: ClusterSession, generation_setup: GenerationSetup, batch: BatchedDataDict
 ) -> None:
@@ -198,6 +202,7 @@ def two_bundles(session: ClusterSession) -> Iterator[RayVirtualCluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_the_documents_words_start_an_engine_a_bundle(
     two_bundles: RayVirtualCluster, tiny_model: Path, batch: BatchedDataDict
 ) -> None:

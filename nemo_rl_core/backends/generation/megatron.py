@@ -17,7 +17,7 @@ from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import Request, as_batch, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.megatron.model import build_model
-from nemo_rl_core.backends.training.megatron.packed import output_weight
+from nemo_rl_core.backends.training.megatron.packed import output_weight, own_places
 from nemo_rl_core.backends.training.megatron.parts import Part
 from nemo_rl_core.backends.training.megatron.step import run_parts
 from nemo_rl_core.backends.training.megatron.topology import (
@@ -79,8 +79,11 @@ class MegatronInferenceBackend:
         ]
         last = torch.tensor([len(row) - 1 for row in rows], device=self._device)
 
-        def consume(hidden: torch.Tensor, _: Part) -> tuple[torch.Tensor, Any]:
-            return hidden.new_zeros(()), self._logits(hidden[torch.arange(len(rows)), last])
+        def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
+            row_length = part.rows.position_ids.shape[1]
+            wanted = torch.arange(len(rows), device=last.device) * row_length + last
+            found = (own_places(part.rows) == wanted[:, None]).int().argmax(dim=1)
+            return hidden.new_zeros(()), self._logits(hidden[found])
 
         results = run_parts(self._models, [_part(rows, self._device)], consume, forward_only=True)
         size = (len(rows), self._models[0].hf_config.vocab_size)

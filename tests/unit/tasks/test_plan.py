@@ -58,6 +58,7 @@ def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[
             {"evaluation": {"data": {"kind": "arithmetic", "num_validation": 9}}},
             {"questions"},
         ),
+        ({"environment_workers": {"num_workers": 2}}, ALL_ROLLOUTS),
         ({"evaluation": {"confidence": 0.9}}, {"evaluation", "promotion"}),
         ({"promotion": {"min_improvement": 0.5}}, {"promotion"}),
         ({"seed": 7}, {"model", "data", "sft", "promotion", *ALL_ROLLOUTS}),
@@ -72,7 +73,7 @@ def test_a_change_reaches_the_stages_that_read_it(
 def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     # `training` has one backend so far, so that no change of it can be tried.
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
-    tried |= {"rollouts", "cluster", "evaluation", "promotion", "training"}
+    tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
     assert set(GRPOExperiment.model_fields) == tried
     stages = plan_grpo(config=GRPOExperiment())
     assert stages.sft.training == stages.grpo.training == GRPOExperiment().training

@@ -18,7 +18,7 @@ from nemo_rl_core.backends.training.megatron.packed import hidden_states
 from nemo_rl_core.backends.training.megatron.parts import Part
 
 Consume = Callable[[torch.Tensor, Part], tuple[torch.Tensor, Any]]
-"""Of `[R, L, D]` hidden states and the part they belong to: a loss, and what is to be kept."""
+"""Of `[M, D]` hidden states (of `own_places`) and their part: a loss, and what is to be kept."""
 
 
 def sum_gradients(chunks: list[Any], num_tokens: object = None, **groups: Any) -> None:
