@@ -1,0 +1,44 @@
+"""What the README shows of recipes can be run as it is printed there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from nemo_rl_core.config.environment import EnvironmentConfig
+from tasks.experiments.common import Experiment
+from tasks.experiments.evaluate import EvaluateExperiment
+from tasks.experiments.grpo import GRPOExperiment
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
+BLOCKS: list[str] = re.findall(r"^```yaml\n(.*?)^```$", README, re.M | re.S)
+# `word: {…}` is a section of a recipe, and `{kind: …}` alone an environment.
+SECTIONS = sorted(set(re.findall(r"`(\w+: \{[^`]*\})`", PROSE)))
+ENVIRONMENTS = sorted(set(re.findall(r"`(\{kind: [^`]*\})`", PROSE)))
+ADAPTER = TypeAdapter[Any](EnvironmentConfig)
+
+
+def experiment_of(recipe: dict[str, Any]) -> type[Experiment]:
+    """Of the two kinds of recipes that are shown; only an evaluation has a baseline."""
+    return EvaluateExperiment if "baseline" in recipe else GRPOExperiment
+
+
+@pytest.mark.parametrize("text", [*BLOCKS, *SECTIONS])
+def test_a_recipe_is_accepted(text: str) -> None:
+    recipe = yaml.safe_load(text)
+    experiment_of(recipe).model_validate(recipe).refuse_contradictions()
+
+
+@pytest.mark.parametrize("text", ENVIRONMENTS)
+def test_an_environment_is_accepted(text: str) -> None:
+    recipe = {"recipe": "grpo_arithmetic", "environment": yaml.safe_load(text)}
+    GRPOExperiment.model_validate(recipe).refuse_contradictions()
+
+
+def test_every_environment_is_shown() -> None:
+    kinds = set(ADAPTER.json_schema()["discriminator"]["mapping"])
+    assert {yaml.safe_load(text)["kind"] for text in ENVIRONMENTS} == kinds
