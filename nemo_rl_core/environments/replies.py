@@ -68,7 +68,7 @@ def ask(
         metadata: `B`, what the environment wants back.
 
     Returns:
-        One reply a row, its reward a finite number and without an error, or why there is none.
+        One reply a row as the environment gave it, or why there is none.
     """
     replies: list[Reply] = []
 
@@ -87,20 +87,30 @@ def ask(
         source=source_of(environment),
     )
     if not isinstance(problem, RewardError):
-        source = source_of(environment)
-        return [
-            judged(reply, prompt=log[0]["content"], completion=log[-1]["content"], source=source)
-            for log, reply in zip(message_log_batch, replies, strict=True)
-        ]
+        return list(replies)
     if len(message_log_batch) == 1:
         return [problem]
     pairs = zip(message_log_batch, metadata, strict=True)
     return [reply for log, about in pairs for reply in ask(environment, [log], [about])]
 
 
-def judged(reply: Reply, *, prompt: str, completion: str, source: str) -> Reply | RewardError:
-    """The reply with its reward as a finite float, or why the conversation has none."""
-    about = {"prompt": prompt, "completion": completion, "source": source}
+def judge(
+    environment: EnvironmentInterface,
+    message_log_batch: Sequence[Sequence[Message]],
+    metadata: Sequence[Any],
+) -> list[Reply | RewardError]:
+    """As `ask`, where a reply with an error, or whose reward is no finite number, is none."""
+    source = source_of(environment)
+    return [
+        reply if isinstance(reply, RewardError) else _judged(reply, log, source)
+        for log, reply in zip(
+            message_log_batch, ask(environment, message_log_batch, metadata), strict=True
+        )
+    ]
+
+
+def _judged(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardError:
+    about = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
         return failure("could not judge", reply.error, **about)
     reward = checked(reply.reward, **about)

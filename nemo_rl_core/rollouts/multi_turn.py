@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
-from nemo_rl_core.environments.replies import ask
+from nemo_rl_core.environments.replies import judge
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
 from nemo_rl_core.rollouts.engine import Place, RolloutEngine
@@ -82,7 +82,7 @@ class MultiTurnRollouts(RolloutEngine):
             answers = answers_to(requests, self._generation, greedy=greedy)
             for conversation, answer in zip(live, answers, strict=True):
                 conversation.hear_policy(answer)
-            replies = ask(
+            replies = judge(
                 self._environment,
                 [list(each.messages) for each in live],
                 [each.metadata for each in live],
