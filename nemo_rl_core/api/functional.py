@@ -12,6 +12,7 @@ _ALGORITHM_REGISTRY: Registry[BaseTrainer[Any, Any]] = Registry(
         "dpo": "nemo_rl_core.algorithms.dpo.trainer:DPOTrainer",
         "reward_model": "nemo_rl_core.algorithms.reward_model.trainer:RewardModelTrainer",
         "grpo": "nemo_rl_core.algorithms.grpo.trainer:GRPOTrainer",
+        "async_grpo": "nemo_rl_core.algorithms.grpo.asynchronous:AsyncGRPOTrainer",
         "ppo": "nemo_rl_core.algorithms.ppo.trainer:PPOTrainer",
         "distillation": "nemo_rl_core.algorithms.distillation.trainer:DistillationTrainer",
     },

@@ -13,7 +13,8 @@ class EvaluationConfig(FrozenConfig):
 
     `data` is where the prompts come from (its validation rows), `environment` says what is right
     (a reward of 1 or more), and `generation` how completions are sampled; left out, they are those
-    of training.
+    of training. Each stands in the place of the whole section, so that what it leaves out has the
+    default and not the value of training.
 
     Attributes:
         num_samples_per_prompt: Completions to sample of each prompt, besides the greedy one.

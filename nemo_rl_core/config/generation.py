@@ -43,7 +43,7 @@ class SamplingConfig(FrozenConfig):
     repetition_penalty: PositiveFloat = 1.0
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     num_engines: PositiveInt = 1
-    timeout_seconds: PositiveFloat | None = None
+    timeout_seconds: PositiveFloat | None = 3600.0
 
     @property
     def draws_from_all(self) -> bool:

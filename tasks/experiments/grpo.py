@@ -10,6 +10,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     GRPOSchedule,
     GRPOSettings,
     refuse_overlong,
+    refuse_sampling_ahead,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
 from nemo_rl_core.config.generation import SamplingConfig, refuse_for_training
@@ -44,6 +45,7 @@ def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, generation: Sampli
         ConfigError: For the first such setting.
     """
     refuse_for_training(generation)
+    refuse_sampling_ahead(grpo, generation)
     try:
         refuse_overlong(grpo, generation)
     except ValueError as error:

@@ -20,8 +20,13 @@ from pydantic import (
 
 from nemo_rl_core.algorithms.grpo.presets import with_preset
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.generation import SamplingConfig, refuse_for_training
+from nemo_rl_core.config.generation import (
+    SamplingConfig,
+    VllmGenerationConfig,
+    refuse_for_training,
+)
 from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
+from nemo_rl_core.errors import ConfigError
 
 
 class GroupNormalized(FrozenConfig):
@@ -252,14 +257,14 @@ class Asynchronous(FrozenConfig):
     """The engine samples for the next steps while the model trains.
 
     The weights that draw a step's first tokens are at most `max_staleness` updates older than those
-    that the step trains; each update reaches the engine at once, in the middle of completions. A
-    completion that does not come within `timeout_seconds` is asked for once more, then given up
-    and counted. With 0, the engine waits for every update, and the weights are those of training
-    by turns.
+    that the step trains; each update reaches the engine at once, in the middle of completions. What
+    a step still misses after waiting for `timeout_seconds` is asked for once more, then given up
+    and counted; null waits for ever. With `max_staleness` 0 the engine waits for every update, and
+    the weights are those of training by turns.
     """
 
     max_staleness: NonNegativeInt = 1
-    timeout_seconds: PositiveFloat | None = None
+    timeout_seconds: PositiveFloat | None = 1800.0
 
 
 class GRPOConfig(LoopConfig):
@@ -407,7 +412,26 @@ class GRPOSettings(RolloutSettings):
     def _fits_what_is_sampled(self) -> "GRPOSettings":
         refuse_for_training(self.generation)
         refuse_overlong(self.grpo, self.generation)
+        refuse_sampling_ahead(self.grpo, self.generation)
         return self
+
+
+def refuse_sampling_ahead(grpo: GRPOConfig, generation: SamplingConfig) -> None:
+    """Refuses `asynchronous` with an engine that cannot take weights while it generates.
+
+    Raises:
+        ConfigError: Says which can.
+    """
+    if grpo.asynchronous is None:
+        return
+    num_workers = generation.num_engines * generation.ranks_per_engine
+    if not isinstance(generation, VllmGenerationConfig) or num_workers > 1:
+        raise ConfigError(
+            "grpo.asynchronous needs an engine that takes weights while it generates",
+            expected="generation.backend vllm, num_engines 1 and no parallel sizes",
+            got=f"{type(generation).__name__}, {num_workers} workers",
+            fix="change the section generation, or leave out grpo.asynchronous",
+        )
 
 
 def refuse_overlong(grpo: GRPOConfig, generation: SamplingConfig) -> None:

@@ -41,7 +41,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 f"{type(self).__name__} does not train as the section grpo says",
                 expected="GRPOTrainer without asynchronous, AsyncGRPOTrainer with it",
                 got=f"asynchronous: {self.config.asynchronous!r}",
-                fix="take the other trainer, or change grpo.asynchronous",
+                fix="take the other trainer (named grpo or async_grpo), or change asynchronous",
             )
         super()._set_up(job, resources)
         self._loss = GRPOLossFn(self.config.loss)

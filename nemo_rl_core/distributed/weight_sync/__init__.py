@@ -1,7 +1,8 @@
 """Weights from trainer to engine, bucket by bucket, never without a checksum.
 
-Through Ray's object store as buckets in a message, or by a `WeightSender` and `WeightReceiver` that
-stream: through shared memory, CUDA IPC or a collective, whichever `carrier_between` finds.
+Policies and engines hand over buckets in messages, through the shared memory of Ray's object store.
+A `WeightSender` and a `WeightReceiver` stream instead: through shared memory, CUDA IPC or a
+collective, whichever `carrier_between` finds. No trainer uses these two yet.
 """
 
 from nemo_rl_core.distributed.weight_sync.buckets import (
