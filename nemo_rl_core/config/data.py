@@ -100,12 +100,16 @@ class GuessNumberData(RowPolicy):
         max_number: The highest upper bound.
         min_range: The fewest numbers between the bounds, both included.
         spare_turns: Turns that a row allows beyond what binary search needs in the worst case.
+        max_opening: Rows to train on begin behind so many wrong guesses at most, drawn anywhere
+            within the bounds, so that a warm start sees later turns, too. A row to validate on is
+            a whole game.
     """
 
     kind: Literal["guess_number"] = "guess_number"
     max_number: PositiveInt = 99
     min_range: PositiveInt = 2
     spare_turns: NonNegativeInt = 0
+    max_opening: NonNegativeInt = 0
     num_train: PositiveInt = 1024
     num_validation: PositiveInt = 128
     max_prompt_tokens: PositiveInt = 16

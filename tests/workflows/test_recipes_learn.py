@@ -23,36 +23,59 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def learn(store: Path, run_recipe: Callable[..., Run]) -> Callable[[str, str], Run]:
-    def run(module: str, workflow: str) -> Run:
-        finished = run_recipe(None, store, (module, workflow), timeout_seconds=2000)
+def learn(store: Path, run_recipe: Callable[..., Run]) -> Callable[..., Run]:
+    def run(module: str, workflow: str, recipe: dict[str, Any] | None = None) -> Run:
+        finished = run_recipe(recipe, store, (module, workflow), timeout_seconds=2000)
         assert finished.exit_code == 0, finished.output[-3000:]
         return finished
 
     return run
 
 
+def parents(folder: Path, kind: str) -> list[Path]:
+    """The artifacts of that kind that one was made from."""
+    found = json.loads((folder / "manifest.json").read_text())["parents"]
+    return [Path(parent["path"]) for parent in found if parent["kind"] == kind]
+
+
+def promotion(run: Run) -> Path:
+    """What `promote` left."""
+    (folder,) = parents(Path(run.value("model:")).parent, "promotion")
+    return folder
+
+
 def decision(run: Run) -> dict[str, float]:
     """What `promote` found: the paired difference of greedy accuracies with its interval."""
-    (model,) = [Path(run.value("model:")).parent]
-    parents = json.loads((model / "manifest.json").read_text())["parents"]
-    (folder,) = [Path(parent["path"]) for parent in parents if parent["kind"] == "promotion"]
-    figures: dict[str, float] = json.loads((folder / "decision.json").read_text())
+    figures: dict[str, float] = json.loads((promotion(run) / "decision.json").read_text())
     return figures
 
 
-def test_sft(learn: Callable[[str, str], Run]) -> None:
+def evaluations(run: Run) -> list[dict[str, float]]:
+    """What was measured, the less accurate model first."""
+    folders = parents(promotion(run), "evaluation")
+    figures = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
+    return sorted(figures, key=lambda each: each["greedy_accuracy"])
+
+
+def test_sft(learn: Callable[..., Run]) -> None:
     run = learn("sft", "sft")
     losses = [line["loss"] for line in run.metrics("train_sft")]
     assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
     assert decision(run)["low"] > 0.3
 
 
-def test_grpo(learn: Callable[[str, str], Run]) -> None:
+def test_grpo(learn: Callable[..., Run]) -> None:
     assert decision(learn("grpo", "grpo"))["low"] > 0.2
 
 
-def test_dpo(learn: Callable[[str, str], Run]) -> None:
+def test_a_game_of_several_turns(learn: Callable[..., Run]) -> None:
+    run = learn("grpo", "grpo", {"recipe": "grpo_guess_number"})
+    before, after = evaluations(run)
+    assert decision(run)["difference"] > 0.2
+    assert after["greedy_accuracy_low"] > before["greedy_accuracy_high"]
+
+
+def test_dpo(learn: Callable[..., Run]) -> None:
     run = learn("dpo", "dpo")
     first, *_, last = run.metrics("dpo_iteration 1")
     # The policy still is the reference, whose logprobs come from the cache. Besides DPO's own loss
@@ -63,7 +86,7 @@ def test_dpo(learn: Callable[[str, str], Run]) -> None:
     assert decision(run)["low"] > 0
 
 
-def test_reward_model(learn: Callable[[str, str], Run]) -> None:
+def test_reward_model(learn: Callable[..., Run]) -> None:
     run = learn("reward_model", "reward_model")
     first, *_ = run.metrics("train_reward_model")
     # A head of zeros scores every sequence 0.
@@ -72,21 +95,21 @@ def test_reward_model(learn: Callable[[str, str], Run]) -> None:
     assert metrics["accuracy_low"] > 0.6
 
 
-def test_ppo(learn: Callable[[str, str], Run]) -> None:
+def test_ppo(learn: Callable[..., Run]) -> None:
     run = learn("ppo", "ppo")
     assert decision(run)["low"] > 0.05
     values = [line["explained_variance"] for line in run.metrics("ppo_iteration 2")]
     assert sum(values) / len(values) > 0
 
 
-def test_distillation(learn: Callable[[str, str], Run]) -> None:
+def test_distillation(learn: Callable[..., Run]) -> None:
     run = learn("distill", "distill")
     losses = [line["loss"] for line in run.metrics("train_student")]
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     assert decision(run)["low"] > 0.05
 
 
-def test_post_training(learn: Callable[[str, str], Run]) -> None:
+def test_post_training(learn: Callable[..., Run]) -> None:
     run = learn("post_train", "post_train")
     stages = {*run.stages("ran"), *run.stages("CACHED")}
     assert {"train_sft", "train_reward_model", "dpo_iteration 1", "grpo_iteration 2"} <= stages

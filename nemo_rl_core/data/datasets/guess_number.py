@@ -12,7 +12,8 @@ def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
     """Different bounds, in an order that depends on the seed alone, as do the secrets.
 
     A row's metadata is `{"game": STATE, "num_turns": guesses of a binary search + spare_turns}`;
-    its answer and completion are an optimal first guess.
+    its answer and completion are an optimal next guess. Behind an opening, the state is what it has
+    come to, and the prompt is the JSON of the turns so far.
     """
     generator = random.Random(seed)
     bounds = [
@@ -22,16 +23,37 @@ def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
     ]
     drawn = generator.sample(bounds, config.num_train + config.num_validation)
     positions = [NumberGuess(generator.randint(low, high), low, high) for low, high in drawn]
-    rows = [_row(position, config.spare_turns) for position in positions]
-    return rows[: config.num_train], rows[config.num_train :]
+    train = [
+        _row(position, _opening(position, generator, config.max_opening), config.spare_turns)
+        for position in positions[: config.num_train]
+    ]
+    return train, [_row(each, [], config.spare_turns) for each in positions[config.num_train :]]
 
 
-def _row(position: NumberGuess, spare_turns: int) -> Row:
+def _opening(
+    position: NumberGuess, generator: random.Random, max_opening: int
+) -> list[tuple[int, NumberGuess]]:
+    """Wrong guesses, each with the position behind it."""
+    played: list[tuple[int, NumberGuess]] = []
+    for _ in range(generator.randint(0, max_opening) if max_opening else 0):
+        wrong = [n for n in range(position.low, position.high + 1) if n != position.secret]
+        if not wrong:
+            break
+        guess = generator.choice(wrong)
+        reached = position.after(guess)
+        assert reached is not None
+        played.append((guess, reached))
+        position = reached
+    return played
+
+
+def _row(start: NumberGuess, opening: list[tuple[int, NumberGuess]], spare_turns: int) -> Row:
+    position = opening[-1][1] if opening else start
     low, high = position.low, position.high
     guess = str(best_guess(low, high))
     return {
-        "id": f"{low}-{high}",
-        "prompt": position.text,
+        "id": start.text[:-1],
+        "prompt": _prompt(start, opening),
         "answer": guess,
         "completion": guess,
         "task": "guess_number",
@@ -39,3 +61,11 @@ def _row(position: NumberGuess, spare_turns: int) -> Row:
             {"game": position.state, "num_turns": num_guesses(low, high) + spare_turns}
         ),
     }
+
+
+def _prompt(start: NumberGuess, opening: list[tuple[int, NumberGuess]]) -> str:
+    turns = [{"role": "user", "content": start.text}]
+    for guess, reached in opening:
+        turns.append({"role": "assistant", "content": str(guess)})
+        turns.append({"role": "user", "content": reached.text})
+    return json.dumps(turns) if opening else start.text

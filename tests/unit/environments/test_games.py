@@ -8,10 +8,11 @@ from nemo_rl_core.config.environment import GuessNumberGame, SlidingPuzzleGame
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from nemo_rl_core.data.turns import turns_of
 from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.games.guess_number import best_guess
+from nemo_rl_core.games.guess_number import NumberGuess, best_guess
 from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle, best_move, distances
 
 PUZZLES = SlidingPuzzleData(num_train=40, num_validation=20)
@@ -125,3 +126,36 @@ def test_a_row_without_a_game_is_an_error_of_that_row_alone():
 
 def turn(text):
     return {"role": "assistant", "content": text}
+
+
+def test_an_opening_leads_from_the_first_bounds_to_the_position_of_the_row():
+    data = GUESSES.replace(max_opening=3, max_prompt_tokens=64)
+    train, validation = load_rows(data, seed=1)
+    plain = load_rows(GUESSES, seed=1)
+    assert validation == plain[1]
+    assert [row["id"] for row in train] == [row["id"] for row in plain[0]]
+    environment = make_scorer(GuessNumberGame()).environment
+    lengths = set()
+    for row, whole in zip(train, plain[0], strict=True):
+        state = json.loads(row["metadata"])["game"]
+        first = json.loads(whole["metadata"])["game"]
+        assert state["secret"] == first["secret"]
+        turns = turns_of(row["prompt"]) or [{"role": "user", "content": row["prompt"]}]
+        position = NumberGuess.from_state(first)
+        assert turns[0] == {"role": "user", "content": position.text}
+        for said, answered in zip(turns[1::2], turns[2::2], strict=True):
+            position = position.after(int(said["content"]))
+            assert position is not None and not position.is_won
+            assert answered == {"role": "user", "content": position.text}
+        assert position.state == state
+        lengths.add(len(turns) // 2)
+        rewards = play(environment, {**row, "prompt": position.text}, bisect)
+        assert sum(rewards) == 1
+    assert lengths == {0, 1, 2, 3}
+    validate_rows(
+        train,
+        tokenizer=build_arithmetic_tokenizer(),
+        max_prompt_tokens=64,
+        name="train",
+        policy=data,
+    )
