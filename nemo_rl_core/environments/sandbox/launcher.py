@@ -125,7 +125,7 @@ def _build_root(payload: dict[str, Any], identity: int) -> None:
     os.chdir("/")
     for path in payload["mounts"]:
         _show(Path(path))
-    work = Path("/work")
+    work = Path("/program")
     work.mkdir()
     for name, text in payload["files"].items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)

@@ -77,8 +77,8 @@ class Sandbox:
     A program has the standard library of this interpreter and nothing else. What is guaranteed:
 
     - *No network*: a network namespace with no devices, and no `socket` system call.
-    - *No files*: its `/` is a small file system in memory with an empty `/work` and, read-only, the
-      interpreter and the system's libraries. No `/proc`, no `/etc`, no store. It goes with the
+    - *No files*: its `/` is a small file system in memory with an empty `/program` and, read-only,
+      the interpreter and the system's libraries. No `/proc`, no `/etc`, no store. It goes with the
       program.
     - *No other process* is to be seen or signalled: a process namespace of its own, whose end ends
       every daemon and thread in it. As root, each program has a user id that nobody else has;
@@ -117,7 +117,7 @@ class Sandbox:
         """Runs `main.py` of the files to its end.
 
         Args:
-            files: Contents of `/work`, by relative path.
+            files: Contents of `/program`, by relative path.
             stdin: What the program can read there.
             limits: In place of the sandbox's own.
 
@@ -154,7 +154,14 @@ class Sandbox:
         payload = {
             "files": dict(files),
             "stdin": stdin if isinstance(stdin, str) else None,
-            "argv": [os.path.realpath(sys.executable), "-s", "-S", "-X", "utf8", "/work/main.py"],
+            "argv": [
+                os.path.realpath(sys.executable),
+                "-s",
+                "-S",
+                "-X",
+                "utf8",
+                "/program/main.py",
+            ],
             "mounts": mounts,
             "seccomp": self._filter,
             "wall_seconds": limits.wall_seconds,

@@ -43,7 +43,7 @@ def _of_a_sandbox(pid: int) -> bool:
     try:
         process = psutil.Process(pid)
         zombie = process.status() == psutil.STATUS_ZOMBIE and process.ppid() == os.getpid()
-        return zombie or "/work/main.py" in process.cmdline()
+        return zombie or "/program/main.py" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 
@@ -101,7 +101,7 @@ def test_files_outside_are_not_there(run: Run, tmp_path: Path) -> None:
         for path in ("/etc/shadow", "/etc/passwd", "/proc/1/environ", {str(secret)!r},
                      "../../../../etc/shadow", {str(Path(__file__))!r}):
             print(os.path.exists(path), end=" ")
-        print(sorted(os.listdir("/dev")), os.listdir("/work"))
+        print(sorted(os.listdir("/dev")), os.listdir("/program"))
         """
     ended = run(program)
     assert ended.stdout == "False " * 6 + "['null'] ['main.py']\n"
@@ -124,7 +124,7 @@ def test_the_interpreter_cannot_be_changed(run: Run) -> None:
 def test_what_it_writes_is_gone_with_it(run: Run) -> None:
     assert run("open('left', 'w').write('here')").succeeded
     assert run("import os; print(os.listdir('.'))").stdout == "['main.py']\n"
-    assert not Path("/work/left").exists()
+    assert not Path("/program/left").exists()
 
 
 def test_there_is_no_network(run: Run) -> None:
@@ -217,7 +217,7 @@ def test_a_memory_bomb_is_an_error_inside(run: Run) -> None:
         "os.memfd_create('x')",
         "libc_call('shmget', 0, 1 << 30, 0o1600)",
         "libc_call('unshare', 0x10000000)",
-        "libc_call('mount', b'tmpfs', b'/work', b'tmpfs', 0, None)",
+        "libc_call('mount', b'tmpfs', b'/program', b'tmpfs', 0, None)",
         "libc_call('ptrace', 16, 1, 0, 0)",
         "libc_call('syscall', 56, 0x10000011, 0, 0, 0, 0)",
         "resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
