@@ -33,7 +33,7 @@ class Writer:
 
 def test_training_goes_on_until_both_are_written(tmp_path: Path) -> None:
     policy, critic = Writer(), Writer()
-    both = PolicyAndCritic(policy, critic)  # type: ignore[arg-type]
+    both = PolicyAndCritic(policy, critic)
     assert isinstance(both, SavesInBackground)
     both.start_checkpoint(tmp_path)
     assert policy.calls == [("start", tmp_path)]
@@ -49,5 +49,5 @@ def test_training_goes_on_until_both_are_written(tmp_path: Path) -> None:
 def test_a_policy_that_cannot_be_written_leaves_no_critic_unfinished(tmp_path: Path) -> None:
     policy, critic = Writer(error=OSError("full")), Writer()
     with pytest.raises(OSError, match="full"):
-        PolicyAndCritic(policy, critic).save_checkpoint(tmp_path)  # type: ignore[arg-type]
+        PolicyAndCritic(policy, critic).save_checkpoint(tmp_path)
     assert critic.calls == [("start", tmp_path / "critic"), ("finish", None)]
