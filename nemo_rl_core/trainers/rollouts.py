@@ -99,7 +99,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             return self._recorded()
         config: Any = self.config
         with self.timer.phase("sync"):
-            self.sampler.generation.update_weights(self.policy)
+            self._hand_over(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
             rollouts = self.sampler.engine.run(
                 prompts,
@@ -109,6 +109,10 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             )
         with self.timer.phase("reward"):
             return self.sampler.score(rollouts)
+
+    def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
+        """Gives the engine the policy's weights, as they are after that step."""
+        sampler.generation.update_weights(self.policy)
 
     def _recorded(self) -> list[Rollout]:
         assert self._replayed is not None
@@ -121,7 +125,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         """Greedy accuracy and mean reward on the held-out prompts."""
         if self.sampler is None or not self._held_out:
             return {}
-        self.sampler.generation.update_weights(self.policy)
+        self._hand_over(self.sampler, last_step=self.step)
         return greedy_metrics(self.sampler, self._held_out)
 
     def _peak_memory_gib(self) -> float:

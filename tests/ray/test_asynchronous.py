@@ -44,6 +44,8 @@ SETTINGS: dict[str, Any] = {
     "num_generations_per_prompt": 4,
     "num_steps_per_iteration": 4,
     "save_every_num_steps": 9,
+    # Hands weights over between two steps, too, and must leave the samples as they are.
+    "validate_every_num_steps": 1,
     "learning_rate": 0.01,
     "loss": {"importance": {"kind": "truncated"}},
 }

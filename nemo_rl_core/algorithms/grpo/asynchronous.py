@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.types import Prompt, Rollout
@@ -42,12 +43,17 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if not isinstance(self.sampler, StreamingSampler):
             return self._recorded()
         with self.timer.phase("sync"):
-            self.sampler.generation.update_weights(self.policy, weight_version=self.step - 1)
+            self._hand_over(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
             self._begin_steps()
             rollouts = self._stream.take(self.step)
         with self.timer.phase("reward"):
             return self.sampler.score(rollouts)
+
+    def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
+        """Also before a validation, in whose wake samples go on with the new weights."""
+        assert isinstance(sampler, StreamingSampler)
+        sampler.generation.update_weights(self.policy, weight_version=last_step)
 
     def _begin_steps(self) -> None:
         """Asks for every step that may be sampled with the weights of now."""
