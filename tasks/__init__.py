@@ -1,5 +1,5 @@
-"""Typed, cached Flyte tasks: each connects, calls the core, and returns an artifact."""
+"""Typed, cached Flyte tasks: each connects, calls the core, and returns an artifact.
 
-from tasks import local
-
-local.use_store()
+Importing this package alone costs nothing, so that `nemo-rl` is quick; `tasks.stage`, which every
+task needs, moves flytekit's files into the store.
+"""

@@ -11,8 +11,11 @@ from pydantic import BaseModel
 
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
+from tasks import local
 from tasks.artifacts import Artifact
 from tasks.caching import source_digest
+
+local.use_store()
 
 
 def cached_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -1,0 +1,74 @@
+"""The command itself: its list, its errors, and what it does not import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tasks import cli
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+
+
+def test_help_lists_every_command_and_imports_no_heavy_library() -> None:
+    script = """
+import json, sys
+from tasks.cli import main
+try:
+    main()
+finally:
+    heavy = {"torch", "vllm", "ray", "flytekit", "pandas", "transformers", "pydantic"}
+    print(json.dumps(sorted(heavy & set(sys.modules))), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--help"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stderr.splitlines()[-1]) == []
+    for name, (_, line) in cli.COMMANDS.items():
+        assert f"  {name} " in done.stdout
+        assert line in done.stdout
+
+
+def test_a_misspelt_command_is_refused() -> None:
+    result = CliRunner().invoke(cli.group, ["gcc"])
+    assert result.exit_code == 2
+    assert "No such command 'gcc'" in result.output
+
+
+def test_a_command_is_imported_when_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy_hello.py").write_text(
+        "import click\n@click.command()\ndef hello():\n    click.echo('hello')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    group = cli.LazyGroup("x", {"hello": ("lazy_hello:hello", "Greet.")}, "Help.")
+    runner = CliRunner()
+    assert "Greet." in runner.invoke(group, ["--help"]).output
+    assert "lazy_hello" not in sys.modules
+    assert runner.invoke(group, ["hello"]).output == "hello\n"
+    assert isinstance(group.get_command(click.Context(group), "hello"), click.Command)
+
+
+def test_an_explained_error_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nemo_rl_core.errors import StoreError
+
+    @click.command()
+    def broken() -> None:
+        raise StoreError("the store is gone", got="nothing", fix="find it")
+
+    group = click.Group("nemo-rl", commands={"broken": broken})
+    monkeypatch.setattr(cli, "group", group)
+    monkeypatch.setattr(sys, "argv", ["nemo-rl", "broken"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "nemo-rl: the store is gone\n  got: nothing\n  fix: find it\n"
