@@ -1,0 +1,222 @@
+"""How the runs' database is opened, and how a run whose process is gone is told from one at work.
+
+A run holds a lock on `runs/<id>/alive` while its process lives. The kernel gives it back however
+the process ends, so that nothing has to be guessed from process numbers, which are used again and
+differ between containers that share a store.
+"""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.migrations import VERSION, check_version, migrate
+from nemo_rl_core.infra.store import Store
+
+FILE = "history.db"
+_BUSY_SECONDS = 10.0
+
+_ours: set[str] = set()
+"""Executions of this process: opening their lock file again would let go of the lock."""
+
+
+def path_of(store: Store) -> Path:
+    """Where the store's database lies."""
+    return store.root / FILE
+
+
+def open_for_writing(store: Store) -> sqlite3.Connection:
+    """Opens the database, which is made or brought up to date where that is needed.
+
+    Raises:
+        StoreError: If a newer version wrote it.
+        sqlite3.Error: If it is damaged or cannot be written.
+        OSError: If the store cannot be made.
+    """
+    store.root.mkdir(parents=True, exist_ok=True)
+    database = _connect(f"{path_of(store).as_uri()}?mode=rwc")
+    try:
+        # Writers do not wait for the disk: a power failure may cost the last records, a killed
+        # process costs none, and the file stays whole in both cases.
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        migrate(database)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def open_for_reading(store: Store) -> sqlite3.Connection:
+    """Opens the database as it is; a reader blocks no writer.
+
+    Raises:
+        StoreError: If there is none, or it is damaged, older or newer than this code.
+    """
+    path = path_of(store)
+    if not path.is_file():
+        raise StoreError(
+            f"the store {store.root} has no record of any run",
+            expected=f"a file {FILE} in it",
+            got="no such file",
+            fix="run a workflow first, or point NEMO_RL_HOME at the store that was used",
+        )
+    with damage_explained(path):
+        database = _open_unchanged(path)
+        try:
+            if check_version(database) < VERSION:
+                database.close()
+                open_for_writing(store).close()
+                database = _open_unchanged(path)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+
+def _open_unchanged(path: Path) -> sqlite3.Connection:
+    # A database in WAL mode wants to write files beside itself even to be read. Where it may not,
+    # it can be read only as a file that nobody changes.
+    writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+    return _connect(f"{path.as_uri()}?mode=ro{'' if writable else '&immutable=1'}")
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    database = sqlite3.connect(
+        uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    database.row_factory = sqlite3.Row
+    database.execute("PRAGMA foreign_keys = ON")
+    return database
+
+
+@contextmanager
+def damage_explained(path: Path) -> Iterator[None]:
+    """Turns an error of SQLite into one that says what to do.
+
+    Raises:
+        StoreError: For every `sqlite3.Error`.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(
+            f"the runs' database {path} cannot be read",
+            expected="a whole SQLite file that this user may read",
+            got=str(error),
+            fix="move it away: the next run begins a new one, and no artifact is lost",
+        ) from error
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """All of the statements or none."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield database
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:  # a full disk may have ended it already
+            database.execute("ROLLBACK")
+        raise
+
+
+class Alive:
+    """The lock that says that an execution's process lives; `close` gives it back.
+
+    Raises:
+        OSError: If the run's folder cannot be written.
+    """
+
+    def __init__(self, store: Store, execution: str) -> None:
+        self._execution = execution
+        self._path = _lock_path(store, execution)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        # A lock of POSIX, not of BSD: a forked child does not inherit it, so that a worker that
+        # outlives its killed parent does not pass for it.
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _ours.add(execution)
+
+    def close(self) -> None:
+        """Gives the lock back; calling it again does nothing."""
+        if self._execution in _ours:
+            _ours.remove(self._execution)
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+
+def is_alive(store: Store, execution: str) -> bool:
+    """Whether the process that runs the execution still lives."""
+    if execution in _ours:
+        return True
+    try:
+        descriptor = os.open(_lock_path(store, execution), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # not ours to lock: whoever may write the store will find out
+    try:
+        # Shared: two who ask at once do not take each other for the run.
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def mark_aborted(store: Store, database: sqlite3.Connection) -> list[str]:
+    """Ends the executions that say they run and whose process is gone; returns their ids."""
+    rows = database.execute("SELECT id FROM executions WHERE state = 'running'").fetchall()
+    gone = [row["id"] for row in rows if not is_alive(store, row["id"])]
+    for execution in gone:
+        with transaction(database):
+            last = _last_sign(database, execution)
+            end_execution(database, execution, state="aborted", ended_at=last)
+    return gone
+
+
+def sweep(store: Store) -> None:
+    """`mark_aborted` where the store can be written; nothing happens where it cannot."""
+    try:
+        with closing(open_for_writing(store)) as database:
+            mark_aborted(store, database)
+    except (sqlite3.OperationalError, OSError):
+        return
+
+
+def end_execution(
+    database: sqlite3.Connection, execution: str, *, state: str, ended_at: float, error: str = ""
+) -> None:
+    """Ends an execution that still says it runs, and as aborted what still runs in it."""
+    for table, node in (("attempts", "node"), ("nodes", "id")):
+        database.execute(
+            f"UPDATE {table} SET state = 'aborted', ended_at = ? WHERE state = 'running' "
+            f"AND {node} IN (SELECT id FROM nodes WHERE execution = ?)",
+            (ended_at, execution),
+        )
+    database.execute(
+        "UPDATE executions SET state = ?, ended_at = ?, error = ? "
+        "WHERE state = 'running' AND id = ?",
+        (state, ended_at, error, execution),
+    )
+
+
+def _last_sign(database: sqlite3.Connection, execution: str) -> float:
+    """When an execution was last heard of: the best guess at when its process ended."""
+    row = database.execute(
+        "SELECT max(executions.started_at, coalesce(max(nodes.started_at), 0), "
+        "coalesce(max(nodes.ended_at), 0)) FROM executions "
+        "LEFT JOIN nodes ON nodes.execution = executions.id WHERE executions.id = ?",
+        (execution,),
+    ).fetchone()
+    return float(row[0])
+
+
+def _lock_path(store: Store, execution: str) -> Path:
+    return store.runs / execution / "alive"

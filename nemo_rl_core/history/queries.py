@@ -1,0 +1,348 @@
+"""What pages and commands ask of the runs' database.
+
+Every list that grows with the number of runs is paged. A reader sees what was written up to its
+question, also while runs go on.
+"""
+
+import json
+import math
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history import ancestry
+from nemo_rl_core.history.database import damage_explained, open_for_reading, path_of, sweep
+from nemo_rl_core.history.records import (
+    AncestryGraph,
+    ArtifactRow,
+    Attempt,
+    Edge,
+    Execution,
+    Node,
+    NodeDetail,
+    Page,
+    State,
+    Value,
+)
+from nemo_rl_core.infra.lineage import MANIFEST
+from nemo_rl_core.infra.store import Store
+
+Curves = dict[str, list[tuple[int, float]]]
+"""`(step, value)` by the metric's name, steps ascending."""
+
+_JSON = {"command", "inputs", "packages", "machine", "cost", "manifest"}
+_COUNTED = """
+SELECT executions.*,
+  (SELECT count(*) FROM nodes WHERE execution = executions.id AND kind = 'task') AS num_nodes,
+  (SELECT count(*) FROM nodes WHERE execution = executions.id AND state = 'cached') AS num_cached
+FROM executions
+"""
+
+
+class History:
+    """The record of a store's runs. A context manager; may be asked from several threads.
+
+    Runs whose process is gone without an end are marked as aborted when it is opened, and whenever
+    `sweep` is called.
+
+    Raises:
+        StoreError: If there is no record, or it is damaged or newer than this code.
+
+    Example:
+        >>> with History(Store.default()) as history:                          # doctest: +SKIP
+        ...     for run in history.executions(state="failed").items:
+        ...         print(run.id, run.error)
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        # First the reader, which says what is wrong with a file that cannot be swept either.
+        self._database = open_for_reading(store)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Marks runs as aborted whose process is gone."""
+        with damage_explained(path_of(self.store)):
+            sweep(self.store)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def executions(
+        self,
+        *,
+        state: State | None = None,
+        workflow: str | None = None,
+        text: str = "",
+        since: float | None = None,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> Page[Execution]:
+        """Runs, the latest first.
+
+        Args:
+            state: Only those.
+            workflow: Its whole name, or the last part: `grpo` for `workflows.grpo.grpo`.
+            text: Found in the id, recipe, inputs, commit or error; case does not count.
+            since: Only those that began then or later.
+            limit: At most so many.
+            offset: How many to pass over.
+        """
+        wanted: dict[str, tuple[object, ...]] = {}
+        if state:
+            wanted["state = ?"] = (state,)
+        if workflow:
+            wanted["(workflow = ? OR workflow LIKE ? ESCAPE '\\')"] = (
+                workflow,
+                f"%.{_escaped(workflow)}",
+            )
+        if since is not None:
+            wanted["started_at >= ?"] = (since,)
+        if text:
+            columns = ("id", "workflow", "recipe", "inputs", "command", "git_commit", "error")
+            found = " OR ".join(f"{column} LIKE ? ESCAPE '\\'" for column in columns)
+            wanted[f"({found})"] = (f"%{_escaped(text)}%",) * len(columns)
+        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
+        values = tuple(value for group in wanted.values() for value in group)
+        total = self._one(f"SELECT count(*) AS n FROM executions {where}", values)["n"]
+        rows = self._all(
+            f"{_COUNTED} {where} ORDER BY started_at DESC, id DESC LIMIT ? OFFSET ?",
+            (*values, limit, offset),
+        )
+        return Page(tuple(_execution(row) for row in rows), total, offset, limit)
+
+    def workflows(self) -> list[str]:
+        """Names of all workflows that ever ran."""
+        rows = self._all("SELECT DISTINCT workflow FROM executions ORDER BY workflow", ())
+        return [row["workflow"] for row in rows]
+
+    def execution(self, execution: str) -> Execution:
+        """A run by its id.
+
+        Raises:
+            StoreError: If there is none; so do all the others.
+        """
+        row = self._first(f"{_COUNTED} WHERE id = ?", (execution,))
+        if row is None:
+            raise _unknown("run", execution, "`nemo-rl runs` lists them")
+        return _execution(row)
+
+    def nodes(self, execution: str) -> list[Node]:
+        """All nodes of a run, in the order in which they began."""
+        rows = self._all("SELECT * FROM nodes WHERE execution = ? ORDER BY id", (execution,))
+        return [_node(row) for row in rows]
+
+    def edges(self, execution: str) -> list[Edge]:
+        """What flowed between the nodes of a run."""
+        rows = self._all(
+            "SELECT source, target, source_output, target_input FROM edges WHERE execution = ? "
+            "ORDER BY target, target_input",
+            (execution,),
+        )
+        return [Edge(**dict(row)) for row in rows]
+
+    def node(self, node: int) -> NodeDetail:
+        """A node with its attempts, inputs, outputs, and where a hit came from."""
+        row = self._first("SELECT * FROM nodes WHERE id = ?", (node,))
+        if row is None:
+            raise _unknown("node", str(node), "see the nodes of its run")
+        found = _node(row)
+        maker = self._first("SELECT * FROM nodes WHERE id = ?", (found.cached_from,))
+        attempts = self._all(
+            "SELECT number, state, started_at, ended_at, resumed_from_step, error FROM attempts "
+            "WHERE node = ? ORDER BY number",
+            (node,),
+        )
+        return NodeDetail(
+            node=found,
+            attempts=tuple(Attempt(**dict(attempt)) for attempt in attempts),
+            inputs=self._values("node_inputs", node),
+            outputs=self._values("node_outputs", node),
+            maker=_node(maker) if maker else None,
+        )
+
+    def metrics(
+        self, node: int, *, names: list[str] | None = None, since_step: int | None = None
+    ) -> Curves:
+        """A stage's curves, as far as they are; a cache hit has those of the node it came from.
+
+        Args:
+            node: Whose.
+            names: Only these; None for all.
+            since_step: Only steps after this one.
+        """
+        marks = "" if names is None else f"AND name IN ({', '.join('?' * len(names))})"
+        rows = self._all(
+            f"SELECT name, step, value FROM metrics WHERE node = ? {marks} AND step > ? "
+            "ORDER BY name, step",
+            (self._measured(node), *(names or ()), -1 if since_step is None else since_step),
+        )
+        curves: Curves = {}
+        for row in rows:
+            # SQLite has no NaN, and stores NULL for it.
+            value = math.nan if row["value"] is None else row["value"]
+            curves.setdefault(row["name"], []).append((row["step"], value))
+        return curves
+
+    def metric_names(self, node: int) -> list[str]:
+        """Names of a stage's curves."""
+        rows = self._all(
+            "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name",
+            (self._measured(node),),
+        )
+        return [row["name"] for row in rows]
+
+    def artifact(self, artifact: str) -> ArtifactRow:
+        """An artifact by its id."""
+        row = self._first("SELECT * FROM artifacts WHERE id = ?", (artifact,))
+        if row is None:
+            raise _unknown("artifact", artifact, "see the outputs of a run")
+        return _artifact(row)
+
+    def find_artifact(self, name: str) -> ArtifactRow:
+        """An artifact by the beginning of its id or content hash, or by a path in its folder.
+
+        Raises:
+            StoreError: If there is none, or several.
+        """
+        parts = Path(name).expanduser().parts
+        rows = []
+        for part in reversed(parts):
+            rows = self._all("SELECT * FROM artifacts WHERE id = ?", (part,))
+            if rows:
+                return _artifact(rows[0])
+        if len(parts) == 1 and not set(name) & set("*?["):
+            rows = self._all(
+                "SELECT * FROM artifacts WHERE id GLOB ? OR content_hash GLOB ? LIMIT 6",
+                (f"{name}*", f"{name}*"),
+            )
+        if len(rows) == 1:
+            return _artifact(rows[0])
+        if rows:
+            several = ", ".join(row["id"] for row in rows)
+            raise StoreError(
+                f"{name!r} may stand for several artifacts",
+                expected="enough of an id to tell",
+                got=several,
+            )
+        # Made before this database: its folder knows, too.
+        for folder in (Path(name).expanduser().resolve(), self.store.artifacts / name):
+            for place in (folder, *folder.parents):
+                if (place / MANIFEST).is_file() and (found := ancestry.from_folder(place)):
+                    return found
+        raise _unknown("artifact", name, "give its id, its folder, or the beginning of its hash")
+
+    def artifacts_of(self, execution: str) -> list[ArtifactRow]:
+        """What a run's nodes returned, made or taken from the cache, oldest first."""
+        rows = self._all(
+            "SELECT * FROM artifacts WHERE id IN (SELECT artifact FROM node_outputs JOIN nodes "
+            "ON nodes.id = node_outputs.node WHERE execution = ?) ORDER BY created_at, id",
+            (execution,),
+        )
+        return [_artifact(row) for row in rows]
+
+    def artifacts_used(self, execution: str) -> set[str]:
+        """Ids of all artifacts that a run's nodes took or returned."""
+        rows = self._all(
+            "SELECT artifact FROM node_inputs JOIN nodes ON nodes.id = node WHERE execution = ? "
+            "UNION SELECT artifact FROM node_outputs JOIN nodes ON nodes.id = node "
+            "WHERE execution = ?",
+            (execution, execution),
+        )
+        return {row["artifact"] for row in rows if row["artifact"]}
+
+    def users(self, artifact: str, *, limit: int = 50, offset: int = 0) -> Page[Node]:
+        """Nodes that took an artifact as an input, the latest first."""
+        found = "FROM nodes WHERE id IN (SELECT node FROM node_inputs WHERE artifact = ?)"
+        total = self._one(f"SELECT count(*) AS n {found}", (artifact,))["n"]
+        rows = self._all(
+            f"SELECT * {found} ORDER BY id DESC LIMIT ? OFFSET ?", (artifact, limit, offset)
+        )
+        return Page(tuple(_node(row) for row in rows), total, offset, limit)
+
+    def maker(self, artifact: ArtifactRow) -> Execution | None:
+        """The run that made an artifact; None where that is not recorded."""
+        row = self._first(
+            f"{_COUNTED} WHERE id = (SELECT execution FROM nodes WHERE id = ?)",
+            (artifact.made_by,),
+        )
+        return _execution(row) if row else None
+
+    def ancestry(self, artifact: str) -> AncestryGraph:
+        """An artifact and all that it came from, across runs."""
+        with self._asking() as database:
+            return ancestry.upwards(database, self.store, artifact)
+
+    def descendants(self, artifact: str) -> AncestryGraph:
+        """An artifact and all that was made from it."""
+        with self._asking() as database:
+            return ancestry.downwards(database, self.store, artifact)
+
+    def _values(self, table: str, node: int) -> tuple[Value, ...]:
+        rows = self._all(
+            f"SELECT name, type, value, artifact FROM {table} WHERE node = ? ORDER BY rowid",
+            (node,),
+        )
+        return tuple(Value(**dict(row)) for row in rows)
+
+    def _measured(self, node: int) -> int:
+        row = self._first("SELECT coalesce(cached_from, id) AS id FROM nodes WHERE id = ?", (node,))
+        return int(row["id"]) if row else node
+
+    @contextmanager
+    def _asking(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, damage_explained(path_of(self.store)):
+            yield self._database
+
+    def _all(self, query: str, values: tuple[object, ...]) -> list[sqlite3.Row]:
+        with self._asking() as database:
+            return database.execute(query, values).fetchall()
+
+    def _first(self, query: str, values: tuple[object, ...]) -> sqlite3.Row | None:
+        with self._asking() as database:
+            row: sqlite3.Row | None = database.execute(query, values).fetchone()
+            return row
+
+    def _one(self, query: str, values: tuple[object, ...]) -> sqlite3.Row:
+        row = self._first(query, values)
+        assert row is not None, query
+        return row
+
+
+def _execution(row: sqlite3.Row) -> Execution:
+    fields = _fields(row)
+    dirty = fields["git_dirty"]
+    return Execution(**{**fields, "git_dirty": None if dirty is None else bool(dirty)})
+
+
+def _node(row: sqlite3.Row) -> Node:
+    return Node(**_fields(row))
+
+
+def _artifact(row: sqlite3.Row) -> ArtifactRow:
+    return ArtifactRow(**_fields(row))
+
+
+def _fields(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
+    return {key: json.loads(row[key]) if key in _JSON else row[key] for key in row.keys()}  # noqa: SIM118  (a Row is iterated by values)
+
+
+def _escaped(text: str) -> str:
+    """For LIKE, in which % and _ stand for others."""
+    return "".join(f"\\{character}" if character in "\\%_" else character for character in text)
+
+
+def _unknown(what: str, name: str, fix: str) -> StoreError:
+    return StoreError(f"the store has no record of the {what} {name!r}", fix=fix)

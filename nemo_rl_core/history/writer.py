@@ -1,0 +1,378 @@
+"""What a run writes down of itself, while it goes on.
+
+A run never fails for its record: the first error (a read-only or damaged file, a full disk) is one
+warning in the log, and from then on nothing more is written but the end.
+"""
+
+import functools
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import psutil
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.database import (
+    Alive,
+    end_execution,
+    mark_aborted,
+    open_for_writing,
+    path_of,
+    transaction,
+)
+from nemo_rl_core.history.records import Kind, State, Value
+from nemo_rl_core.infra.lineage import Machine, Manifest
+from nemo_rl_core.infra.store import Store
+
+logger = logging.getLogger(__name__)
+
+_MAX_VALUE_BYTES = 64 * 1024
+_CUT = "… (cut)"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class NewExecution:
+    """What is known of an execution when it begins; the fields of `records.Execution`."""
+
+    workflow: str
+    recipe: str
+    command: Sequence[str]
+    inputs: Mapping[str, Any]
+    log_path: Path
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    source_digest: str = ""
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """How a node ended; the fields of `records.Node`.
+
+    Attributes:
+        made: Artifacts that the node returned, by folder, its own and those it passed on.
+    """
+
+    state: State
+    outputs: Sequence[Value] = ()
+    made: Sequence[tuple[Path, Manifest]] = ()
+    deck_path: str = ""
+    cost: Mapping[str, float] = field(default_factory=dict)
+    summary: str = ""
+    error: str = ""
+    log_to: int | None = None
+
+
+def _recorded(
+    method: Callable[Concatenate["HistoryWriter", P], R],
+) -> Callable[Concatenate["HistoryWriter", P], R | None]:
+    """The boundary behind which the database may fail."""
+
+    @functools.wraps(method)
+    def guarded(self: "HistoryWriter", /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        with self._lock:
+            if not self._working:
+                return None
+            try:
+                return method(self, *args, **kwargs)
+            except (sqlite3.Error, OSError, StoreError) as error:
+                self._working = False
+                logger.warning(
+                    "this run is recorded in %s no further, and goes on: %s",
+                    path_of(self._store),
+                    str(error).splitlines()[0],
+                )
+                return None
+
+    return guarded
+
+
+class HistoryWriter:
+    """Writes one execution into the store's database.
+
+    Args:
+        store: Whose database.
+        execution_id: Name of the run's folder under `runs/`.
+
+    Example:
+        >>> writer = HistoryWriter(store, log.folder.name)                     # doctest: +SKIP
+        >>> writer.begin(NewExecution("workflows.sft.sft", "", sys.argv, inputs, log.path))
+        >>> node = writer.begin_node("train_sft", task="tasks.train_sft.train_sft", kind="task")
+        >>> writer.end_node(node, NodeEnd("succeeded"))
+        >>> writer.end("succeeded")
+    """
+
+    def __init__(self, store: Store, execution_id: str) -> None:
+        self._store, self._id = store, execution_id
+        self._lock = threading.RLock()
+        self._database: sqlite3.Connection | None = None
+        self._alive: Alive | None = None
+        self._working = True
+
+    @_recorded
+    def begin(self, execution: NewExecution) -> None:
+        """Opens the database and says that the execution runs."""
+        self._alive = Alive(self._store, self._id)
+        self._database = open_for_writing(self._store)
+        mark_aborted(self._store, self._database)
+        process = psutil.Process()
+        _insert(
+            self._database,
+            "executions",
+            id=self._id,
+            workflow=execution.workflow,
+            recipe=execution.recipe,
+            state="running",
+            started_at=time.time(),
+            command=_json(list(execution.command)),
+            inputs=_json(execution.inputs),
+            git_commit=execution.git_commit,
+            git_dirty=execution.git_dirty,
+            packages=_json(execution.packages),
+            machine=Machine.here().model_dump_json(),
+            source_digest=execution.source_digest,
+            pid=process.pid,
+            process_started=process.create_time(),
+            log_path=str(execution.log_path),
+        )
+
+    def end(self, state: State, error: str = "") -> None:
+        """Says how the execution ended, and closes the database; call it once."""
+        with self._lock:
+            self._working = self._database is not None
+            self._end(state, error)
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+            if self._alive is not None:
+                self._alive.close()
+
+    @_recorded
+    def begin_node(
+        self,
+        name: str,
+        *,
+        task: str,
+        kind: Kind,
+        parent: int | None = None,
+        inputs: Sequence[Value] = (),
+        log_from: int | None = None,
+    ) -> int | None:
+        """Says that a node runs.
+
+        Returns:
+            Its id; None where nothing can be written.
+        """
+        with transaction(self._open) as database:
+            now = time.time()
+            node = _insert(
+                database,
+                "nodes",
+                execution=self._id,
+                parent=parent,
+                name=name,
+                task=task,
+                kind=kind,
+                state="running",
+                started_at=now,
+                log_from=log_from,
+            )
+            _insert(database, "attempts", node=node, number=1, state="running", started_at=now)
+            _insert_values(database, "node_inputs", node, inputs)
+        return node
+
+    @_recorded
+    def connect(self, source: int | None, output: str, target: int | None, name: str) -> None:
+        """Says that an output of one node is an input of another."""
+        if source is None or target is None:
+            return
+        with transaction(self._open) as database:
+            database.execute(
+                "INSERT OR IGNORE INTO edges VALUES (?, ?, ?, ?, ?)",
+                (self._id, source, target, output, name),
+            )
+
+    @_recorded
+    def end_node(self, node: int | None, end: NodeEnd) -> None:
+        """Says how a node ended, and what it made."""
+        if node is None:
+            return
+        with transaction(self._open) as database:
+            now = time.time()
+            for folder, manifest in end.made:
+                own = end.state == "succeeded" and _is_of(database, manifest, node)
+                _insert_artifact(database, folder, manifest, node if own else None)
+            _insert_values(database, "node_outputs", node, end.outputs)
+            database.execute(
+                "UPDATE nodes SET state = ?, ended_at = ?, cached_from = ?, deck_path = ?, "
+                "cost = ?, summary = ?, error = ?, log_to = ? WHERE id = ?",
+                (
+                    end.state,
+                    now,
+                    _maker(database, node) if end.state == "cached" else None,
+                    end.deck_path,
+                    _json(end.cost),
+                    end.summary,
+                    end.error,
+                    end.log_to,
+                    node,
+                ),
+            )
+            database.execute(
+                "UPDATE attempts SET state = ?, ended_at = ?, error = ? "
+                "WHERE node = ? AND state = 'running'",
+                (end.state, now, end.error, node),
+            )
+
+    @_recorded
+    def retry_node(self, node: int | None, *, error: str, resumed_from_step: int | None) -> None:
+        """Says that a node's attempt failed and that another has begun."""
+        if node is None:
+            return
+        with transaction(self._open) as database:
+            now = time.time()
+            database.execute(
+                "UPDATE attempts SET state = 'failed', ended_at = ?, error = ? "
+                "WHERE node = ? AND state = 'running'",
+                (now, error, node),
+            )
+            database.execute(
+                "INSERT INTO attempts (node, number, state, started_at, resumed_from_step) "
+                "SELECT ?, 1 + max(number), 'running', ?, ? FROM attempts WHERE node = ?",
+                (node, now, resumed_from_step, node),
+            )
+
+    @_recorded
+    def resumed(self, node: int | None, step: int) -> None:
+        """Says that the attempt which runs goes on after a step that an earlier run saved."""
+        if node is None:
+            return
+        with transaction(self._open) as database:
+            database.execute(
+                "UPDATE attempts SET resumed_from_step = ? WHERE node = ? AND state = 'running'",
+                (step, node),
+            )
+
+    @_recorded
+    def log_metrics(self, node: int | None, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step; those of a step that is done again are replaced."""
+        if node is None:
+            return
+        with transaction(self._open) as database:
+            database.executemany(
+                "INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)",
+                [(node, step, name, float(value)) for name, value in metrics.items()],
+            )
+
+    @_recorded
+    def _end(self, state: State, error: str) -> None:
+        with transaction(self._open) as database:
+            end_execution(database, self._id, state=state, ended_at=time.time(), error=error)
+
+    @property
+    def _open(self) -> sqlite3.Connection:
+        assert self._database is not None, "call begin first"
+        return self._database
+
+
+def as_value(name: str, kind: str, value: object, artifact: str | None = None) -> Value:
+    """An input or output as it is written: JSON, cut where it is very long."""
+    text = _json(value)
+    if len(text) > _MAX_VALUE_BYTES:
+        text = json.dumps(text[: _MAX_VALUE_BYTES // 2] + _CUT)
+    return Value(name, kind, text, artifact)
+
+
+def _json(value: object) -> str:
+    # ASCII: a completion may hold lone surrogates, which SQLite cannot store.
+    return json.dumps(value, default=str)
+
+
+def _insert(database: sqlite3.Connection, table: str, **values: object) -> int:
+    columns, marks = ", ".join(values), ", ".join("?" * len(values))
+    done = database.execute(
+        f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values())
+    )
+    return done.lastrowid or 0
+
+
+def _insert_values(
+    database: sqlite3.Connection, table: str, node: int, values: Sequence[Value]
+) -> None:
+    database.executemany(
+        f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?, ?)",
+        [(node, each.name, each.type, each.value, each.artifact) for each in values],
+    )
+
+
+def _is_of(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
+    """Whether the node's task is the stage that the manifest names."""
+    row = database.execute("SELECT task FROM nodes WHERE id = ?", (node,)).fetchone()
+    return bool(row["task"].rpartition(".")[2] == manifest.stage.partition(" ")[0])
+
+
+def _insert_artifact(
+    database: sqlite3.Connection, folder: Path, manifest: Manifest, maker: int | None
+) -> None:
+    """Who made it first, has made it: a later node that returns it passes it on."""
+    row = (
+        folder.name,
+        manifest.kind,
+        manifest.stage,
+        manifest.format,
+        manifest.content_hash,
+        str(folder),
+        manifest.step,
+        manifest.created_at,
+        manifest.model_dump_json(),
+        maker,
+    )
+    database.execute(
+        "INSERT INTO artifacts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) "
+        "DO UPDATE SET path = excluded.path, manifest = excluded.manifest, "
+        "made_by = coalesce(made_by, excluded.made_by)",
+        row,
+    )
+    database.executemany(
+        "INSERT OR IGNORE INTO artifact_parents VALUES (?, ?, ?, ?)",
+        [
+            (folder.name, parent.content_hash, Path(parent.path).name, role)
+            for parent, role in zip(
+                manifest.parents, _roles(database, maker, manifest), strict=True
+            )
+        ],
+    )
+
+
+def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) -> list[str]:
+    """Under which names the maker took the artifact's parents."""
+    rows = database.execute(
+        "SELECT artifact, name FROM node_inputs WHERE node = ? AND artifact IS NOT NULL", (maker,)
+    )
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row["artifact"], []).append(row["name"])
+    found = []
+    for parent in manifest.parents:
+        known = names.get(Path(parent.path).name, [])
+        found.append(known.pop(0) if known else "")
+    return found
+
+
+def _maker(database: sqlite3.Connection, node: int) -> int | None:
+    """The node that made what a hit returned."""
+    row = database.execute(
+        "SELECT made_by FROM node_outputs JOIN artifacts ON artifacts.id = node_outputs.artifact "
+        "WHERE node = ? AND made_by IS NOT NULL LIMIT 1",
+        (node,),
+    ).fetchone()
+    return row["made_by"] if row else None

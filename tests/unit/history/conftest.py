@@ -1,0 +1,57 @@
+"""A small store with a record of runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution
+from nemo_rl_core.infra.lineage import Cost, Manifest
+from nemo_rl_core.infra.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def begin(store: Store) -> Callable[..., HistoryWriter]:
+    """Begins an execution with that id."""
+
+    def start(execution: str, **fields: Any) -> HistoryWriter:
+        writer = HistoryWriter(store, execution)
+        known = {
+            "workflow": "workflows.grpo.grpo",
+            "recipe": "grpo_ci",
+            "command": ["pyflyte", "run"],
+            "inputs": {"config": {"seed": 3}},
+            "log_path": store.runs / execution / "run.log",
+        }
+        writer.begin(NewExecution(**(known | fields)))
+        return writer
+
+    return start
+
+
+@pytest.fixture
+def make_artifact(store: Store) -> Callable[..., tuple[Path, Manifest]]:
+    """A folder in the store with a manifest."""
+
+    def make(stage: str, digest: str, *parents: tuple[Path, Manifest]) -> tuple[Path, Manifest]:
+        folder = store.artifacts / f"{stage.partition(' ')[0]}-{digest * 8}"
+        folder.mkdir(parents=True)
+        manifest = Manifest(
+            kind="checkpoint",
+            format="hf",
+            stage=stage,
+            content_hash=digest * 32,
+            step=4,
+            parents=tuple(parent.ref(path) for path, parent in parents),
+            cost=Cost(wall_seconds=2.0, tokens=10),
+        )
+        manifest.write(folder)
+        return folder, manifest
+
+    return make
