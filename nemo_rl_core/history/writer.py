@@ -342,6 +342,12 @@ def _insert_artifact(
         "made_by = coalesce(made_by, excluded.made_by)",
         row,
     )
+    if maker is not None:  # who only returns it does not know as what its parents were taken
+        database.execute("DELETE FROM artifact_parents WHERE child = ?", (folder.name,))
+    elif database.execute(
+        "SELECT 1 FROM artifact_parents WHERE child = ?", (folder.name,)
+    ).fetchone():
+        return
     database.executemany(
         "INSERT OR IGNORE INTO artifact_parents VALUES (?, ?, ?, ?)",
         [

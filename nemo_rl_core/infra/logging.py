@@ -65,7 +65,31 @@ class Note:
     text: str
 
 
-Event = StageStarted | StageRecord | StepReport | Note
+@dataclass(frozen=True, slots=True)
+class StageResumed:
+    """The stage that runs goes on from what an earlier run saved.
+
+    Attributes:
+        step: The last step that is done already, counted over the whole run as `global_step` is.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageRetried:
+    """The stage that runs has failed and goes on within this run.
+
+    Attributes:
+        error: Why, in one line.
+        step: The last step that is kept, counted over the whole run; None where it begins anew.
+    """
+
+    error: str
+    step: int | None
+
+
+Event = StageStarted | StageRecord | StageResumed | StageRetried | StepReport | Note
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []

@@ -11,7 +11,7 @@ from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.infra import files
 from nemo_rl_core.infra.checkpointing import CheckpointManager
-from nemo_rl_core.infra.logging import report
+from nemo_rl_core.infra.logging import StageResumed, publish, report
 from nemo_rl_core.infra.metrics import MetricsFile
 from nemo_rl_core.infra.produce import Made
 from nemo_rl_core.types import StepReport
@@ -187,6 +187,7 @@ class StepLoop:
         done = latest[0] if latest else self._range.first - 1
         if latest:
             trained.load_checkpoint(latest[1])
+            publish(StageResumed(done))
         self._metrics.truncate_after(done - self._range.first + 1)
         return done
 

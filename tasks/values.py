@@ -1,0 +1,105 @@
+"""What flytekit hands from node to node, as plain values: literals, promises and Python's own."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+from flytekit.core.promise import Promise
+from flytekit.models.literals import Literal, Scalar
+from pydantic import BaseModel
+
+from nemo_rl_core.history.records import Value
+from nemo_rl_core.history.writer import as_value
+from tasks.artifacts import Artifact
+
+
+def plain(value: Any) -> Any:
+    """Whatever a node takes or returns, as something that JSON can say."""
+    match value:
+        case Promise():
+            return _at(plain(value.val), value.attr_path)
+        case Literal():
+            return _of_literal(value)
+        case BaseModel():
+            return value.model_dump(mode="json")
+        case list() | tuple():
+            return [plain(each) for each in value]
+        case dict():
+            return {str(key): plain(each) for key, each in value.items()}
+    return value
+
+
+def _of_literal(literal: Literal) -> Any:
+    if literal.collection is not None:
+        return [_of_literal(each) for each in literal.collection.literals]
+    if literal.map is not None:
+        return {key: _of_literal(each) for key, each in literal.map.literals.items()}
+    return _of_scalar(literal.scalar) if literal.scalar is not None else None
+
+
+def _of_scalar(scalar: Scalar) -> Any:
+    if scalar.none_type is not None:
+        return None
+    if scalar.union is not None:
+        return _of_literal(scalar.union.value)
+    if scalar.primitive is not None:
+        return scalar.primitive.value
+    if scalar.binary is not None:
+        return msgpack.loads(scalar.binary.value, strict_map_key=False)
+    # Files and frames, which no stage of this project hands on bare.
+    return str(getattr(scalar.value, "uri", scalar.value))
+
+
+def _at(value: Any, path: list[str | int]) -> Any:
+    for step in path:
+        value = value[step]
+    return value
+
+
+def artifact_id(value: Any) -> str | None:
+    """The id of the artifact that a plain value describes; None where it describes another thing.
+
+    An artifact's id is the name of its folder.
+    """
+    if isinstance(value, dict) and isinstance(value.get("directory"), dict):
+        return Path(str(value["directory"].get("path"))).name
+    return None
+
+
+def described(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:
+    """Inputs or outputs of a node as they are recorded."""
+    found = []
+    for name, value in values.items():
+        shown = plain(value)
+        found.append(as_value(name, type_name(types.get(name)), shown, artifact_id(shown)))
+    return found
+
+
+def type_name(kind: Any) -> str:
+    """A type as it is written, without what is annotated for the cache."""
+    if hasattr(kind, "__metadata__"):
+        kind = get_args(kind)[0]
+    if isinstance(kind, type) and not get_args(kind):
+        return kind.__name__
+    return str(kind).replace("typing.", "")
+
+
+def named_outputs(names: list[str], returned: Any) -> dict[str, Promise]:
+    """The promises that a task or workflow returned, by the names of its outputs."""
+    if not names:
+        return {}
+    promises = returned if isinstance(returned, tuple) else (returned,)
+    return dict(zip(names, promises, strict=True))
+
+
+def promises_in(value: Any) -> Iterator[Any]:
+    """The values in a list or dictionary that was made of several; else the value itself."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from promises_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from promises_in(each)
+    elif isinstance(value, Promise | Artifact | BaseModel):
+        yield value

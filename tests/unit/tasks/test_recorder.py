@@ -1,0 +1,283 @@
+"""What a run of real flytekit workflows leaves in the database.
+
+These tests fail when flytekit changes what the recorder wraps.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from flytekit import dynamic, task, workflow
+from flytekit.core.base_task import Task
+from flytekit.core.workflow import WorkflowBase
+
+import workflows
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Node
+from nemo_rl_core.infra.logging import StageResumed, StageRetried, publish, report
+from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.types import StepReport
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
+from tasks.recorder import RunFailed
+from tasks.run import recipe_name
+from tasks.stage import cached_task, make
+
+assert workflows  # wraps flytekit's local execution when it is imported
+
+
+class Words(FrozenConfig):
+    text: str = "a"
+    broken: bool = False
+
+
+class Plan(NamedTuple):
+    rows: Words
+    training: Words
+
+
+class Rows(NamedTuple):
+    train: Dataset
+    validation: Dataset
+
+
+@task
+def plan(config: Words) -> Plan:
+    return Plan(config, Words(text=config.text + "!", broken=config.broken))
+
+
+def dataset(config: Words, part: str) -> DatasetArtifact:
+    def work(folder: Path) -> Made:
+        (folder / "text.txt").write_text(f"{config.text} {part}")
+        return Made("dataset", "text", part, num_tokens=3, deck="<p>rows</p>")
+
+    return DatasetArtifact(**make("rows", config=config, parents={}, work=work, part=part))
+
+
+@cached_task(deck_fields=())
+def rows(config: Words) -> Rows:
+    return Rows(dataset(config, "train"), dataset(config, "validation"))
+
+
+@cached_task(deck_fields=())
+def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -> Checkpoint:
+    def work(folder: Path) -> Made:
+        publish(StageResumed(10))
+        report(StepReport("training", 1, 2, {"loss": 2.0, "global_step": 11.0}, {"train": 0.5}))
+        publish(StageRetried("a worker died", 10))
+        if config.broken and iteration == 2:
+            raise ValueError("no such luck")
+        (folder / "text.txt").write_text(f"{start.content_hash} {iteration}")
+        return Made("checkpoint", "text", f"iteration {iteration}", step=10 * iteration)
+
+    parents = {"start": start, "train": train}
+    fields = make("training", config=config, parents=parents, work=work, part=str(iteration))
+    return CheckpointArtifact(**fields)
+
+
+@cached_task(deck_fields=())
+def base(config: Words) -> Checkpoint:
+    def work(folder: Path) -> Made:
+        (folder / "text.txt").write_text(config.text)
+        return Made("checkpoint", "text")
+
+    return CheckpointArtifact(**make("base", config=config, parents={}, work=work))
+
+
+@cached_task(deck_fields=())
+def choose(candidates: list[Checkpoint], train: Dataset) -> Checkpoint:
+    return candidates[-1]
+
+
+@dynamic
+def iterate(config: Words, start: Checkpoint, train: Dataset, count: int) -> Checkpoint:
+    checkpoint = start
+    for iteration in range(1, count + 1):
+        checkpoint = training(config=config, start=checkpoint, train=train, iteration=iteration)
+    return checkpoint
+
+
+@dynamic
+def pass_on(data: Dataset) -> Dataset:
+    return data
+
+
+@workflow
+def begin(config: Words) -> Rows:
+    found = rows(config=config)
+    return Rows(found.train, found.validation)
+
+
+DEFAULT = Words()
+
+
+@workflow
+def whole(config: Words = DEFAULT) -> Checkpoint:
+    stages = plan(config=config)
+    data = begin(config=stages.rows)
+    seen = pass_on(data=data.validation)
+    start = base(config=stages.rows)
+    trained = iterate(config=stages.training, start=start, train=data.train, count=2)
+    return choose(candidates=[start, trained], train=seen)
+
+
+@pytest.fixture
+def history(own_store: Path) -> Store:
+    return Store(own_store)
+
+
+def edges_of(history: History, execution: str) -> set[tuple[str, str, str, str]]:
+    names = {node.id: node.name for node in history.nodes(execution)}
+    return {
+        (names[each.source], each.source_output, names[each.target], each.target_input)
+        for each in history.edges(execution)
+    }
+
+
+EDGES = {
+    ("plan", "rows", "begin", "config"),
+    ("plan", "rows", "rows", "config"),
+    ("plan", "rows", "base", "config"),
+    ("plan", "training", "iterate", "config"),
+    ("plan", "training", "training 1", "config"),
+    ("plan", "training", "training 2", "config"),
+    ("rows", "train", "iterate", "train"),
+    ("rows", "train", "training 1", "train"),
+    ("rows", "train", "training 2", "train"),
+    ("rows", "validation", "pass_on", "data"),
+    ("base", "o0", "iterate", "start"),
+    ("base", "o0", "training 1", "start"),
+    ("training 1", "o0", "training 2", "start"),
+    ("training 2", "o0", "choose", "candidates"),
+    ("base", "o0", "choose", "candidates"),
+    ("pass_on", "o0", "choose", "train"),
+}
+
+
+def by_name(nodes: list[Node]) -> dict[str, Node]:
+    return {node.name: node for node in nodes}
+
+
+def test_what_flytekit_must_go_on_doing() -> None:
+    """The parts of flytekit that the recorder stands on, by their signatures."""
+
+    def parameters(function: object) -> list[str]:
+        return list(inspect.signature(inspect.unwrap(function)).parameters)  # type: ignore[arg-type]
+
+    assert parameters(WorkflowBase.local_execute) == ["self", "ctx", "kwargs"]
+    assert parameters(Task.local_execute) == ["self", "ctx", "kwargs"]
+    assert parameters(Task.sandbox_execute) == ["self", "ctx", "input_literal_map"]
+    for function in (WorkflowBase.local_execute, Task.local_execute, Task.sandbox_execute):
+        assert hasattr(function, "__wrapped__")
+
+
+def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
+    whole(config=Words(text="b"))
+    with History(history) as read:
+        (run,) = read.executions().items
+        assert run.state == "succeeded" and run.workflow.endswith("test_recorder.whole")
+        assert run.inputs == {"config": {"text": "b", "broken": False}}
+        nodes = by_name(read.nodes(run.id))
+        assert [(node.name, node.kind, node.state) for node in read.nodes(run.id)] == [
+            ("plan", "task", "succeeded"),
+            ("begin", "workflow", "succeeded"),
+            ("rows", "task", "succeeded"),
+            ("pass_on", "dynamic", "succeeded"),
+            ("base", "task", "succeeded"),
+            ("iterate", "dynamic", "succeeded"),
+            ("training 1", "task", "succeeded"),
+            ("training 2", "task", "succeeded"),
+            ("choose", "task", "succeeded"),
+        ]
+        assert nodes["rows"].parent == nodes["begin"].id
+        assert nodes["training 2"].parent == nodes["iterate"].id
+        assert nodes["begin"].parent is None
+        assert edges_of(read, run.id) == EDGES
+
+        made = nodes["rows"]
+        assert made.cost["tokens"] == 6 and made.summary == "train, validation"
+        assert Path(made.deck_path).read_text() == "<p>rows</p>"
+        detail = read.node(nodes["training 2"].id)
+        values = {value.name: value for value in detail.inputs}
+        assert json.loads(values["config"].value) == {"text": "b!", "broken": False}
+        assert (values["config"].type, values["iteration"].value) == ("Words", "2")
+        assert values["train"].type == "DatasetArtifact"
+        assert values["train"].artifact == read.node(made.id).outputs[0].artifact
+        first, second = detail.attempts
+        assert (first.state, first.resumed_from_step) == ("failed", 10)
+        assert (second.state, second.resumed_from_step) == ("succeeded", 10)
+        assert read.metrics(detail.node.id) == {
+            "loss": [(11, 2.0)],
+            "global_step": [(11, 11.0)],
+            "timings/train": [(11, 0.5)],
+        }
+        candidates = {value.name: value for value in read.node(nodes["choose"].id).inputs}
+        assert len(json.loads(candidates["candidates"].value)) == 2
+        artifact = read.artifact(detail.outputs[0].artifact or "")
+        # Three more nodes returned it.
+        assert artifact.made_by == nodes["training 2"].id
+        roles = {each.role for each in read.ancestry(artifact.id).parentage}
+        assert roles == {"start", "train"}
+
+
+def test_hits_and_where_they_came_from(history: Store) -> None:
+    whole(config=Words(text="b"))
+    whole(config=Words(text="b"))
+    with History(history) as read:
+        again, first = read.executions().items
+        assert edges_of(read, again.id) == EDGES
+        assert (first.num_cached, again.num_cached) == (0, 5)
+        before = by_name(read.nodes(first.id))
+        for node in read.nodes(again.id):
+            hit = node.name in {"rows", "base", "training 1", "training 2", "choose"}
+            assert node.state == ("cached" if hit else "succeeded")
+            # What `choose` returned was made by another task.
+            came_from = "training 2" if node.name == "choose" else node.name
+            assert node.cached_from == (before[came_from].id if hit else None)
+            assert node.cost["tokens"] == 0 if node.cost else True
+
+
+def test_a_failed_node_says_why(history: Store) -> None:
+    with pytest.raises(RunFailed):
+        whole(config=Words(broken=True))
+    with History(history) as read:
+        (run,) = read.executions().items
+        assert run.state == "failed" and "no such luck" in run.error
+        states = {node.name: node.state for node in read.nodes(run.id)}
+        assert states["training 1"] == "succeeded"
+        assert (states["training 2"], states["iterate"]) == ("failed", "failed")
+        failed = by_name(read.nodes(run.id))["training 2"]
+        assert "no such luck" in failed.error
+        assert read.node(failed.id).attempts[-1].state == "failed"
+
+
+def test_the_part_of_the_log_that_is_a_nodes(history: Store) -> None:
+    whole()
+    with History(history) as read:
+        (run,) = read.executions().items
+        nodes = read.nodes(run.id)
+        for node in nodes:
+            assert node.log_from is not None and node.log_to is not None
+            assert 0 <= node.log_from <= node.log_to <= Path(run.log_path).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe"),
+    [
+        (["pyflyte", "run", "f.py", "grpo"], ""),
+        (
+            ["pyflyte", "run", "f.py", "grpo", "--config", "workflows/recipes/grpo_ci.yaml"],
+            "grpo_ci",
+        ),
+        (["pyflyte", "run", "f.py", "grpo", "--config=a/b.yml"], "b"),
+        (["pyflyte", "run", "f.py", "grpo", "--config", '{"recipe": "sft_x", "seed": 1}'], "sft_x"),
+        (["pyflyte", "run", "f.py", "grpo", "--config", '{"seed": 1}'], ""),
+        (["pyflyte", "run", "f.py", "grpo", "--config", "{"], ""),
+        (["pyflyte", "run", "f.py", "grpo", "--config"], ""),
+    ],
+)
+def test_the_recipe_that_a_command_names(command: list[str], recipe: str) -> None:
+    assert recipe_name(command) == recipe
