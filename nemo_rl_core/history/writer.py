@@ -375,10 +375,14 @@ def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) 
 
 
 def _maker(database: sqlite3.Connection, node: int) -> int | None:
-    """The node that made what a hit returned."""
+    """The last node of the same task that worked, and returned what this hit returns."""
     row = database.execute(
-        "SELECT made_by FROM node_outputs JOIN artifacts ON artifacts.id = node_outputs.artifact "
-        "WHERE node = ? AND made_by IS NOT NULL LIMIT 1",
+        "SELECT earlier.id FROM nodes AS hit JOIN node_outputs AS mine ON mine.node = hit.id "
+        "JOIN node_outputs AS theirs ON theirs.artifact = mine.artifact AND theirs.name = mine.name "
+        "JOIN nodes AS earlier ON earlier.id = theirs.node "
+        "WHERE hit.id = ? AND earlier.id < hit.id AND earlier.task = hit.task "
+        "AND earlier.state = 'succeeded' "
+        "GROUP BY earlier.id ORDER BY count(*) DESC, earlier.id DESC LIMIT 1",
         (node,),
     ).fetchone()
-    return row["made_by"] if row else None
+    return row["id"] if row else None
