@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.infra.produce import CARD, Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.resources import LIGHT
 from tasks.stage import cached_task, make
@@ -22,9 +22,13 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
 
     def work(folder: Path) -> Made:
         from nemo_rl_core.converters.export import export_model
+        from nemo_rl_core.history.card import evaluations_behind, model_card
 
         shutil.rmtree(folder / "model", ignore_errors=True)
         count = export_model(checkpoint.model_folder, folder / "model")
+        evaluations = evaluations_behind(decision.folder)
+        card = model_card(checkpoint.folder, evaluations=evaluations)
+        write_atomic(folder / "model" / CARD, card)
         # Equal weights may come from other decisions; the content then says which.
         origin = {"checkpoint": checkpoint.folder.name, "decision": decision.folder.name}
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))

@@ -71,13 +71,14 @@ CREATE TABLE metrics (
 ) WITHOUT ROWID;
 """
 
-_LOG_PARTS = """
+_LOG_PARTS_AND_FOLDER = """
 ALTER TABLE nodes ADD COLUMN log_from INTEGER;
 ALTER TABLE nodes ADD COLUMN log_to INTEGER;
+ALTER TABLE executions ADD COLUMN folder TEXT NOT NULL DEFAULT '';
 """
-"""Which bytes of the run's log were written while the node ran."""
+"""Which bytes of the run's log a node wrote, and where a command was given."""
 
-SCRIPTS = (_TABLES, _LOG_PARTS)
+SCRIPTS = (_TABLES, _LOG_PARTS_AND_FOLDER)
 """The script at place `n` makes version `n + 1` of version `n`."""
 
 VERSION = len(SCRIPTS)

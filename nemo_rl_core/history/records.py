@@ -42,6 +42,7 @@ class Execution:
         inputs: The workflow's inputs, whole configs.
         packages: Versions by name.
         machine: `cpu_model` and `cores`.
+        folder: In which the command was given; relative paths in the inputs begin there.
         num_nodes: How many tasks it called so far; sub-workflows do not count.
         num_cached: How many of those were cache hits.
     """
@@ -63,6 +64,7 @@ class Execution:
     process_started: float
     log_path: str
     error: str
+    folder: str = ""
     num_nodes: int = 0
     num_cached: int = 0
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -143,6 +144,7 @@ class HistoryWriter:
             pid=process.pid,
             process_started=process.create_time(),
             log_path=str(execution.log_path),
+            folder=str(Path.cwd()),
         )
 
     def end(self, state: State, error: str = "") -> None:
@@ -209,7 +211,7 @@ class HistoryWriter:
         with transaction(self._open) as database:
             now = time.time()
             for folder, manifest in end.made:
-                own = end.state == "succeeded" and _is_of(database, manifest, node)
+                own = end.state == "succeeded" and _made_it(database, manifest, node)
                 _insert_artifact(database, folder, manifest, node if own else None)
             _insert_values(database, "node_outputs", node, end.outputs)
             database.execute(
@@ -314,10 +316,19 @@ def _insert_values(
     )
 
 
-def _is_of(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
-    """Whether the node's task is the stage that the manifest names."""
-    row = database.execute("SELECT task FROM nodes WHERE id = ?", (node,)).fetchone()
-    return bool(row["task"].rpartition(".")[2] == manifest.stage.partition(" ")[0])
+def _made_it(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
+    """Whether a task made what it returned, or passed an older artifact on.
+
+    A task may make more than one artifact, which then name other stages; they are of its time.
+    """
+    row = database.execute(
+        "SELECT task, kind, started_at FROM nodes WHERE id = ?", (node,)
+    ).fetchone()
+    if row["kind"] != "task":
+        return False
+    created = datetime.fromisoformat(manifest.created_at).timestamp()  # whole seconds
+    named = row["task"].rpartition(".")[2] == manifest.stage.partition(" ")[0]
+    return named or created >= int(row["started_at"])
 
 
 def _insert_artifact(
@@ -342,7 +353,11 @@ def _insert_artifact(
         "made_by = coalesce(made_by, excluded.made_by)",
         row,
     )
-    if maker is not None:  # who only returns it does not know as what its parents were taken
+    made_by = database.execute(
+        "SELECT made_by FROM artifacts WHERE id = ?", (folder.name,)
+    ).fetchone()["made_by"]
+    if maker is not None and made_by == maker:
+        # Who only returns it, and came first, did not know under which names its parents were read.
         database.execute("DELETE FROM artifact_parents WHERE child = ?", (folder.name,))
     elif database.execute(
         "SELECT 1 FROM artifact_parents WHERE child = ?", (folder.name,)
@@ -378,7 +393,8 @@ def _maker(database: sqlite3.Connection, node: int) -> int | None:
     """The last node of the same task that worked, and returned what this hit returns."""
     row = database.execute(
         "SELECT earlier.id FROM nodes AS hit JOIN node_outputs AS mine ON mine.node = hit.id "
-        "JOIN node_outputs AS theirs ON theirs.artifact = mine.artifact AND theirs.name = mine.name "
+        "JOIN node_outputs AS theirs "
+        "ON theirs.artifact = mine.artifact AND theirs.name = mine.name "
         "JOIN nodes AS earlier ON earlier.id = theirs.node "
         "WHERE hit.id = ? AND earlier.id < hit.id AND earlier.task = hit.task "
         "AND earlier.state = 'succeeded' "

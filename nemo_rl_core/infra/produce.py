@@ -17,7 +17,17 @@ from nemo_rl_core.infra.lineage import (
 )
 from nemo_rl_core.infra.store import Store
 
-VOLATILE = (MANIFEST, "metrics.jsonl", "finished.json", "deck.html", "summary.txt")
+CARD = "README.md"
+"""A model's card, in its folder: it tells times and costs, and no model depends on it."""
+
+VOLATILE = (
+    MANIFEST,
+    "metrics.jsonl",
+    "finished.json",
+    "deck.html",
+    "summary.txt",
+    f"model/{CARD}",
+)
 """Files of an artifact that hold times; they are left out of its content hash."""
 
 
@@ -108,7 +118,7 @@ def _manifest(inputs: Inputs, made: Made, folder: Path, *, wall_seconds: float) 
         format=made.format,
         stage=f"{inputs.stage} {inputs.part}".strip(),
         content_hash=hash_folder(folder, exclude=VOLATILE),
-        weights_hash=hash_folder(weights) if weights.is_dir() else None,
+        weights_hash=hash_folder(weights, exclude=(CARD,)) if weights.is_dir() else None,
         step=made.step,
         config_hash=config_hash(inputs.settings),
         config=inputs.settings,

@@ -38,7 +38,7 @@ def fill(store: Store, *, num_runs: int, num_nodes: int) -> None:
                 began = START + 600 * run
                 database.execute(
                     "INSERT INTO executions VALUES "
-                    "(?, ?, ?, ?, ?, ?, '[]', ?, 'c0ffee', 0, '{}', '{}', '', 1, 1.0, '', '')",
+                    "(?, ?, ?, ?, ?, ?, '[]', ?, 'c0ffee', 0, '{}', '{}', '', 1, 1.0, '', '', '')",
                     (
                         execution,
                         WORKFLOWS[run % 3],
@@ -147,7 +147,7 @@ def questions(history: History, num_runs: int, num_nodes: int) -> dict[str, Call
         "what it used": lambda: history.artifacts_used(execution),
         "a node": lambda: history.node(middle * num_nodes + 7),
         "metric names, 5,000 steps": lambda: history.metric_names(2),
-        "curves, 2 × 5,000 steps": lambda: history.metrics(2),
+        "curves, 2 of 5,000 steps": lambda: history.metrics(2),
         "an artifact by prefix": lambda: history.find_artifact(last),
         "ancestry of 100": lambda: history.ancestry(last),
         "descendants of 100": lambda: history.descendants(

@@ -50,6 +50,7 @@ def make_artifact(store: Store) -> Callable[..., tuple[Path, Manifest]]:
             step=4,
             parents=tuple(parent.ref(path) for path, parent in parents),
             cost=Cost(wall_seconds=2.0, tokens=10),
+            created_at="2026-01-01T00:00:00+00:00",
         )
         manifest.write(folder)
         return folder, manifest

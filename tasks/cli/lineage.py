@@ -1,0 +1,145 @@
+"""`nemo-rl lineage`: from a checkpoint back to its data, code, config and parents."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from nemo_rl_core.history.differences import MISSING, differences
+from nemo_rl_core.history.openlineage import events_of, send
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Ancestor, AncestryGraph, Parentage
+from nemo_rl_core.infra.store import Store
+
+_MAX_DIFFERENCES = 12
+_JUDGED = ("evaluation", "promotion")
+_STATES = {"found": "", "missing": "  (removed)", "changed": "  (CHANGED ON DISK)"}
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
+@click.option("--json", "as_json", is_flag=True, help="Print the graph as JSON.")
+@click.option(
+    "--openlineage",
+    metavar="FILE|URL",
+    help="Write OpenLineage events to a file as JSON lines, or post them to an endpoint.",
+)
+@click.option("--configs", is_flag=True, help="Show every config difference, not the first few.")
+def lineage(
+    checkpoint: str, store: Path | None, as_json: bool, openlineage: str | None, configs: bool
+) -> None:
+    """Shows what CHECKPOINT was made from: data, code, config and parents.
+
+    CHECKPOINT is an artifact's id, the beginning of it or of its content hash, or a path in its
+    folder, such as that of an exported model.
+    """
+    with History(Store(store) if store else Store.default()) as history:
+        graph = history.ancestry(history.find_artifact(checkpoint).id)
+    if openlineage:
+        events = events_of(graph)
+        send(events, openlineage)
+        click.echo(f"{len(events)} events: {openlineage}")
+    elif as_json:
+        click.echo(json.dumps(asdict(graph), indent=1))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(_tree(graph, limit=None if configs else _MAX_DIFFERENCES))
+
+
+def _tree(graph: AncestryGraph, *, limit: int | None) -> Tree:
+    """Every artifact once with all that is known; where it comes up again, its name alone."""
+    known = {each.id: each for each in graph.artifacts}
+    shown: set[str] = set()
+
+    def grow(branch: Tree, artifact: str, role: str) -> None:
+        each = known[artifact]
+        label = _headline(each, role)
+        if artifact in shown:
+            label.append("  (see above)", style="dim")
+            branch.add(label)
+            return
+        shown.add(artifact)
+        inner = branch.add(label)
+        parents = _parents(graph, artifact, known)
+        for line in _details(each):
+            inner.add(line)
+        for link in parents:
+            for line in _changes(known[link.parent], each, link.role, limit):
+                inner.add(line)
+        for link in parents:
+            grow(inner, link.parent, link.role)
+
+    root = Tree(Text("lineage", style="bold"))
+    grow(root, graph.root, "")
+    return root
+
+
+def _parents(graph: AncestryGraph, artifact: str, known: dict[str, Ancestor]) -> list[Parentage]:
+    """One line a parent, whatever it was read as; what only judged the model comes last."""
+    roles: dict[str, list[str]] = {}
+    for link in graph.parentage:
+        if link.child == artifact:
+            roles.setdefault(link.parent, []).append(link.role)
+    links = [Parentage(name, artifact, ", ".join(sorted(role))) for name, role in roles.items()]
+    return sorted(links, key=lambda link: (_kind(known[link.parent]) in _JUDGED, link.role))
+
+
+def _kind(each: Ancestor) -> str:
+    return each.artifact.kind if each.artifact else ""
+
+
+def _headline(each: Ancestor, role: str) -> Text:
+    text = Text()
+    if role:
+        text.append(f"{role}: ", style="dim")
+    stage = each.artifact.stage if each.artifact else "unknown"
+    text.append(stage, style="bold")
+    text.append(f"  {each.id}  content {each.content_hash[:16]}")
+    text.append(_STATES[each.state], style="red")
+    return text
+
+
+def _details(each: Ancestor) -> list[Text]:
+    if each.artifact is None:
+        return [Text("nothing is recorded of it", style="red")]
+    manifest = each.artifact.manifest
+    commit = (manifest["git_commit"] or "unknown")[:10]
+    changes = " with uncommitted changes" if manifest["git_dirty"] else ""
+    lines = [
+        f"run {each.execution or 'not recorded'}, {each.artifact.created_at}",
+        f"code {commit}{changes}, source {manifest['source_digest']}",
+        f"config {manifest['config_hash'][:12]}, seed {manifest['seed']}, step {manifest['step']}",
+        _cost(manifest),
+    ]
+    return [Text(line, style="dim") for line in lines]
+
+
+def _cost(manifest: dict[str, Any]) -> str:
+    cost, machine = manifest["cost"], manifest["machine"]
+    words = [f"{cost['wall_seconds']:,.1f} s", f"{cost['tokens']:,} tokens"]
+    words.append(f"{cost['peak_memory_gib']:.2f} GiB")
+    return f"cost {', '.join(words)} on {machine['cpu_model']}, {machine['cores']} cores"
+
+
+def _changes(parent: Ancestor, child: Ancestor, role: str, limit: int | None) -> list[Text]:
+    """In which settings a checkpoint differs from the one that it was trained from."""
+    if parent.artifact is None or child.artifact is None or role == "reference":
+        return []
+    if (parent.artifact.kind, child.artifact.kind) != ("checkpoint", "checkpoint"):
+        return []
+    found = differences(parent.artifact.manifest["config"], child.artifact.manifest["config"])
+    both = [each for each in found if MISSING not in (each.before, each.after)]
+    alone = len(found) - len(both)
+    against = f"config against {parent.artifact.stage}"
+    lines = [f"{against}: {one.field}: {one.before} → {one.after}" for one in both[:limit]]
+    if limit is not None and len(both) > limit:
+        lines.append(f"{against}: {len(both) - limit} more (--configs)")
+    if alone:
+        lines.append(f"{against}: {alone} settings that only one of the two stages has")
+    return [Text(line, style="yellow") for line in lines or [f"{against}: the same"]]

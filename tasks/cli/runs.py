@@ -1,0 +1,116 @@
+"""`nemo-rl runs`: what ran in this store."""
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Execution, Node, State
+from nemo_rl_core.infra.store import Store
+
+_STYLES = {
+    "running": "bold blue",
+    "succeeded": "green",
+    "cached": "cyan",
+    "failed": "bold red",
+    "aborted": "yellow",
+}
+_STATES = [state for state in get_args(State) if state != "cached"]
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
+@click.option("--state", type=click.Choice(_STATES), help="Only these.")
+@click.option("--workflow", help="Only of this workflow, such as grpo.")
+@click.option("--text", default="", help="Only where id, recipe, inputs, commit or error have it.")
+@click.option("--since", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]), help="UTC.")
+@click.option("--limit", default=20, show_default=True, help="At most so many.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def runs(
+    run: str | None,
+    store: Path | None,
+    state: State | None,
+    workflow: str | None,
+    text: str,
+    since: datetime | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Lists runs, the latest first; or shows the nodes of RUN."""
+    console = Console(highlight=False)
+    with History(Store(store) if store else Store.default()) as history:
+        if run is not None:
+            execution, nodes = history.execution(run), history.nodes(run)
+            if as_json:
+                click.echo(json.dumps({**asdict(execution), "nodes": [asdict(n) for n in nodes]}))
+            else:
+                _show(console, execution, nodes, history)
+            return
+        page = history.executions(
+            state=state,
+            workflow=workflow,
+            text=text,
+            since=since.replace(tzinfo=UTC).timestamp() if since else None,
+            limit=limit,
+        )
+    if as_json:
+        click.echo(json.dumps(asdict(page)))
+        return
+    console.print(_listed(page.items))
+    if page.total > len(page.items):
+        console.print(f"{len(page.items)} of {page.total}; --limit {page.total} for all")
+
+
+def _listed(executions: tuple[Execution, ...]) -> Table:
+    table = Table()
+    for heading in ("run", "workflow", "recipe", "state", "began (UTC)", "took"):
+        table.add_column(heading, no_wrap=heading == "run")
+    table.add_column("nodes", justify="right")
+    table.add_column("cached", justify="right")
+    for each in executions:
+        table.add_row(
+            each.id,
+            Text(each.workflow.rpartition(".")[2]),
+            Text(each.recipe),
+            Text(each.state, style=_STYLES[each.state]),
+            f"{datetime.fromtimestamp(each.started_at, UTC):%Y-%m-%d %H:%M}",
+            _took(each.started_at, each.ended_at),
+            str(each.num_nodes),
+            str(each.num_cached),
+        )
+    return table
+
+
+def _show(console: Console, execution: Execution, nodes: list[Node], history: History) -> None:
+    console.print(_listed((execution,)))
+    depth: dict[int | None, int] = {None: -1}
+    table = Table("node", "state", "took", "from", "made")
+    for node in nodes:
+        depth[node.id] = depth[node.parent] + 1
+        maker = history.node(node.id).maker
+        table.add_row(
+            Text("  " * depth[node.id] + node.name),
+            Text(node.state, style=_STYLES[node.state]),
+            _took(node.started_at, node.ended_at),
+            maker.execution if maker else "",
+            Text(node.error.splitlines()[0] if node.error else node.summary),
+        )
+    console.print(table)
+    if execution.error:
+        console.print(Text(execution.error, style="red"))
+    console.print(f"log: {execution.log_path}", markup=False, soft_wrap=True)
+
+
+def _took(began: float, ended: float | None) -> str:
+    if ended is None:
+        return ""
+    minutes, seconds = divmod(round(ended - began), 60)
+    return f"{minutes}:{seconds:02d}"
