@@ -17,7 +17,7 @@ from typing import Any
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
 
-PRODUCER = "https://github.com/nemo-rl-flow/nemo-rl-flow"
+PRODUCER = "urn:nemo-rl-flow"
 _SPEC = "https://openlineage.io/spec"
 _EVENT_SCHEMA = f"{_SPEC}/2-0-2/OpenLineage.json#/$defs/RunEvent"
 _RUNS = uuid.uuid5(uuid.NAMESPACE_URL, PRODUCER)
@@ -80,7 +80,7 @@ def _time(moment: datetime) -> str:
 
 def _facet(schema: str = "", **fields: object) -> dict[str, Any]:
     """A facet of the standard by the name of its schema, or one of our own."""
-    url = f"{_SPEC}/facets/{schema}" if schema else f"{PRODUCER}#facet"
+    url = f"{_SPEC}/facets/{schema}" if schema else f"{PRODUCER}:facet"
     return {"_producer": PRODUCER, "_schemaURL": url, **fields}
 
 
@@ -99,7 +99,7 @@ def _run_facets(each: Ancestor, artifact: ArtifactRow) -> dict[str, Any]:
     version = manifest.get("packages", {}).get("nemo-rl-flow")
     if version:
         facets["processing_engine"] = _facet(
-            "1-1-1/ProcessingEngineRunFacet.json#/$defs/ProcessingEngineRunFacet",
+            "1-1-0/ProcessingEngineRunFacet.json#/$defs/ProcessingEngineRunFacet",
             name="nemo-rl-flow",
             version=version,
         )
@@ -110,7 +110,7 @@ def _job_facets(artifact: ArtifactRow) -> dict[str, Any]:
     manifest = artifact.manifest
     facets = {
         "jobType": _facet(
-            "2-0-3/JobTypeJobFacet.json#/$defs/JobTypeJobFacet",
+            "2-0-4/JobTypeJobFacet.json#/$defs/JobTypeJobFacet",
             processingType="BATCH",
             integration="NEMO_RL_FLOW",
             jobType="TASK",
@@ -128,13 +128,13 @@ def _job_facets(artifact: ArtifactRow) -> dict[str, Any]:
 
 def _dataset(each: Ancestor, namespace: str) -> dict[str, Any]:
     version = _facet(
-        "1-0-1/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet",
+        "1-0-0/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet",
         datasetVersion=each.content_hash,
     )
     facets = {"version": version}
     if each.artifact is not None:
         facets["storage"] = _facet(
-            "1-0-1/StorageDatasetFacet.json#/$defs/StorageDatasetFacet",
+            "1-0-0/StorageDatasetFacet.json#/$defs/StorageDatasetFacet",
             storageLayer="file",
             fileFormat=each.artifact.format,
         )

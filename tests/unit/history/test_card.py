@@ -1,0 +1,113 @@
+"""Model cards, and what two artifacts differ in."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from nemo_rl_core.history.card import evaluations_behind, model_card
+from nemo_rl_core.history.equality import compare_artifacts
+from nemo_rl_core.infra.lineage import Cost, Manifest
+
+FIGURES = {
+    "greedy_accuracy": 0.75,
+    "greedy_accuracy_low": 0.5,
+    "greedy_accuracy_high": 0.9,
+    "num_prompts": 40.0,
+}
+
+
+def artifact(folder: Path, stage: str, kind: str, *parents: Path, **fields: object) -> Path:
+    folder.mkdir()
+    refs = tuple(Manifest.read(parent).ref(parent) for parent in parents)
+    digest = hashlib.sha256(folder.name.encode()).hexdigest()
+    manifest = Manifest(
+        kind=kind, format="hf", stage=stage, content_hash=digest, parents=refs, **fields
+    )  # type: ignore[arg-type]
+    manifest.write(folder)
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    model = {"model": {"kind": "pretrained", "name": "org/model"}}
+    base = artifact(tmp_path / "base", "prepare_model", "checkpoint", config=model)
+    data = {"data": {"kind": "hub", "name": "org/rows", "note": "a|b<script>`x`"}}
+    rows = artifact(tmp_path / "rows", "prepare_data train", "dataset", config=data)
+    return artifact(
+        tmp_path / "grpo",
+        "grpo_iteration 2",
+        "checkpoint",
+        base,
+        rows,
+        weights_hash="ab" * 32,
+        step=8,
+        seed=3,
+        cost=Cost(tokens=1234, wall_seconds=5.0, peak_memory_gib=1.5),
+        config={"grpo": {"learning_rate": 0.001}},
+        git_commit="c0ffee" * 6,
+        git_dirty=True,
+    )
+
+
+@pytest.fixture
+def evaluation(tmp_path: Path, trained: Path) -> Path:
+    found = artifact(tmp_path / "evaluation", "evaluate", "evaluation", trained)
+    (found / "metrics.json").write_text(json.dumps(FIGURES))
+    return found
+
+
+def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evaluation: Path) -> None:
+    card = model_card(trained, evaluations=evaluations_behind(evaluation))
+    _, front, body = card.split("---\n", 2)
+    known = yaml.safe_load(front)
+    assert known["library_name"] == "transformers"
+    assert known["base_model"] == "org/model"
+    assert known["datasets"] == ["org/rows"]
+    assert known["tags"] == ["nemo-rl-flow", "grpo"]
+    (result,) = known["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == 0.75
+    assert "| **this model** | 0.750 [0.500, 0.900] | 40 |" in body
+    assert "**grpo_iteration 2**, seed 3: 1,234 tokens, 5 s, 1.50 GiB at most." in body
+    assert "| grpo.learning\\_rate | 0.001 |" in body
+    assert "`c0ffeec0ff` with changes" in body
+    assert "nemo-rl reproduce grpo" in body and "ab" * 32 in body
+    # Nothing of the data ends a cell or is markup.
+    assert "a\\|b\\<script>\\`x\\`" in body
+
+
+def test_a_card_without_evaluation_says_so(trained: Path) -> None:
+    card = model_card(trained, evaluations=[], name="My: model")
+    assert "No evaluation of this model is recorded." in card
+    assert "model-index" not in card
+    assert "# My: model" in card
+
+
+def with_weights(folder: Path, tensors: dict[str, torch.Tensor], digest: str) -> Path:
+    (folder / "model").mkdir(parents=True)
+    save_file(tensors, folder / "model" / "model.safetensors")
+    Manifest(
+        kind="checkpoint", format="hf", stage="s", content_hash=digest, weights_hash=digest
+    ).write(folder)
+    return folder
+
+
+def test_which_tensor_differs_and_by_how_much(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
+    one = with_weights(tmp_path / "one", tensors, "aa" * 32)
+    shutil.copytree(one, tmp_path / "same")
+    same = compare_artifacts(one, tmp_path / "same")
+    assert same.to_the_bit and same.num_tensors == 2 and same.tensors == ()
+    changed = {"a": torch.tensor([0.0, 0.5, 0.0, 0.0]), "b": torch.ones(4), "c": torch.ones(1)}
+    other = with_weights(tmp_path / "other", changed, "bb" * 32)
+    result = compare_artifacts(one, other)
+    assert not result.to_the_bit and not result.content and result.weights is False
+    found = {each.name: each for each in result.tensors}
+    assert (found["a"].largest, found["a"].share) == (0.5, 0.25)
+    assert found["b"].what == "(2, 2) torch.float32 and (4,) torch.float32"
+    assert found["c"].what == "only the second has it"

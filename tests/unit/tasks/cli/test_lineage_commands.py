@@ -1,0 +1,147 @@
+"""`nemo-rl runs`, `lineage`, `card` and `reproduce` on a small real run."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner, Result
+from flytekit import workflow
+
+import workflows
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
+from tasks.cli.card import card
+from tasks.cli.lineage import lineage
+from tasks.cli.reproduce import reproduce
+from tasks.cli.runs import runs
+from tasks.recorder import RunFailed
+from tasks.stage import cached_task, make
+
+assert workflows  # wraps flytekit's local execution when it is imported
+
+
+class Rate(FrozenConfig):
+    rate: float = 0.1
+    steps: int = 2
+
+
+@cached_task(deck_fields=())
+def rows(config: Rate) -> Dataset:
+    def work(folder: Path) -> Made:
+        (folder / "rows.txt").write_text("rows")
+        return Made("dataset", "text", "1 row")
+
+    return DatasetArtifact(**make("rows", config=config, parents={}, work=work))
+
+
+@cached_task(deck_fields=())
+def tune(config: Rate, train: Dataset, iteration: int) -> Checkpoint:
+    def work(folder: Path) -> Made:
+        if config.steps == 0:
+            raise ValueError("no steps")
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.txt").write_text(str(config.rate))
+        return Made("checkpoint", "text", "tuned", num_tokens=7, step=config.steps)
+
+    fields = make("tune", config=config, parents={"train": train}, work=work, part=str(iteration))
+    return CheckpointArtifact(**fields)
+
+
+@cached_task(deck_fields=())
+def tune_more(config: Rate, start: Checkpoint) -> Checkpoint:
+    def work(folder: Path) -> Made:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.txt").write_text(f"{config.rate} more")
+        return Made("checkpoint", "text", "tuned", num_tokens=7, step=4)
+
+    return CheckpointArtifact(
+        **make("tune_more", config=config, parents={"start": start}, work=work)
+    )
+
+
+@workflow
+def both(first: Rate, second: Rate) -> Checkpoint:
+    start = tune(config=first, train=rows(config=first), iteration=1)
+    return tune_more(config=second, start=start)
+
+
+class Ran(NamedTuple):
+    store: Path
+    artifact: CheckpointArtifact
+
+
+@pytest.fixture
+def ran(own_store: Path) -> Ran:
+    return Ran(own_store, both(first=Rate(), second=Rate(rate=0.5)))
+
+
+def ask(command: object, *words: str) -> Result:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(command, words)  # type: ignore[arg-type]
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_tree_goes_back_to_the_data(ran: Ran) -> None:
+    name = ran.artifact.folder.name
+    for words in (name, name[:13], str(ran.artifact.folder / "model"), ran.artifact.content_hash):
+        shown = ask(lineage, words).output
+        assert f"tune_more  {name}  content {ran.artifact.content_hash[:16]}" in shown
+    assert "config against tune 1: rate: 0.1 → 0.5" in shown
+    assert "start: tune 1  tune-" in shown
+    assert "train: rows  rows-" in shown
+    assert "7 tokens" in shown and "run 20" in shown
+
+
+def test_the_graph_as_json(ran: Ran) -> None:
+    graph = json.loads(ask(lineage, ran.artifact.folder.name, "--json").output)
+    assert graph["root"] == ran.artifact.folder.name
+    assert [each["depth"] for each in graph["artifacts"]] == [0, 1, 2]
+    assert [each["role"] for each in graph["parentage"]] == ["start", "train"]
+
+
+def test_events_to_a_file(ran: Ran, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    shown = ask(lineage, ran.artifact.folder.name, "--openlineage", str(path)).output
+    assert shown.startswith("6 events")
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_runs_are_listed_and_shown(ran: Ran) -> None:
+    with pytest.raises(RunFailed):
+        both(first=Rate(steps=0), second=Rate())
+    page = json.loads(ask(runs, "--json").output)
+    assert [each["state"] for each in page["items"]] == ["failed", "succeeded"]
+    first = page["items"][1]["id"]
+    assert first in ask(runs, "--state", "succeeded").output
+    assert first not in ask(runs, "--state", "failed").output
+    shown = ask(runs, first).output
+    assert "tune_more" in shown and "succeeded" in shown
+    failed = ask(runs, page["items"][0]["id"]).output
+    assert "no steps" in failed
+    with pytest.raises(StoreError, match="no record of the run"):
+        ask(runs, "nowhere")
+
+
+def test_a_card_to_a_file(ran: Ran, tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    ask(card, ran.artifact.folder.name, "--output", str(path), "--name", "Tuned")
+    assert "# Tuned" in path.read_text()
+    assert "**tune\\_more**" in path.read_text() or "**tune_more**" in path.read_text()
+
+
+def test_nothing_is_run_again_where_it_cannot_be_the_same(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.reproduction.package_versions", lambda: {"torch": "0.1"})
+    with pytest.raises(StoreError, match="torch was"):
+        ask(reproduce, ran.artifact.folder.name)
+    monkeypatch.undo()
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "file").touch()
+    with pytest.raises(StoreError, match="not empty"):
+        ask(reproduce, ran.artifact.folder.name, "--anyway", "--store", str(used))
