@@ -70,7 +70,7 @@ def test_a_run_and_its_cached_rerun(
         page = history.executions()
         first, rerun = page.items[-1], page.items[0]
         assert (first.state, rerun.state) == ("succeeded", "succeeded")
-        assert EDGES <= edges_of(history, first.id)
+        assert edges_of(history, first.id) >= EDGES
         assert edges_of(history, first.id) == edges_of(history, rerun.id)
         before = [node for node in history.nodes(first.id) if node.name in STAGES]
         after = [node for node in history.nodes(rerun.id) if node.name in STAGES]
