@@ -1,6 +1,7 @@
 """What every stage does around its work: one folder, one lock, one manifest."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
+from nemo_rl_core.history.stage_run import recorded
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
 from tasks import local
@@ -59,6 +61,7 @@ def make(
         source=source_digest(caller),
         part=part,
     )
+    work = recorded(work, os.environ, task=f"{caller}.{stage}", parents=inputs.parents)
     artifact = produce(inputs, work)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)

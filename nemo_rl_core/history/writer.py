@@ -126,7 +126,7 @@ class HistoryWriter:
         self._database = open_for_writing(self._store)
         mark_aborted(self._store, self._database)
         process = psutil.Process()
-        _insert(
+        insert(
             self._database,
             "executions",
             id=self._id,
@@ -176,7 +176,7 @@ class HistoryWriter:
         """
         with transaction(self._open) as database:
             now = time.time()
-            node = _insert(
+            node = insert(
                 database,
                 "nodes",
                 execution=self._id,
@@ -188,7 +188,7 @@ class HistoryWriter:
                 started_at=now,
                 log_from=log_from,
             )
-            _insert(database, "attempts", node=node, number=1, state="running", started_at=now)
+            insert(database, "attempts", node=node, number=1, state="running", started_at=now)
             _insert_values(database, "node_inputs", node, inputs)
         return node
 
@@ -212,7 +212,7 @@ class HistoryWriter:
             now = time.time()
             for folder, manifest in end.made:
                 own = end.state == "succeeded" and _made_it(database, manifest, node)
-                _insert_artifact(database, folder, manifest, node if own else None)
+                insert_artifact(database, folder, manifest, node if own else None)
             _insert_values(database, "node_outputs", node, end.outputs)
             database.execute(
                 "UPDATE nodes SET state = ?, ended_at = ?, cached_from = ?, deck_path = ?, "
@@ -299,7 +299,8 @@ def _json(value: object) -> str:
     return json.dumps(value, default=str)
 
 
-def _insert(database: sqlite3.Connection, table: str, **values: object) -> int:
+def insert(database: sqlite3.Connection, table: str, **values: object) -> int:
+    """Adds a row; returns its number."""
     columns, marks = ", ".join(values), ", ".join("?" * len(values))
     done = database.execute(
         f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values())
@@ -331,10 +332,19 @@ def _made_it(database: sqlite3.Connection, manifest: Manifest, node: int) -> boo
     return named or created >= int(row["started_at"])
 
 
-def _insert_artifact(
+def insert_artifact(
     database: sqlite3.Connection, folder: Path, manifest: Manifest, maker: int | None
 ) -> None:
-    """Who made it first, has made it: a later node that returns it passes it on."""
+    """Adds or renews an artifact's row, and who its parents are.
+
+    Who made it first, has made it: a later node that returns it passes it on.
+
+    Args:
+        database: In a transaction.
+        folder: The artifact's.
+        manifest: What lies in it.
+        maker: The node that made it; None where that is another or is not known.
+    """
     row = (
         folder.name,
         manifest.kind,

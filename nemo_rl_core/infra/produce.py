@@ -20,6 +20,9 @@ from nemo_rl_core.infra.store import Store
 CARD = "README.md"
 """A model's card, in its folder: it tells times and costs, and no model depends on it."""
 
+RECORD = "run.json"
+"""Which run made an artifact, where that was on a cluster."""
+
 VOLATILE = (
     MANIFEST,
     "metrics.jsonl",
@@ -27,6 +30,7 @@ VOLATILE = (
     "deck.html",
     "summary.txt",
     f"model/{CARD}",
+    RECORD,
 )
 """Files of an artifact that hold times; they are left out of its content hash."""
 

@@ -4,13 +4,14 @@ import json
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node, State
 from nemo_rl_core.infra.store import Store
@@ -33,20 +34,28 @@ _STATES = [state for state in get_args(State) if state != "cached"]
 @click.option("--text", default="", help="Only where id, recipe, inputs, commit or error have it.")
 @click.option("--since", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]), help="UTC.")
 @click.option("--limit", default=20, show_default=True, help="At most so many.")
+@click.option(
+    "--import",
+    "imported",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="First add an artifact's folder that was made on a cluster; may be given several times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def runs(
     run: str | None,
     store: Path | None,
-    state: State | None,
-    workflow: str | None,
-    text: str,
     since: datetime | None,
-    limit: int,
+    imported: tuple[Path, ...],
     as_json: bool,
+    **filters: Any,
 ) -> None:
     """Lists runs, the latest first; or shows the nodes of RUN."""
+    place = Store(store) if store else Store.default()
+    if imported:
+        import_folders(place, imported)
     console = Console(highlight=False)
-    with History(Store(store) if store else Store.default()) as history:
+    with History(place) as history:
         if run is not None:
             execution, nodes = history.execution(run), history.nodes(run)
             if as_json:
@@ -54,13 +63,8 @@ def runs(
             else:
                 _show(console, execution, nodes, history)
             return
-        page = history.executions(
-            state=state,
-            workflow=workflow,
-            text=text,
-            since=since.replace(tzinfo=UTC).timestamp() if since else None,
-            limit=limit,
-        )
+        began = since.replace(tzinfo=UTC).timestamp() if since else None
+        page = history.executions(since=began, **filters)
     if as_json:
         click.echo(json.dumps(asdict(page)))
         return
