@@ -71,14 +71,18 @@ CREATE TABLE metrics (
 ) WITHOUT ROWID;
 """
 
-_LOG_PARTS_AND_FOLDER = """
+_LOG_PARTS = """
 ALTER TABLE nodes ADD COLUMN log_from INTEGER;
 ALTER TABLE nodes ADD COLUMN log_to INTEGER;
+"""
+"""Which bytes of the run's log were written while a node ran."""
+
+_FOLDER = """
 ALTER TABLE executions ADD COLUMN folder TEXT NOT NULL DEFAULT '';
 """
-"""Which bytes of the run's log a node wrote, and where a command was given."""
+"""In which folder the command was given."""
 
-SCRIPTS = (_TABLES, _LOG_PARTS_AND_FOLDER)
+SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER)
 """The script at place `n` makes version `n + 1` of version `n`."""
 
 VERSION = len(SCRIPTS)
