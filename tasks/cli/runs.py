@@ -75,17 +75,17 @@ def runs(
 
 def _listed(executions: tuple[Execution, ...]) -> Table:
     table = Table()
-    for heading in ("run", "workflow", "recipe", "state", "began (UTC)", "took"):
-        table.add_column(heading, no_wrap=heading == "run")
-    table.add_column("nodes", justify="right")
-    table.add_column("cached", justify="right")
+    for heading in ("run", "workflow", "recipe", "state"):
+        # Ids begin with the time in UTC; they and states are never cut.
+        table.add_column(heading, min_width=23 if heading == "run" else 9)
+    for heading in ("took", "tasks", "cached"):
+        table.add_column(heading, justify="right")
     for each in executions:
         table.add_row(
             each.id,
             Text(each.workflow.rpartition(".")[2]),
             Text(each.recipe),
             Text(each.state, style=_STYLES[each.state]),
-            f"{datetime.fromtimestamp(each.started_at, UTC):%Y-%m-%d %H:%M}",
             _took(each.started_at, each.ended_at),
             str(each.num_nodes),
             str(each.num_cached),
