@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -74,10 +75,10 @@ def runs(
 
 
 def _listed(executions: tuple[Execution, ...]) -> Table:
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Ids begin with the time in UTC.
     for heading in ("run", "workflow", "recipe", "state"):
-        # Ids begin with the time in UTC; they and states are never cut.
-        table.add_column(heading, min_width=23 if heading == "run" else 9)
+        table.add_column(heading, no_wrap=heading in ("run", "state"))
     for heading in ("took", "tasks", "cached"):
         table.add_column(heading, justify="right")
     for each in executions:
