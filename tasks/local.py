@@ -50,7 +50,8 @@ _flytekit_get = local_cache.LocalTaskCache.get
 def _get_if_whole(*args: Any) -> Any:
     """A cached result whose folders are all still there; else the stage runs again."""
     literals = _flytekit_get(*args)
-    if literals is None or all(folder.is_dir() for folder in _folders(literals)):
+    store = Store.default()
+    if literals is None or all(store.hold(folder) for folder in _folders(literals)):
         return literals
     return None
 
