@@ -132,9 +132,7 @@ def _kept(found: Survey, runs: Iterable[RunRecord], alone: Iterable[str]) -> Kep
     return Kept(frozenset(run.name for run in runs), names)
 
 
-def with_ancestors(
-    roots: Iterable[str], artifacts: Mapping[str, ArtifactRecord]
-) -> frozenset[str]:
+def with_ancestors(roots: Iterable[str], artifacts: Mapping[str, ArtifactRecord]) -> frozenset[str]:
     """Those of the roots that are there, and all that they were made from."""
     reached: set[str] = set()
     waiting = list(roots)

@@ -147,9 +147,7 @@ def _in_artifacts(store: Store) -> re.Pattern[str]:
 def _folders(parent: Path) -> list[str]:
     if not parent.is_dir():
         return []
-    return sorted(
-        path.name for path in parent.iterdir() if path.is_dir() and path.name[0] != "."
-    )
+    return sorted(path.name for path in parent.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def _artifact(store: Store, name: str) -> ArtifactRecord:

@@ -30,7 +30,7 @@ root = Path(sys.argv[3])
 sys.addaudithook(_hook)
 """
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
