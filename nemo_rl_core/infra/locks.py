@@ -108,10 +108,28 @@ def alone(path: Path, name: str) -> Iterator[bool]:
         _close(lock)
 
 
+def is_shared(path: Path, name: str) -> bool:
+    """Whether any process, this one included, uses a name; writes nothing."""
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        answer = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _one_byte(fcntl.F_WRLCK, name))
+    finally:
+        os.close(lock)
+    kind: int = struct.unpack_from("h", answer)[0]
+    return kind != fcntl.F_UNLCK
+
+
 def _lock_byte(lock: int, command: int, kind: int, name: str) -> None:
+    fcntl.fcntl(lock, command, _one_byte(kind, name))
+
+
+def _one_byte(kind: int, name: str) -> bytes:
     # Two names that share a byte, one pair in 2**56, would only be kept together.
     offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-    fcntl.fcntl(lock, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0))
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0)
 
 
 def _acquire(path: Path, stage: str) -> int:

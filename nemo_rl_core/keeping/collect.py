@@ -87,6 +87,7 @@ def remove(
     found = survey(store)
     again = _plan(store, found, policy, time.time() if now is None else now)
     snapshot = Snapshot(store.root)
+    snapshot.freed_by(_all_paths(store, again))  # looked at while they have their names
     runs = [name for name in again.runs if name in plan.runs and not is_alive(store, name)]
     renamed = {store.runs / name: mark_discarded(store.runs / name) for name in runs}
     chosen = [name for name in again.artifacts if name in plan.artifacts]
@@ -154,6 +155,15 @@ def _plan(store: Store, found: Survey, policy: Policy, now: float) -> Plan:
         freed_bytes=snapshot.num_bytes - size,
         problem=found.problem,
     )
+
+
+def _all_paths(store: Store, plan: Plan) -> list[Path]:
+    return [
+        *(store.runs / name for name in plan.runs),
+        *(store.artifacts / name for name in plan.artifacts),
+        *(store.work / name for name in plan.work),
+        *plan.leftovers,
+    ]
 
 
 def _paths(store: Store, found: Survey, kept: Kept) -> list[Path]:

@@ -152,14 +152,13 @@ def _folders(parent: Path) -> list[str]:
 
 def _artifact(store: Store, name: str) -> ArtifactRecord:
     folder = store.artifacts / name
-    with locks.alone(store.marks, f"artifacts/{name}") as free:
-        pass
+    in_use = locks.is_shared(store.marks, f"artifacts/{name}")
     try:
         manifest = Manifest.read(folder)
         created = datetime.fromisoformat(manifest.created_at).timestamp()
     except (StoreError, ValueError):
-        return ArtifactRecord(name, newest_change(folder), in_use=not free)
-    return ArtifactRecord(name, created, parent_names(store, manifest) - {name}, not free)
+        return ArtifactRecord(name, newest_change(folder), in_use=in_use)
+    return ArtifactRecord(name, created, parent_names(store, manifest) - {name}, in_use)
 
 
 def _run(store: Store, name: str, past: _Past) -> RunRecord:
