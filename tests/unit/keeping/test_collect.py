@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +326,19 @@ def test_the_plan_is_json(small: Small, lineage: dict[str, str]) -> None:
     assert told["artifacts"] == [lineage["first"]]
     assert told["left_bytes"] == told["num_bytes"] - told["freed_bytes"] > 0
     assert small.runs() == {"run2", "run3"}
+
+
+def test_a_full_disk_is_what_it_is_for(small_disk: Path) -> None:
+    store = Store(small_disk)
+    for key in ("a", "b"):
+        with store.work_folder("sft", key) as folder:
+            (folder / "weights").write_bytes(b"x" * 300_000)
+            store.publish(folder, stage="sft", content_hash=key.encode().hex() * 8)
+    store.release()
+    filler = small_disk / "models.fill"
+    with suppress(OSError):
+        filler.write_bytes(b"x" * 2**20)
+    assert shutil.disk_usage(small_disk).free == 0
+    done = _collect(store, Policy(keep_runs=0))
+    assert len(done.plan.artifacts) == 2
+    assert shutil.disk_usage(small_disk).free >= 600_000
