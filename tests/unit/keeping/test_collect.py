@@ -43,6 +43,7 @@ def test_what_no_kept_run_reaches_goes(small: Small, lineage: dict[str, str]) ->
     _collect(small.store, Policy(keep_runs=1))
     assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
     assert small.runs() == {"run3"}
+    assert make_plan(small.store, Policy()).is_empty, "the history remembers runs that went"
     _collect(small.store, Policy(keep_runs=0))
     assert (small.artifacts(), small.runs()) == (set(), set())
 
