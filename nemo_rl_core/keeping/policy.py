@@ -5,8 +5,10 @@ artifact that a kept run made or used, with all that it was made from, or that a
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from nemo_rl_core.keeping.survey import ArtifactRecord, RunRecord, Survey
 
@@ -70,7 +72,7 @@ def choose(found: Survey, policy: Policy, *, now: float) -> Kept:
 def shrink(
     found: Survey, kept: Kept, *, max_bytes: int, size_with: Callable[[Kept], int]
 ) -> tuple[Kept, int]:
-    """Gives up the oldest runs, one by one, until the rest is small enough.
+    """Gives up as many of the oldest runs as it takes for the rest to be small enough.
 
     Args:
         found: The store.
@@ -82,21 +84,30 @@ def shrink(
         What is kept now, and what that takes: more than `max_bytes` where pinned and running runs
         alone need more.
     """
+    if found.problem:
+        return kept, size_with(kept)
     runs = [run for run in found.runs if run.name in kept.runs]
     alone = [each for each in _unclaimed(found) if each.name in kept.artifacts]
     givable: list[RunRecord | ArtifactRecord] = [
         *(run for run in runs if not run.pinned and not run.running),
         *alone,
     ]
-    size = size_with(kept)
-    for oldest in sorted(givable, key=_age):
-        if size <= max_bytes or found.problem:
-            break
-        runs = [run for run in runs if run is not oldest]
-        alone = [artifact for artifact in alone if artifact is not oldest]
-        kept = _kept(found, runs, [artifact.name for artifact in alone])
-        size = size_with(kept)
-    return kept, size
+    oldest_first = [each.name for each in sorted(givable, key=_age)]
+
+    @cache
+    def without(num_oldest: int) -> tuple[Kept, int]:
+        gone = set(oldest_first[:num_oldest])
+        rest = _kept(
+            found,
+            [run for run in runs if run.name not in gone],
+            [artifact.name for artifact in alone if artifact.name not in gone],
+        )
+        return rest, size_with(rest)
+
+    # The more are given up, the less is left: a search by halves asks for few sizes.
+    return without(
+        bisect_left(range(len(oldest_first)), True, key=lambda num: without(num)[1] <= max_bytes)
+    )
 
 
 def _age(record: RunRecord | ArtifactRecord) -> tuple[float, str]:

@@ -1,5 +1,6 @@
 """`nemo-rl usage`: where the disk goes, in allocated blocks: the parts sum to what `du` says."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,16 +116,17 @@ def _shares(store: Store, labels: Mapping[str, str]) -> tuple[Share, ...]:
 def _runs(store: Store, found: Survey) -> tuple[RunShare, ...]:
     snapshot = Snapshot(store.root)
     needs = {run.name: with_ancestors(run.artifacts, found.artifacts) for run in found.runs}
+    num_users = Counter(name for names in needs.values() for name in names)
 
     def paths(run: str, names: Iterable[str]) -> list[Path]:
         return [store.runs / run, *(store.artifacts / name for name in names)]
 
     shares = []
     for run in reversed(found.runs):
-        others = frozenset().union(*(needs[name] for name in needs if name != run.name))
+        alone = [name for name in needs[run.name] if num_users[name] == 1]
         use = DiskUse()
         for path in paths(run.name, needs[run.name]):
             use.add(path)
-        only = snapshot.freed_by(paths(run.name, needs[run.name] - others))
+        only = snapshot.freed_by(paths(run.name, alone))
         shares.append(RunShare(run.name, use.num_bytes, only))
     return tuple(shares)
