@@ -5,16 +5,14 @@ a clean-up, and its cache beside the store. Both are moved; on a cluster nothing
 """
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgpack
 from flytekit.configuration import DataConfig
 from flytekit.core import data_persistence, local_cache
 from flytekit.core.context_manager import FlyteContextManager
 
 from nemo_rl_core.infra.store import Store
+from tasks.flyte_cache import folders
 
 
 def on_cluster() -> bool:
@@ -50,14 +48,7 @@ _flytekit_get = local_cache.LocalTaskCache.get
 def _get_if_whole(*args: Any) -> Any:
     """A cached result whose folders are all still there; else the stage runs again."""
     literals = _flytekit_get(*args)
-    if literals is None or all(folder.is_dir() for folder in _folders(literals)):
+    store = Store.default()
+    if literals is None or all(store.hold(folder) for folder in folders(literals)):
         return literals
     return None
-
-
-def _folders(literals: Any) -> Iterator[Path]:
-    for literal in literals.literals.values():
-        binary = literal.scalar.binary if literal.scalar else None
-        record = msgpack.loads(binary.value) if binary else None
-        if isinstance(record, dict) and isinstance(record.get("directory"), dict):
-            yield Path(record["directory"]["path"])

@@ -50,6 +50,7 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
         raise RunRefused(str(error)) from error
     ray_was_running = _ray_runs()
     with ExitStack() as stack:
+        stack.callback(store.release)
         log = stack.enter_context(RunLog.start(store))
         terminal = stack.enter_context(redirect_descriptors(log.path))
         display = choose_display(terminal)

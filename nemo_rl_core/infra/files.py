@@ -152,12 +152,22 @@ def discard(path: Path) -> None:
 
     Nothing happens when it is gone already.
     """
+    doomed = mark_discarded(path)
+    if doomed is not None:
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def mark_discarded(path: Path) -> Path | None:
+    """Renames a folder so that it counts as gone, and is deleted by whoever sweeps next.
+
+    Returns:
+        Its new name; None when it is gone already.
+    """
     doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
     try:
-        path.rename(doomed)
+        return path.rename(doomed)
     except FileNotFoundError:
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
+        return None
 
 
 def sweep_discarded(parent: Path) -> None:

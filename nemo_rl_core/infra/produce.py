@@ -98,6 +98,8 @@ def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
         The artifact's folder.
     """
     store, stage = Store.default(), inputs.stage
+    for parent in inputs.parents.values():
+        store.hold(parent)  # it may be of an earlier run, which nothing keeps
     key = inputs.key
     with store.work_folder(stage, key) as folder:
         artifact = store.published(stage, key)

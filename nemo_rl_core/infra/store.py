@@ -3,11 +3,11 @@
 Work in progress lies in `work/<stage>-<key>` under a lock; a finished stage is renamed from there
 into `artifacts/<stage>-<hash>` and `work/<stage>-<key>.done` names it. The record is written
 before the rename and counts only while the artifact is there, so that a kill between the two
-costs nothing.
+costs nothing. What a process has made or found it holds until its run ends: nothing that a run
+uses is removed beside it.
 """
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra import files
+from nemo_rl_core.infra import files, locks
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,11 @@ class Store:
         """Models brought in from outside, in the HF layout."""
         return self.root / "models"
 
+    @property
+    def marks(self) -> Path:
+        """The file in which processes mark what they use; it stays empty."""
+        return self.root / "in_use.lock"
+
     def check_writable(self, *, min_free_mib: int = 256) -> None:
         """Creates the folders and really writes to each, so that a run fails before it works.
 
@@ -132,7 +137,7 @@ class Store:
         folder = self.work / _work_name(stage, key)
         with files.storage_errors(folder):
             self.work.mkdir(parents=True, exist_ok=True)
-        with _held(folder.with_name(folder.name + ".lock"), stage):
+        with locks.held(folder.with_name(folder.name + ".lock"), stage):
             files.sweep_discarded(self.work)
             with files.storage_errors(folder):
                 for torn in self.work.glob(f".{_record_path(folder).name}.*{files.ASIDE}"):
@@ -172,6 +177,7 @@ class Store:
             self.artifacts.mkdir(parents=True, exist_ok=True)
             record = {"artifact": target.name, "content_hash": content_hash}
             files.write_atomic(_record_path(folder), json.dumps(record))
+            self.hold(target)
             try:
                 folder.rename(target)
             except OSError as error:
@@ -183,7 +189,10 @@ class Store:
         return target
 
     def published(self, stage: str, key: str) -> Path | None:
-        """The artifact that a stage with these inputs has made, if it is still there."""
+        """The artifact that a stage with these inputs has made, if it is still there.
+
+        It is held from then on, as `hold` does.
+        """
         record = _record_path(self.work / _work_name(stage, key))
         try:
             artifact = self.artifacts / str(json.loads(record.read_text())["artifact"])
@@ -192,7 +201,25 @@ class Store:
         except (ValueError, KeyError, TypeError):
             logger.warning("ignoring the damaged record %s: the stage runs again", record)
             return None
-        return artifact if artifact.is_dir() else None
+        return artifact if artifact.is_dir() and self.hold(artifact) else None
+
+    def hold(self, folder: Path) -> bool:
+        """Keeps `nemo-rl gc` of any process from removing a folder while this process uses it.
+
+        Args:
+            folder: An artifact or the folder of a run; what lies outside the store is only looked
+                for.
+
+        Returns:
+            Whether the folder is there. It stays there until this process ends or calls `release`.
+        """
+        if folder.is_relative_to(self.root):
+            locks.share(self.marks, folder.relative_to(self.root).as_posix())
+        return folder.is_dir()
+
+    def release(self) -> None:
+        """Ends all that `hold` has set in this process: the run is over."""
+        locks.release(self.marks)
 
 
 def _work_name(stage: str, key: str) -> str:
@@ -203,43 +230,6 @@ def _work_name(stage: str, key: str) -> str:
 
 def _record_path(folder: Path) -> Path:
     return folder.with_name(folder.name + ".done")
-
-
-_open_locks: set[int] = set()
-
-
-def _close_locks_in_child() -> None:
-    # A lock lasts as long as any process has it open. A pool's worker that outlives its killed
-    # parent would keep it for ever; closing the copy here takes nothing from the parent.
-    for descriptor in _open_locks:
-        os.close(descriptor)
-    _open_locks.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks_in_child)
-
-
-@contextmanager
-def _held(path: Path, stage: str) -> Iterator[None]:
-    """Holds a lock file; the kernel gives it back when this process ends, killed or not."""
-    with files.storage_errors(path):
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    _open_locks.add(lock)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 20, 0).decode().strip() or "unknown"
-            logger.warning("%s: waiting for process %s, which runs the same stage", stage, holder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with files.storage_errors(path):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        if lock in _open_locks:  # else this is a forked child, where it is closed already
-            _open_locks.remove(lock)
-            os.close(lock)
 
 
 def _remove_if_empty(folder: Path) -> None:

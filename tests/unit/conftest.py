@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_core.infra.store import Store
+
 # Every change of a name in a file system raises an audit event first: dying at the n-th one, for
 # every n, visits each state that a kill can leave behind.
 _KILLED_AT = """
@@ -28,7 +30,7 @@ root = Path(sys.argv[3])
 sys.addaudithook(_hook)
 """
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -74,4 +76,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot mount a tmpfs here: {error}")
     yield folder
+    Store(folder).release()
     subprocess.run(["umount", str(folder)], check=True)

@@ -1,0 +1,50 @@
+"""`nemo-rl doctor`: check this machine."""
+
+import json
+import textwrap
+from dataclasses import asdict
+
+import click
+
+from nemo_rl_core.doctor.check import Answer, diagnose
+from nemo_rl_core.infra.store import Store
+
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Leave out what takes seconds: imports, the sandbox.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(*, quick: bool, as_json: bool) -> None:
+    """Check this machine, and say what to do.
+
+    Ends with 1 when something fails: then runs cannot work here. A warning means that some recipes
+    cannot, or that something is lost.
+    """
+    answers = []
+    for answer in diagnose(Store.default(), quick=quick):
+        answers.append(answer)
+        if not as_json:
+            _show(answer)
+    counts = {state: sum(each.result.state == state for each in answers) for state in _COLORS}
+    if as_json:
+        checks = [
+            {"name": each.name, **asdict(each.result), "seconds": round(each.seconds, 3)}
+            for each in answers
+        ]
+        click.echo(json.dumps({"checks": checks, "counts": counts}, indent=1))
+    else:
+        click.echo("\n" + ", ".join(f"{number} {state}" for state, number in counts.items()))
+    if counts["fail"]:
+        raise SystemExit(1)
+
+
+def _show(answer: Answer) -> None:
+    result = answer.result
+    state = click.style(f"{result.state:<4}", fg=_COLORS[result.state])
+    lines = textwrap.wrap(result.found, 90) or [""]
+    click.echo(f"{state}  {answer.name:<14} {lines[0]}")
+    for line in lines[1:]:
+        click.echo(f"{'':21}{line}")
+    if result.fix:
+        click.echo(f"{'':21}fix: {result.fix}")

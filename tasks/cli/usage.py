@@ -1,0 +1,47 @@
+"""`nemo-rl usage`: where the disk goes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.keeping.usage import Share, measure
+from tasks.cli.units import show_bytes
+
+_MAX_RUNS_SHOWN = 20
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes and every run.")
+def usage(*, as_json: bool) -> None:
+    """Account for the store's disk, to the block.
+
+    Counted is what the disk gives (allocated blocks, as `du` does), not the length of the files;
+    a file with several names counts once. The parts sum to the whole.
+    """
+    store = Store.default()
+    found = measure(store)
+    if as_json:
+        click.echo(json.dumps({"store": str(store.root)} | asdict(found), indent=1))
+        return
+    click.echo(f"{store.root}: {show_bytes(found.num_bytes)}")
+    _show("area", found.areas)
+    _show("artifacts by stage", found.stages)
+    _show("artifacts by kind", found.kinds)
+    if found.problem:
+        click.echo(f"\nwhat runs need is not known: {found.problem}", err=True)
+    if found.runs:
+        click.echo(f"\n{'run':<28} {'needs':>10} {'alone':>10}")
+    for run in found.runs[:_MAX_RUNS_SHOWN]:
+        needs, alone = show_bytes(run.num_bytes), show_bytes(run.only_bytes)
+        click.echo(f"{run.name:<28} {needs:>10} {alone:>10}")
+    if len(found.runs) > _MAX_RUNS_SHOWN:
+        click.echo(f"and {len(found.runs) - _MAX_RUNS_SHOWN} older runs: see --json")
+
+
+def _show(title: str, shares: Sequence[Share]) -> None:
+    click.echo(f"\n{title:<28} {'size':>10} {'count':>6}")
+    for share in shares:
+        click.echo(f"{share.name:<28} {show_bytes(share.num_bytes):>10} {share.count:>6}")

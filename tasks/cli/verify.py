@@ -1,0 +1,50 @@
+"""`nemo-rl verify`: find what is damaged."""
+
+import json
+import os
+from dataclasses import asdict
+
+import click
+
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.keeping.verify import Verdict, repair
+from nemo_rl_core.keeping.verify import verify as check
+from tasks.cli.units import show_bytes
+
+
+@click.command()
+@click.argument("artifacts", nargs=-1, metavar="[ARTIFACT]...")
+@click.option("--repair", "repairs", is_flag=True, help="Set damaged artifacts aside.")
+@click.option("--threads", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1),
+              show_default=True, help="That hash at once.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(*, artifacts: tuple[str, ...], repairs: bool, threads: int, as_json: bool) -> None:
+    """Hash artifacts again, and find what is damaged.
+
+    An ARTIFACT is the name of a folder in the store's artifacts/, its beginning, or a path in it.
+    With none, all are checked, and the records of work and the history as well. Ends with 1 when
+    something is damaged, and with 0 when all of that could be set aside.
+    """
+    store = Store.default()
+    verdict = check(store, artifacts, num_threads=threads)
+    if repairs:
+        verdict = repair(store, verdict)
+    if as_json:
+        fields = asdict(verdict) | {"is_sound": verdict.is_sound}
+        click.echo(json.dumps(fields, indent=1))
+    else:
+        _show(verdict)
+    if not verdict.is_sound:
+        raise SystemExit(1)
+
+
+def _show(verdict: Verdict) -> None:
+    for finding in verdict.findings:
+        state = "repaired" if finding.repaired else finding.state
+        click.echo(f"{state:<8}  {finding.place}\n{'':10}{finding.problem}")
+        click.echo(
+            f"{'':10}fix: {finding.fix}" if not finding.repaired else f"{'':10}{finding.fix}"
+        )
+    damaged = sum(each.state == "fail" for each in verdict.findings)
+    size = show_bytes(verdict.num_bytes)
+    click.echo(f"{verdict.num_artifacts} artifacts, {size} hashed: {damaged or 'nothing'} damaged")

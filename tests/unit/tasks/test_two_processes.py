@@ -1,0 +1,67 @@
+"""Stages that need no Ray, run by two real commands on one store, with collections beside them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.keeping.collect import make_plan, remove
+from nemo_rl_core.keeping.policy import Policy
+from nemo_rl_core.keeping.verify import verify
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+WORKFLOW = """
+import workflows
+from flytekit import workflow
+from tasks.artifacts import Dataset
+from tasks.experiments.sft import SFTExperiment, plan_sft
+from tasks.prepare_data import prepare_data
+from tasks.prepare_model import prepare_model
+
+@workflow
+def prepare(config: SFTExperiment) -> Dataset:
+    stages = plan_sft(config=config)
+    model = prepare_model(config=stages.model)
+    return prepare_data(config=stages.data, tokenizer=model.tokenizer).train
+"""
+
+
+@pytest.mark.slow
+def test_two_commands_make_each_artifact_once_and_lose_none(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    (tmp_path / "prepare.py").write_text(WORKFLOW)
+    data = {"kind": "arithmetic", "num_train": 64, "num_validation": 16, "max_operand": 9}
+    config = json.dumps({"model": {"kind": "from_config"}, "data": data})
+    pyflyte = Path(sys.executable).with_name("pyflyte")
+    running = [
+        subprocess.Popen(
+            [pyflyte, "run", tmp_path / "prepare.py", "prepare", "--config", config],
+            cwd=tmp_path,
+            env={**os.environ, "NEMO_RL_HOME": str(store.root), "PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    garbage, removed = 0, []
+    while all(process.poll() is None for process in running):
+        (store.artifacts / f"garbage-{garbage:016x}").mkdir(parents=True)
+        garbage += 1
+        # All that no process holds; the runs themselves go on, and stay.
+        plan = make_plan(store, Policy(keep_runs=0))
+        removed += remove(store, Policy(keep_runs=0), plan).plan.artifacts
+        time.sleep(0.5)
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert garbage > 3
+    assert sorted(removed) == [f"garbage-{number:016x}" for number in range(garbage)]
+    stages = sorted(path.name.rpartition("-")[0] for path in store.artifacts.iterdir())
+    assert stages == ["prepare_data", "prepare_data", "prepare_model", "tokenizer"]
+    assert len(list(store.runs.iterdir())) == 2
+    assert verify(store).findings == ()
