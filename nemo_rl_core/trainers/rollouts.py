@@ -37,13 +37,14 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     records: RolloutRecords
     _replayed: RolloutRecords | None
     _held_out: list[Prompt]
+    _num_restarts: tuple[int, int]
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         self._check_context(job.start)
         super()._set_up(job, resources)
         self.records = RolloutRecords(job.work / "rollouts")
         self._replayed = RolloutRecords(job.replay) if job.replay is not None else None
-        self.sampler, self._held_out = None, []
+        self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
         if self._replayed is not None:
             return
         self.sampler = resources.enter_context(
@@ -55,6 +56,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 reward_model=job.reward_model,
             )
         )
+        self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
         if job.validation is not None:
             self._held_out = load_prompts(job.validation, self.sampler.tokenizer)
 
@@ -127,6 +129,19 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             return {}
         self._hand_over(self.sampler, last_step=self.step)
         return greedy_metrics(self.sampler, self._held_out)
+
+    def _replacements(self) -> dict[str, float]:
+        """How often the engine was started again in this step, and how many actors were."""
+        before = self._num_restarts
+        if self.sampler is not None:
+            self._num_restarts = self.sampler.num_restarts
+        engine, environment = (
+            now - then for now, then in zip(self._num_restarts, before, strict=True)
+        )
+        return {
+            "num_engine_restarts": float(engine),
+            "num_environment_restarts": float(environment),
+        }
 
     def _peak_memory_gib(self) -> float:
         own = super()._peak_memory_gib()

@@ -121,7 +121,9 @@ class StreamingVllmBackend(VllmBackend):
             while True:
                 found.append(self._finished.get_nowait())
         if self._failure is not None and not found:
-            raise self._failure
+            # Once: what was asked is forgotten with it, and whoever asks next is none the worse.
+            failure, self._failure = self._failure, None
+            raise failure
         return found
 
     def cancel(self, names: list[int]) -> None:
@@ -168,6 +170,7 @@ class StreamingVllmBackend(VllmBackend):
         """Replaces all weights by those of a folder, and gives up what an earlier caller left."""
 
         def begin_anew() -> None:
+            self._failure = None
             self._interrupt()
             super(StreamingVllmBackend, self).load_weights(model_folder)
             self._weight_version = 0
@@ -207,7 +210,7 @@ class StreamingVllmBackend(VllmBackend):
             # Named fault boundary: nobody would hear of an exception in a thread; `poll` raises it.
             except Exception as error:  # noqa: BLE001 (raised by poll)
                 self._failure = error
-                self._running.clear()
+                self._abort(list(self._running.values()))
 
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():

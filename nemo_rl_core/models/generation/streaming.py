@@ -1,5 +1,6 @@
 """An engine that goes on generating between calls."""
 
+import logging
 from collections.abc import Sequence
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -12,6 +13,8 @@ from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.types import Completion
+
+_LOG = logging.getLogger(__name__)
 
 
 class StreamingGeneration(Generation):
@@ -91,7 +94,8 @@ class StreamingGeneration(Generation):
             self._weight_version = weight_version
         try:
             self._hand_over(policy)
-        except WorkerLostError:
+        except WorkerLostError as lost:
+            _LOG.warning("%s; the engine is started again", lost.problem)
             self.num_restarts += 1
             self._session.discard(self._name)
             self._start()
@@ -109,4 +113,5 @@ class StreamingGeneration(Generation):
         Raises:
             ConsistencyError: If the policy has trained on since it was given them.
         """
+        _LOG.warning("%s; the engine is started again", lost.problem)
         self._restart(lost)
