@@ -7,7 +7,7 @@ from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.distributed.results import wait_for_all
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.errors import ResourceError, WorkerLostError
 
 
 class RayWorkerGroup:
@@ -183,8 +183,8 @@ class RayWorkerGroup:
                 ranks=self._rank_of_actor(),
                 timeout_seconds=timeout_seconds,
             )
-        except Exception:
-            self.is_broken = self.world_size > 1
+        except Exception as error:
+            self.is_broken = self.world_size > 1 or isinstance(error, WorkerLostError)
             raise
 
     def _rank_of_actor(self) -> dict[Any, int]:
