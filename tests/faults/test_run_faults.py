@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session")]
 
 NUM_STEPS, SAVE_EVERY, NUM_ROWS = 4, 2, 16
 # A prompt comes up in one step alone, so that what is said of one concerns that step.
-ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(10, 26)]
+ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(10, 34)]
 REWARD = """
 import json, time
 from pathlib import Path
@@ -231,7 +231,7 @@ def test_a_trainer_that_is_killed_stops_the_run_which_then_goes_on_from_its_save
     runs: Runs, undisturbed: TrainResult, killer: Callable[..., Any]
 ) -> None:
     kill = killer("DTensorBackend.train_step", step=3)
-    with pytest.raises(WorkerLostError, match="'policy' died") as stopped:
+    with pytest.raises(WorkerLostError, match="'training' died") as stopped:
         runs.fit(callbacks=[kill], name="killed trainer")
     assert kill.join() == ["ray::DTensorBackend.train_step"]
     assert "resumes from the last save" in str(stopped.value)

@@ -182,6 +182,23 @@ def test_a_lost_engine_owes_nothing(
     assert {version for each in found for version in each.completion.weight_versions} == {5}
 
 
+def test_an_engine_that_is_stuck_is_replaced(
+    session: ClusterSession, setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
+) -> None:
+    config = setup.config.model_copy(update={"timeout_seconds": 30})
+    engine = StreamingGeneration(session, replace(setup, config=config))
+    rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
+    expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
+    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+        stream.begin(prompts, num_generations_per_prompt=1, step=1)
+        os.kill(worker_pid(engine), signal.SIGSTOP)
+        found = stream.take(1)
+    assert engine.num_restarts == 1
+    assert [each.completion.token_ids for each in found] == [
+        each.completion.token_ids for each in expected
+    ]
+
+
 def break_a_weight(backend: Any) -> None:
     """The next step of the engine raises, for a matrix has lost its columns."""
     runner = backend._llm.llm_engine.model_executor.driver_worker.worker.model_runner

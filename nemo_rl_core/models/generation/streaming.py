@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
@@ -57,7 +58,7 @@ class StreamingGeneration(Generation):
         Raises:
             WorkerLostError: If the worker is lost; see `restart`.
         """
-        self._workers.run_single_worker("submit", list(names), requests)
+        self._ask("submit", names=list(names), batch=requests)
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         """Completions that are done and were not returned before, by name.
@@ -68,14 +69,22 @@ class StreamingGeneration(Generation):
         Raises:
             WorkerLostError: If the worker is lost; see `restart`.
         """
-        found: list[tuple[int, Completion]] = self._workers.run_single_worker(
-            "poll", wait_seconds=wait_seconds
-        )
+        found: list[tuple[int, Completion]] = self._ask("poll", wait_seconds=wait_seconds)
         return found
 
     def cancel(self, names: Sequence[int]) -> None:
         """Gives requests up; their completions may still come from the next `poll`."""
-        self._workers.run_single_worker("cancel", list(names))
+        self._ask("cancel", names=list(names))
+
+    def _ask(self, method: str, **kwargs: Any) -> Any:
+        """What the worker says; one that is stuck is lost, as one that does not `generate` is."""
+        (answer,) = self._workers.run_all_workers_sharded_data(
+            method,
+            replicate_on_axes=self._sharding.names,
+            common_kwargs=kwargs,
+            timeout_seconds=self._setup.config.timeout_seconds,
+        )
+        return answer
 
     def update_weights(self, policy: Policy, *, weight_version: int | None = None) -> None:
         """Hands the policy's weights over in the middle of what is being generated.
