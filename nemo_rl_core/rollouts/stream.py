@@ -185,11 +185,12 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def close(self) -> None:
         """Ends the thread; what is under way is forgotten, and given up by the engine's next user.
 
-        Does not wait long for an environment that hangs.
+        Waits no longer than some seconds for an environment, or an engine, that hangs.
         """
-        with self._lock:
-            self._is_closed = True
+        self._is_closed = True
+        if self._lock.acquire(timeout=_CLOSE_SECONDS):
             self._lock.notify_all()
+            self._lock.release()
         self._thread.join(_CLOSE_SECONDS)
 
     def __exit__(self, *_: object) -> None:
