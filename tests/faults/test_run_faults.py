@@ -82,7 +82,7 @@ class Runs:
     ) -> TrainResult:
         ahead = {"max_staleness": max_staleness} if self._kind == "ahead" else None
         trainer = KINDS[self._kind].from_pretrained(
-            self._model, asynchronous=ahead, **SETTINGS, **settings
+            self._model, asynchronous=ahead, **{**SETTINGS, **settings}
         )
         result: TrainResult = trainer.fit(ROWS, callbacks=callbacks, name=name)
         return result
@@ -231,13 +231,15 @@ def test_a_trainer_that_is_killed_stops_the_run_which_then_goes_on_from_its_save
     runs: Runs, undisturbed: TrainResult, killer: Callable[..., Any]
 ) -> None:
     kill = killer("DTensorBackend.train_step", step=3)
+    settings: dict[str, Any] = {"name": "killed trainer", "save_every_num_steps": 1}
     with pytest.raises(WorkerLostError, match="'training' died") as stopped:
-        runs.fit(callbacks=[kill], name="killed trainer")
+        runs.fit(callbacks=[kill], **settings)
     assert kill.join() == ["ray::DTensorBackend.train_step"]
     assert "resumes from the last save" in str(stopped.value)
     seen = Seen()
-    result = runs.fit(callbacks=[seen], name="killed trainer")
-    assert seen.steps == [3, 4]
+    result = runs.fit(callbacks=[seen], **settings)
+    # The trainer writes a save while it goes on, so that of step 2 may have been lost with it.
+    assert seen.steps in ([3, 4], [2, 3, 4])
     assert_equal_weights(result.folder, undisturbed.folder)
     assert [said(recorded(result, step)) for step in (1, 2, 3, 4)] == [
         said(recorded(undisturbed, step)) for step in (1, 2, 3, 4)
