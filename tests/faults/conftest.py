@@ -19,7 +19,7 @@ from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.trainers.callbacks import Callback
 
 _LOOK_SECONDS = 0.001
-_GIVE_UP_SECONDS = 120.0
+_GIVE_UP_SECONDS = 300.0
 
 
 class Killer(Callback):

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NUM_STEPS = 4
+NUM_STEPS = 8
 RECIPE: dict[str, Any] = {
     "model": {
         "kind": "from_config",
