@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import rank, rank_environment, world_size
 from nemo_rl_core.distributed.virtual_cluster import free_address
-from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
+from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
@@ -26,7 +26,7 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
 
-class VllmBackend:
+class VllmBackend(ReceivesWeights):
     """One rank of a vLLM engine (a `GenerationBackend`).
 
     Where an engine has several ranks, each runs the same scheduler over the same rows, as vLLM's
@@ -155,11 +155,9 @@ class VllmBackend:
             )
         return logprobs
 
-    def update_weights(self, buckets: list[WeightBucket]) -> str:
-        """Replaces all weights and empties the prefix cache; returns what arrived, digested."""
-        digest = combined_digest(received_digest(bucket) for bucket in buckets)
-        self._reload([pair for bucket in buckets for pair in bucket.named_tensors()])
-        return digest
+    def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights and empties the prefix cache, when the last of them has arrived."""
+        self._reload(list(named_tensors))
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""
