@@ -66,9 +66,13 @@ class WeightLine:
             engine.start_single_worker("receive_weights", route, rank, rank=rank, **options)
             for rank in range(engine.world_size)
         ]
-        sent, received = finish_together(
-            [(trainer, sending), (engine, receiving)], self._timeout_seconds
-        )
+        try:
+            sent, received = finish_together(
+                [(trainer, sending), (engine, receiving)], self._timeout_seconds
+            )
+        except BaseException:
+            self._host.close()  # an end that still waits for the lost one has an error now
+            raise
         for digest in received:
             compare_digests(sent=sent[0], received=digest)
         return str(sent[0])

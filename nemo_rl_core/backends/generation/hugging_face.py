@@ -29,6 +29,7 @@ class HuggingFaceBackend(ReceivesWeights):
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
+        self.wake()
         setup = self._setup
         requests = read_requests(batch, setup.config, max_model_len=setup.max_model_len)
         stops = list(setup.stop_token_ids)

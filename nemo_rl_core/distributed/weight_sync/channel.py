@@ -65,8 +65,12 @@ class RouteHost:
         host: str = "127.0.0.1",
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.route = WeightRoute(host, self._store.port, num_receivers, carrier, timeout_seconds)
+
+    def close(self) -> None:
+        """Whoever still waits for another end gets an error now, and not after the timeout."""
+        self._store = None
 
 
 class Channel:

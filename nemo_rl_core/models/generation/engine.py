@@ -162,11 +162,18 @@ class Generation(GenerationInterface):
 
     def prepare_for_generation(self) -> None:
         """Takes the GPU's memory back; on a CPU, engines keep theirs."""
-        self._workers.run_all_workers_single_data("wake")
+        self._tell("wake")
 
     def finish_generation(self) -> None:
         """Gives the GPU's memory away, for training to use; the next call takes it back."""
-        self._workers.run_all_workers_single_data("sleep")
+        self._tell("sleep")
+
+    def _tell(self, method: str) -> None:
+        """Workers that are lost are started again, with the weights that they had."""
+        try:
+            self._workers.run_all_workers_single_data(method)
+        except WorkerLostError as lost:
+            self._restart(lost)
 
     def update_weights(self, policy: Policy) -> None:
         """Takes over the policy's weights and compares checksums of what was sent and arrived.

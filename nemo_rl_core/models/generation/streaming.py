@@ -44,6 +44,12 @@ class StreamingGeneration(Generation):
     def _backend(self) -> str:
         return "vllm_streaming"
 
+    def prepare_for_generation(self) -> None:
+        """It is always ready."""
+
+    def finish_generation(self) -> None:
+        """It goes on with what it was asked; there is no memory that it could give away."""
+
     def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
         """Hands requests over and returns at once.
 
