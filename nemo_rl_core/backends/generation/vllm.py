@@ -1,8 +1,6 @@
 """The generation worker over vLLM's offline engine, which lives inside the worker's process."""
 
 import json
-import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,14 @@ import torch
 from nemo_rl_core.backends.decoding.draws import refuse_stop_strings_without_text
 from nemo_rl_core.backends.decoding.requests import Completed, Request, as_batch, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.process_group import rank, rank_environment, world_size
-from nemo_rl_core.distributed.virtual_cluster import free_address
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
-_POLL_SECONDS = 0.05
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
@@ -49,7 +45,7 @@ class VllmBackend(ReceivesWeights):
                 fix="use tensor_parallel_size, or GPUs",
             )
         if config.ranks_per_engine > 1:
-            _meet(config.ranks_per_engine)
+            meet(config.ranks_per_engine)
         self._llm = LLM(
             str(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
@@ -62,9 +58,7 @@ class VllmBackend(ReceivesWeights):
             load_format=config.load_format,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
-            distributed_executor_backend=(
-                "external_launcher" if config.ranks_per_engine > 1 else None
-            ),
+            distributed_executor_backend=launcher() if config.ranks_per_engine > 1 else None,
             enable_sleep_mode=has_gpu,
             # A prompt cut in two draws and takes back a token, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are taken whole.
@@ -78,6 +72,8 @@ class VllmBackend(ReceivesWeights):
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
+        if config.ranks_per_engine > 1 and not has_gpu:
+            forget_names()
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
@@ -250,35 +246,3 @@ def _logprobs_mode(config: VllmGenerationConfig) -> str:
     if config.temperature == 1 and not config.draws_from_all:
         return "raw_logprobs"
     return "processed_logprobs"
-
-
-def _meet(num_ranks: int) -> None:
-    """Narrows the environment from all workers to those of this rank's engine.
-
-    All workers know where the first of them is. There, the first of each engine leaves word of
-    where the others find it.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    everybody, place = world_size(), rank()
-    engine, place_in_engine = divmod(place, num_ranks)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if everybody > num_ranks:
-        self_hosted = place == 0
-        store = TCPStore(address, port, everybody, is_master=self_hosted)
-        if place_in_engine == 0:
-            own = free_address()
-            store.set(f"engine {engine}", f"{own[0]} {own[1]}")
-        words = store.get(f"engine {engine}").decode().split()
-        address, port = words[0], int(words[1])
-        # The store goes when its host leaves, which must not be before all have read.
-        store.add("read", 1)
-        while self_hosted and store.add("read", 0) < everybody:
-            time.sleep(_POLL_SECONDS)
-    # Ray shows a worker its own GPU alone, as device 0.
-    local_rank = 0 if torch.cuda.is_available() else place_in_engine
-    os.environ.update(
-        rank_environment(
-            place_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
-        )
-    )
