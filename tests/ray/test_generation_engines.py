@@ -258,7 +258,7 @@ def test_an_engine_over_two_workers_draws_as_one_does(
     make_policy: Callable,
 ) -> None:
     expected = engine.generate(batch, greedy=False)
-    names = {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 (only looked at)
+    names = {path.name for path in Path("/dev/shm").iterdir()}
     config = {
         "model_name": str(tiny_model),
         "max_new_tokens": 6,
@@ -276,5 +276,5 @@ def test_an_engine_over_two_workers_draws_as_one_does(
     assert not agree(trained, expected)
     assert agree(split.generate(batch, greedy=False), trained)
     split.shutdown()
-    left = {path.name for path in Path("/dev/shm").iterdir()} - names  # noqa: S108
+    left = {path.name for path in Path("/dev/shm").iterdir()} - names
     assert [name for name in left if "cpushm" in name] == []
