@@ -32,7 +32,7 @@ class WeightLine:
     def __init__(
         self, trainer: RayWorkerGroup, engine: RayWorkerGroup, timeout_seconds: float | None
     ) -> None:
-        self.trainer, self._engine, self._timeout_seconds = trainer, engine, timeout_seconds
+        self.trainer, self._timeout_seconds = trainer, timeout_seconds
         sender: Place = trainer.run_single_worker("weight_place")
         receivers: list[Place] = engine.run_all_workers_single_data("weight_place")
         here = machine_of_this_process()
@@ -44,11 +44,12 @@ class WeightLine:
             timeout_seconds=min(timeout_seconds or _MAX_WAIT_SECONDS, _MAX_WAIT_SECONDS),
         )
 
-    def transfer(self, **options: Any) -> str:
+    def transfer(self, engine: RayWorkerGroup, **options: Any) -> str:
         """Hands all weights over.
 
         Args:
-            **options: For the engine's `receive_weights`.
+            engine: The same workers.
+            **options: For its `receive_weights`.
 
         Returns:
             The digest of what was sent, and has arrived at every worker of the engine.
@@ -57,7 +58,7 @@ class WeightLine:
             ConsistencyError: If something else has arrived.
             WorkerError: If either end is lost or fails.
         """
-        route, trainer, engine = self._host.route, self.trainer, self._engine
+        route, trainer = self._host.route, self.trainer
         sending = [
             trainer.start_single_worker("send_weights", route, engine.name, rank=rank)
             for rank in range(trainer.world_size)
@@ -78,6 +79,7 @@ class WeightLine:
         return str(sent[0])
 
 
+# An engine's workers that are gone take their line with them.
 _lines: "WeakKeyDictionary[RayWorkerGroup, WeightLine]" = WeakKeyDictionary()
 
 
@@ -101,7 +103,7 @@ def transfer_weights(
         if line is not None:
             _close(line.trainer, engine)
         line = WeightLine(trainer, engine, timeout_seconds)
-    digest = line.transfer(**options)
+    digest = line.transfer(engine, **options)
     _lines[engine] = line
     return digest
 
