@@ -19,6 +19,7 @@ from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, Opti
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync import Place
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
@@ -296,6 +297,23 @@ def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
     again = Generation(session, engine._setup, name="transformers")
     again.update_weights(policy)
     assert_equal(held_by_transformers(again)[0], sent_by(policy))
+
+
+def be_elsewhere(own: Any) -> None:
+    own.weight_place = lambda: Place("another machine", None)
+
+
+@pytest.mark.slow
+def test_an_engine_on_another_machine_is_reached_over_the_network(
+    engine: Generation, make_policy: Callable[..., Policy]
+) -> None:
+    policy = make_policy()
+    train_once(policy)
+    in_worker(engine._workers, be_elsewhere)
+    engine.update_weights(policy)
+    assert carrier_of(engine) == "gloo"
+    assert pages_held(policy) == 0
+    assert_equal(held_by_transformers(engine)[0], sent_by(policy))
 
 
 @pytest.mark.slow
