@@ -193,7 +193,7 @@ class VllmBackend(ReceivesWeights):
             if self._config.tensor_parallel_size > 1 and parameter.shape != sent.shape:
                 continue  # one rank's part of it, filled up to a round number of rows
             compared += 1
-            if not torch.equal(parameter[: sent.shape[0]].cpu(), sent):
+            if not torch.equal(parameter[: sent.shape[0]].cpu(), sent.cpu()):
                 raise ConsistencyError(
                     f"vLLM still holds old weights in {name!r} after an update",
                     fix="run the same command again: it resumes from the last save",
