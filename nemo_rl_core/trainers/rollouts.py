@@ -1,6 +1,7 @@
 """What algorithms share that learn from completions of their own policy."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -102,7 +103,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         config: Any = self.config
         with self.timer.phase("sync"):
             self._hand_over(self.sampler, last_step=self.step - 1)
-        with self.timer.phase("rollout"):
+        with self.timer.phase("rollout"), self._awake(self.sampler):
             rollouts = self.sampler.engine.run(
                 prompts,
                 num_generations_per_prompt=config.num_generations_per_prompt,
@@ -116,6 +117,16 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         """Gives the engine the policy's weights, as they are after that step."""
         sampler.generation.update_weights(self.policy)
 
+    @contextmanager
+    def _awake(self, sampler: Sampler) -> Iterator[None]:
+        """Engine and trainer share a GPU: its memory is the engine's only while it generates.
+
+        After the weights were handed over, which wakes the engine as well: they have a place then.
+        """
+        sampler.generation.prepare_for_generation()
+        yield
+        sampler.generation.finish_generation()
+
     def _recorded(self) -> list[Rollout]:
         assert self._replayed is not None
         rollouts = self._replayed.load(self.step)
@@ -128,7 +139,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         if self.sampler is None or not self._held_out:
             return {}
         self._hand_over(self.sampler, last_step=self.step)
-        return greedy_metrics(self.sampler, self._held_out)
+        with self._awake(self.sampler):
+            return greedy_metrics(self.sampler, self._held_out)
 
     def _replacements(self) -> dict[str, float]:
         """How often the engine was started again in this step, and how many actors were."""

@@ -9,7 +9,6 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import compare_digests
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
@@ -47,6 +46,12 @@ class StreamingGeneration(Generation):
     @property
     def _backend(self) -> str:
         return "vllm_streaming"
+
+    def prepare_for_generation(self) -> None:
+        """It is always ready."""
+
+    def finish_generation(self) -> None:
+        """It goes on with what it was asked; there is no memory that it could give away."""
 
     def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
         """Hands requests over and returns at once.
@@ -98,23 +103,14 @@ class StreamingGeneration(Generation):
 
         Raises:
             ConsistencyError: If other weights arrived than were sent.
+            WorkerError: If the trainer is lost, or the engine once more.
         """
         if weight_version is not None:
             self._weight_version = weight_version
-        try:
-            self._hand_over(policy)
-        except WorkerLostError as lost:
-            _LOG.warning("%s; the engine is started again", lost.problem)
-            self.num_restarts += 1
-            self._session.discard(self._name)
-            self._start()
-            self._hand_over(policy)
+        super().update_weights(policy)
 
-    def _hand_over(self, policy: Policy) -> None:
-        buckets, sent = policy.send_weights()
-        received = self._workers.run_single_worker("update_weights", buckets, self._weight_version)
-        compare_digests(sent=sent, received=received)
-        self._source, self._digest = policy, sent
+    def _transfer_options(self) -> dict[str, Any]:
+        return {"weight_version": self._weight_version}
 
     def restart(self, lost: WorkerLostError) -> None:
         """Starts the worker again with the weights that it had; it was asked nothing then.
