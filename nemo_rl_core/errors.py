@@ -68,5 +68,9 @@ class WorkerError(NemoRLError):
     """A Ray worker raised or died."""
 
 
+class TransferError(WorkerError):
+    """A transfer of weights broke off: the other end died, is stuck, or has failed itself."""
+
+
 class WorkerLostError(WorkerError):
     """A Ray worker died, or did not answer in time; what it was asked, a new one may be asked."""

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ROWS_SHOWN = 40
+_LOSSES = {
+    "num_failed_rollouts": "rollouts failed",
+    "num_engine_restarts": "engine restarts",
+    "num_environment_restarts": "environment actors replaced",
+}
 _COLUMNS = ["prompt", "completion", "answer", "reward", "advantage", "truncated"]
 
 
@@ -19,7 +24,8 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
     """Curves of `metrics.jsonl`, by name.
 
     Returns:
-        One line with the first metric's course, and the curves as HTML.
+        One line with the first metric's course and what was lost or replaced on the way, and the
+        curves as HTML.
     """
     lines = MetricsFile(folder / "metrics.jsonl").read()
     steps = [line.metrics["global_step"] for line in lines]
@@ -30,8 +36,11 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
         if any(name in line.metrics for line in lines)
     )
     course = [line.metrics[names[0]] for line in lines if names[0] in line.metrics]
-    summary = f"{names[0]} {course[0]:.3f} → {course[-1]:.3f}" if course else ""
-    return summary, charts
+    summary = [f"{names[0]} {course[0]:.3f} → {course[-1]:.3f}"] if course else []
+    for name, words in _LOSSES.items():
+        total = sum(line.metrics.get(name, 0.0) for line in lines)
+        summary += [f"{words} {total:.0f}"] if total else []
+    return ", ".join(summary), charts
 
 
 def records(frame: "pd.DataFrame") -> list[dict[str, Any]]:

@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+_WITH_RAY = (
+    "tests/ray/",
+    "tests/workflows/",
+    "tests/faults/test_run_faults.py",
+    "tests/faults/test_command_faults.py",
+)
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # Before `tasks` is imported, which points flytekit at the store: no test touches the user's own.
@@ -40,11 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _group(nodeid: str) -> str:
-    return (
-        "ray"
-        if nodeid.startswith(("tests/ray/", "tests/workflows/"))
-        else nodeid.split("::", maxsplit=1)[0]
-    )
+    return "ray" if nodeid.startswith(_WITH_RAY) else nodeid.split("::", maxsplit=1)[0]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_core.errors import NemoRLError, WorkerError, WorkerLostError
+from nemo_rl_core.errors import NemoRLError, TransferError, WorkerError, WorkerLostError
 
 _SECONDS_FOR_THE_CAUSE = 10.0
 _NUM_FRAMES = 4
@@ -15,8 +15,7 @@ _WORDS_OF_COLLECTIVES = ("gloo", "nccl", "process group", "connection closed by 
 def wait_for_all(
     pending: Sequence[Any],
     *,
-    name: str,
-    ranks: Mapping[Any, int],
+    workers: Mapping[Any, str],
     timeout_seconds: float | None = None,
 ) -> list[Any]:
     """Waits until all references have values, or one of them has failed.
@@ -27,8 +26,7 @@ def wait_for_all(
 
     Args:
         pending: References to the answers of actors' methods.
-        name: Of the workers, for messages.
-        ranks: Of each actor, by its id.
+        workers: What messages call each actor, by its id: worker 0 of 'training'.
         timeout_seconds: How long to wait at most; None waits for ever.
 
     Returns:
@@ -55,7 +53,7 @@ def wait_for_all(
             try:
                 values[reference] = ray.get(reference)
             except (RayTaskError, RayActorError) as error:
-                found = _described(error, name=name, rank=_rank_of(reference, ranks))
+                found = _described(error, worker=_worker_of(reference, workers))
                 if not _is_of_a_collective(error):
                     raise found from error
                 if follower is None:
@@ -64,7 +62,7 @@ def wait_for_all(
         raise follower
     if waiting:
         raise WorkerLostError(
-            f"worker {_rank_of(waiting[0], ranks)} of {name!r} did not answer in time",
+            f"{_worker_of(waiting[0], workers)} did not answer in time",
             expected=f"an answer within {timeout_seconds} s",
             got=f"{len(waiting)} of {len(pending)} workers still at it",
             fix="raise the deadline if the work takes as long",
@@ -72,22 +70,24 @@ def wait_for_all(
     return [values[reference] for reference in pending]
 
 
-def _rank_of(reference: Any, ranks: Mapping[Any, int]) -> int | str:
-    return ranks.get(reference.task_id().actor_id(), "?")
+def _worker_of(reference: Any, workers: Mapping[Any, str]) -> str:
+    return workers.get(reference.task_id().actor_id(), "a worker")
 
 
 def _is_of_a_collective(error: Exception) -> bool:
     cause = getattr(error, "cause", None)
+    if isinstance(cause, TransferError):
+        return True
     said = str(cause).lower()
     return isinstance(cause, RuntimeError) and any(word in said for word in _WORDS_OF_COLLECTIVES)
 
 
-def _described(error: Any, *, name: str, rank: int | str) -> NemoRLError:
+def _described(error: Any, *, worker: str) -> NemoRLError:
     from ray.exceptions import RayTaskError
 
     if not isinstance(error, RayTaskError):
         return WorkerLostError(
-            f"worker {rank} of {name!r} died",
+            f"{worker} died",
             got=str(error).splitlines()[0],
             fix="often memory: lower max_tokens_per_microbatch or generation.kv_cache_gib; "
             "then run the same command again, it resumes from the last save",
@@ -98,11 +98,11 @@ def _described(error: Any, *, name: str, rank: int | str) -> NemoRLError:
     where = f"host {found[2]}, process {found[1]}" if found else "an unknown host"
     if isinstance(cause, NemoRLError):
         raised = type(cause)(*cause.args)
-        raised.add_note(f"raised by worker {rank} of {name!r} on {where}")
+        raised.add_note(f"raised by {worker} on {where}")
         return raised
     frames = [line.strip() for line in trace.splitlines() if line.lstrip().startswith("File ")]
     return WorkerError(
-        f"worker {rank} of {name!r} raised {type(cause).__name__}: {cause}"[:500],
+        f"{worker} raised {type(cause).__name__}: {cause}"[:500],
         got="\n    ".join([f"on {where}", *frames[-_NUM_FRAMES:]]),
         fix="the worker's whole trace is in the log",
     )

@@ -7,7 +7,7 @@ from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.distributed.results import wait_for_all
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.errors import ResourceError, WorkerLostError
 
 
 class RayWorkerGroup:
@@ -157,18 +157,14 @@ class RayWorkerGroup:
         answers = zip(self.finish(pending, timeout_seconds), answering, strict=True)
         return [answer for answer, wanted in answers if wanted]
 
-    def start_single_worker(
-        self, method: str, *args: Any, num_returns: int = 1, rank: int = 0
-    ) -> list[Any]:
+    def start_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         """Calls one worker without waiting.
 
         Returns:
-            One reference for each value returned; another group's method takes them as arguments,
-            so that large values never pass through this process.
+            A reference for `finish`; another group's method takes it as an argument, so that large
+            values never pass through this process.
         """
-        call = getattr(self._workers[rank], method).options(num_returns=num_returns)
-        references = call.remote(*args)
-        return references if num_returns > 1 else [references]
+        return getattr(self._workers[rank], method).remote(*args, **kwargs)
 
     def finish(self, pending: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
         """Waits for the values that references stand for, in their order.
@@ -176,19 +172,14 @@ class RayWorkerGroup:
         The first failure ends the wait: what the other ranks do then, such as waiting in a
         collective for the one that failed, is nobody's business any more.
         """
-        try:
-            return wait_for_all(
-                pending,
-                name=self.name,
-                ranks=self._rank_of_actor(),
-                timeout_seconds=timeout_seconds,
-            )
-        except Exception:
-            self.is_broken = self.world_size > 1
-            raise
+        return finish_together([(self, pending)], timeout_seconds)[0]
 
-    def _rank_of_actor(self) -> dict[Any, int]:
-        return {worker._actor_id: rank for rank, worker in enumerate(self._workers)}
+    def names_of_actors(self) -> dict[Any, str]:
+        """What messages call each worker, by the id of its actor."""
+        return {
+            worker._actor_id: f"worker {rank} of {self.name!r}"
+            for rank, worker in enumerate(self._workers)
+        }
 
     def shutdown(self) -> None:
         """Ends the workers, also those that hang; may be called again."""
@@ -199,6 +190,29 @@ class RayWorkerGroup:
         if self._workers:
             self._cluster.release(self.name)
         self._workers = []
+
+
+def finish_together(
+    pending: Sequence[tuple[RayWorkerGroup, Sequence[Any]]], timeout_seconds: float | None = None
+) -> list[list[Any]]:
+    """As `RayWorkerGroup.finish`, for groups that do something with one another.
+
+    Args:
+        pending: Each group, and the references to its answers.
+        timeout_seconds: For all of them; None waits for ever.
+
+    Returns:
+        The values of each group.
+    """
+    workers = {key: name for group, _ in pending for key, name in group.names_of_actors().items()}
+    references = [reference for _, each in pending for reference in each]
+    try:
+        values = iter(wait_for_all(references, workers=workers, timeout_seconds=timeout_seconds))
+    except Exception as error:
+        for group, _ in pending:
+            group.is_broken |= group.world_size > 1 or isinstance(error, WorkerLostError)
+        raise
+    return [[next(values) for _ in each] for _, each in pending]
 
 
 def _item(value: Any, place: tuple[int, ...]) -> Any:

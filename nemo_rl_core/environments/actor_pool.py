@@ -1,5 +1,6 @@
 """Ray actors that rows are handed to, and that are replaced when they hang or die."""
 
+import logging
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import NemoRLError, WorkerError
 
+_LOG = logging.getLogger(__name__)
 _START_SECONDS = 300.0
 _CLOSE_SECONDS = 5.0
 _MAX_FAILED_IN_A_ROW = 32
@@ -61,6 +63,7 @@ class ActorPool:
 
     Attributes:
         greeting: What `start` returned.
+        num_restarts: How many actors were replaced.
 
     Raises:
         NemoRLError: As `make` raises it.
@@ -83,6 +86,7 @@ class ActorPool:
         self._busy: dict[Any, _Call] = {}
         self._num_failed_in_a_row = 0
         self.greeting: Any = None
+        self.num_restarts = 0
         self._start()
 
     def run(self, rows: Sequence[Any]) -> list[Any]:
@@ -212,6 +216,10 @@ class ActorPool:
             found.update(dict.fromkeys(call.piece.places, error))
         else:
             waiting.extend(_Piece((place,), is_retry=True) for place in call.piece.places)
+        self.num_restarts += 1
+        _LOG.warning(
+            "an environment's actor %s (%s); another takes its place", error.what, error.got
+        )
         self._start_one()
 
 

@@ -75,6 +75,11 @@ class EnvironmentScorer(Scorer):
         replies = judge(self.environment, logs, metadata)
         return [self._outcome(*pair) for pair in zip(rollouts, replies, strict=True)]
 
+    @property
+    def num_restarts(self) -> int:
+        """How often a part of the environment was replaced, where it counts that."""
+        return getattr(self.environment, "num_restarts", 0)
+
     def close(self) -> None:
         """Ends the environment, if it can be ended."""
         end = getattr(self.environment, "shutdown", None)

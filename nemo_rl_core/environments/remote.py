@@ -65,6 +65,11 @@ class RemoteScorer(Scorer):
             for given, found in pairs
         ]
 
+    @property
+    def num_restarts(self) -> int:
+        """How many actors were replaced."""
+        return self._pool.num_restarts
+
     def close(self) -> None:
         """Ends the actors."""
         self._pool.close()
@@ -112,6 +117,11 @@ class RemoteEnvironment:
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """The batch as it was, and the mean of its `rewards [B]`."""
         return batch, {"mean_reward": float(batch["rewards"].float().mean())}
+
+    @property
+    def num_restarts(self) -> int:
+        """How many actors were replaced."""
+        return self._pool.num_restarts
 
     def shutdown(self) -> None:
         """Ends the actors."""

@@ -9,7 +9,7 @@ from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.importance import kl_generation_trainer
-from nemo_rl_core.functional.masked import masked_sequence_mean
+from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
 from nemo_rl_core.types import Rollout
 
 
@@ -113,8 +113,10 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
     if "num_turns" in batch:
         metrics["num_turns"] = batch["num_turns"].float().mean().item()
     if "prev_logprobs" in batch:
-        logprobs = (batch["generation_logprobs"], batch["prev_logprobs"], batch["token_mask"])
-        metrics["kl_generation_trainer"] = float(kl_generation_trainer(*logprobs))
+        logprobs = (batch["generation_logprobs"], batch["prev_logprobs"])
+        # Without the sequences that the gate has masked, whose tokens nobody trains on.
+        mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+        metrics["kl_generation_trainer"] = float(kl_generation_trainer(*logprobs, mask))
     return metrics
 
 

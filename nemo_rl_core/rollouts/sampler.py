@@ -81,6 +81,11 @@ class Sampler(AbstractContextManager["Sampler"]):
         scorer = self._scorer
         return scorer.environment if isinstance(scorer, EnvironmentScorer) else None
 
+    @property
+    def num_restarts(self) -> tuple[int, int]:
+        """How often the engine was started again, and how many actors of the environment were."""
+        return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
+
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts, each with its reward or with the error for which it has none.
 

@@ -298,6 +298,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         called.call("on_step_begin", step)
         metrics = self._train_step(self._batches.batch(step - 1))
         metrics |= validation.after_step(step, called)
+        metrics |= self._replacements()
         loop.report(step, metrics, self.timer.take())
         called.call("on_step_end", step, metrics)
         if step == steps.last or epoch != self._batches.epoch(step):
@@ -315,6 +316,13 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def _validate(self) -> dict[str, float]:
         """Figures on held-out rows; none unless an algorithm has such."""
+        return {}
+
+    def _replacements(self) -> dict[str, float]:
+        """How many workers were lost and replaced in this step, by kind; none where all must last.
+
+        Figures that a rerun without the loss does not repeat.
+        """
         return {}
 
     def _stage(self, job: Job) -> str:

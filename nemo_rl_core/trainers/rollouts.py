@@ -1,6 +1,7 @@
 """What algorithms share that learn from completions of their own policy."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -37,13 +38,14 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     records: RolloutRecords
     _replayed: RolloutRecords | None
     _held_out: list[Prompt]
+    _num_restarts: tuple[int, int]
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         self._check_context(job.start)
         super()._set_up(job, resources)
         self.records = RolloutRecords(job.work / "rollouts")
         self._replayed = RolloutRecords(job.replay) if job.replay is not None else None
-        self.sampler, self._held_out = None, []
+        self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
         if self._replayed is not None:
             return
         self.sampler = resources.enter_context(
@@ -55,6 +57,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 reward_model=job.reward_model,
             )
         )
+        self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
         if job.validation is not None:
             self._held_out = load_prompts(job.validation, self.sampler.tokenizer)
 
@@ -100,7 +103,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         config: Any = self.config
         with self.timer.phase("sync"):
             self._hand_over(self.sampler, last_step=self.step - 1)
-        with self.timer.phase("rollout"):
+        with self.timer.phase("rollout"), self._awake(self.sampler):
             rollouts = self.sampler.engine.run(
                 prompts,
                 num_generations_per_prompt=config.num_generations_per_prompt,
@@ -114,6 +117,16 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         """Gives the engine the policy's weights, as they are after that step."""
         sampler.generation.update_weights(self.policy)
 
+    @contextmanager
+    def _awake(self, sampler: Sampler) -> Iterator[None]:
+        """Engine and trainer share a GPU: its memory is the engine's only while it generates.
+
+        After the weights were handed over, which wakes the engine as well: they have a place then.
+        """
+        sampler.generation.prepare_for_generation()
+        yield
+        sampler.generation.finish_generation()
+
     def _recorded(self) -> list[Rollout]:
         assert self._replayed is not None
         rollouts = self._replayed.load(self.step)
@@ -126,7 +139,21 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         if self.sampler is None or not self._held_out:
             return {}
         self._hand_over(self.sampler, last_step=self.step)
-        return greedy_metrics(self.sampler, self._held_out)
+        with self._awake(self.sampler):
+            return greedy_metrics(self.sampler, self._held_out)
+
+    def _replacements(self) -> dict[str, float]:
+        """How often the engine was started again in this step, and how many actors were."""
+        before = self._num_restarts
+        if self.sampler is not None:
+            self._num_restarts = self.sampler.num_restarts
+        engine, environment = (
+            now - then for now, then in zip(self._num_restarts, before, strict=True)
+        )
+        return {
+            "num_engine_restarts": float(engine),
+            "num_environment_restarts": float(environment),
+        }
 
     def _peak_memory_gib(self) -> float:
         own = super()._peak_memory_gib()

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.errors import ConfigError, WorkerError
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
+from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
@@ -73,8 +76,9 @@ def rollouts(engine: StreamingGeneration, tiny_model: Path) -> SingleTurnRollout
 
 
 @pytest.fixture
-def stream(engine: StreamingGeneration, rollouts: SingleTurnRollouts) -> RolloutStream:
-    return RolloutStream(engine, rollouts.dialogue, None, seed=0)
+def stream(engine: StreamingGeneration, rollouts: SingleTurnRollouts) -> Iterator[RolloutStream]:
+    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+        yield stream
 
 
 def batch_of(rollouts: list[Rollout]) -> BatchedDataDict:
@@ -141,17 +145,18 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
     rollouts: SingleTurnRollouts,
     prompts: list[Prompt],
 ) -> None:
-    stream = RolloutStream(engine, rollouts.dialogue, None, seed=0, timeout_seconds=1e-4)
-    stream.begin(prompts, num_generations_per_prompt=1, step=1)
-    found = stream.take(1)
+    with RolloutStream(engine, rollouts.dialogue, None, seed=0, timeout_seconds=1e-4) as stream:
+        stream.begin(prompts, num_generations_per_prompt=1, step=1)
+        found = stream.take(1)
     assert [each.group for each in found] == list(range(len(prompts)))
     failed = [each for each in found if each.error is not None]
     assert failed
     assert all("twice" in str(each.error) and each.reward is None for each in failed)
     # What was given up does not come back to whoever asks next.
-    patient = RolloutStream(StreamingGeneration(session, setup), rollouts.dialogue, None, seed=0)
-    patient.begin(prompts, num_generations_per_prompt=1, step=1)
-    assert [each.error for each in patient.take(1)] == [None] * len(prompts)
+    again = StreamingGeneration(session, setup)
+    with RolloutStream(again, rollouts.dialogue, None, seed=0) as patient:
+        patient.begin(prompts, num_generations_per_prompt=1, step=1)
+        assert [each.error for each in patient.take(1)] == [None] * len(prompts)
 
 
 def test_a_lost_engine_owes_nothing(
@@ -175,6 +180,118 @@ def test_a_lost_engine_owes_nothing(
         each.completion.token_ids for each in expected
     ]
     assert {version for each in found for version in each.completion.weight_versions} == {5}
+
+
+def test_an_engine_that_is_stuck_is_replaced(
+    session: ClusterSession, setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
+) -> None:
+    config = setup.config.model_copy(update={"timeout_seconds": 30})
+    engine = StreamingGeneration(session, replace(setup, config=config))
+    rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
+    expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
+    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+        stream.begin(prompts, num_generations_per_prompt=1, step=1)
+        os.kill(worker_pid(engine), signal.SIGSTOP)
+        found = stream.take(1)
+    assert engine.num_restarts == 1
+    assert [each.completion.token_ids for each in found] == [
+        each.completion.token_ids for each in expected
+    ]
+
+
+def break_a_weight(backend: Any) -> None:
+    """The next step of the engine raises, for a matrix has lost its columns."""
+    runner = backend._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    norm = dict(runner.get_model().named_parameters())["model.norm.weight"]
+    backend.whole = norm.data
+    norm.data = norm.data[:1].repeat(3)
+
+
+def mend_it(backend: Any) -> None:
+    runner = backend._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    dict(runner.get_model().named_parameters())["model.norm.weight"].data = backend.whole
+
+
+def test_what_an_engine_raises_is_heard_once(
+    session: ClusterSession,
+    setup: GenerationSetup,
+    engine: StreamingGeneration,
+    rollouts: SingleTurnRollouts,
+    prompts: list[Prompt],
+) -> None:
+    import ray
+
+    worker = engine._workers._workers[0]
+    ray.get(worker.__ray_call__.remote(break_a_weight))
+    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+        stream.begin(prompts, num_generations_per_prompt=1, step=1)
+        with pytest.raises(WorkerError, match="worker 0 of 'generation' raised"):
+            stream.take(1)
+    ray.get(worker.__ray_call__.remote(mend_it))
+    # The same worker, and whoever uses it next: nothing is left of what went wrong.
+    engine = StreamingGeneration(session, setup)
+    expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
+    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+        stream.begin(prompts, num_generations_per_prompt=1, step=1)
+        found = stream.take(1)
+    assert engine._workers._workers[0] is worker
+    assert [each.completion.token_ids for each in found] == [
+        each.completion.token_ids for each in expected
+    ]
+
+
+class Chat:
+    """Says `1=` until the policy has spoken four times; a turn of the policy ends at a digit."""
+
+    first_stop_strings = tuple("0123456789")
+
+    def __init__(self) -> None:
+        self.asked_at: list[float] = []
+        self.num_over = 0
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        self.asked_at.append(time.monotonic())
+        time.sleep(0.05)  # so that not all is over before anybody could look
+        turns = [sum(each["role"] == "assistant" for each in log) for log in message_log_batch]
+        self.num_over += sum(turn == 4 for turn in turns)
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "1="}] * len(turns),
+            metadata=list(metadata),
+            next_stop_strings=[list(self.first_stop_strings)] * len(turns),
+            rewards=torch.tensor([log[-1]["content"].count("7") for log in message_log_batch]),
+            terminateds=torch.tensor([turn == 4 for turn in turns]),
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        return batch, {}
+
+
+def test_conversations_go_on_while_nobody_waits(
+    engine: StreamingGeneration, tiny_model: Path, prompts: list[Prompt]
+) -> None:
+    chat = Chat()
+    bounds = Bounds(max_turns=9, max_tokens=LONG, max_new_tokens=40)
+    tokenizer = load_tokenizer(tiny_model)
+    rollouts = MultiTurnRollouts(engine, tokenizer, chat, seed=0, bounds=bounds)
+    expected = rollouts.run(prompts, num_generations_per_prompt=G, step=1)
+    num_turns = {len(each.turn_rewards) for each in expected}
+    assert num_turns == {4}  # else not all would be over when the count says so
+    chat.num_over = 0
+    with RolloutStream(engine, rollouts.dialogue, chat, seed=0) as stream:
+        stream.begin(prompts, num_generations_per_prompt=G, step=1)
+        deadline = time.monotonic() + 60
+        while chat.num_over < len(expected) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert chat.num_over == len(expected)
+        found = stream.take(1)
+    assert [each.completion.token_ids for each in found] == [
+        each.completion.token_ids for each in expected
+    ]
+    assert [(each.messages, each.turn_rewards, each.group, each.sample) for each in found] == [
+        (each.messages, each.turn_rewards, each.group, each.sample) for each in expected
+    ]
 
 
 def fitted(kind: type[GRPOTrainer], model: Path, max_staleness: int | None = None) -> TrainResult:
@@ -235,22 +352,71 @@ class Watch(Callback):
         self.seen.append(dict(metrics))
 
 
-def test_a_replay_gives_the_weights_that_time_has_made(ahead: TrainResult, tmp_path: Path) -> None:
-    parents = {parent.stage: Path(parent.path) for parent in Manifest.read(ahead.folder).parents}
+def replayed(result: TrainResult, work: Path, **settings: Any) -> list[dict[str, float]]:
+    """Trains again on what was recorded, into `work`; returns the figures of the steps."""
+    parents = {parent.stage: Path(parent.path) for parent in Manifest.read(result.folder).parents}
     start = parents["prepare_model"] / "model"
-    (work := tmp_path / "work").mkdir()
+    work.mkdir()
     job = Job(
         train=parents["prepare_data train"],
         start=start,
         work=work,
         reference=start,
-        replay=ahead.folder / "rollouts",
+        replay=result.folder / "rollouts",
     )
-    trainer = AsyncGRPOTrainer.from_pretrained(start, asynchronous={"max_staleness": 2}, **SETTINGS)
+    trainer = AsyncGRPOTrainer.from_pretrained(start, **settings)
     watch = Watch()
     trainer.run(job, callbacks=[watch])
-    assert_equal_weights(load_file(work / "model" / "model.safetensors"), weights(ahead))
-    assert all(0 <= each["staleness"] <= each["staleness_max"] <= 2 for each in watch.seen)
+    return watch.seen
+
+
+def test_a_replay_gives_the_weights_that_time_has_made(ahead: TrainResult, tmp_path: Path) -> None:
+    seen = replayed(ahead, tmp_path / "work", asynchronous={"max_staleness": 2}, **SETTINGS)
+    assert_equal_weights(load_file(tmp_path / "work/model/model.safetensors"), weights(ahead))
+    assert all(0 <= each["staleness"] <= each["staleness_max"] <= 2 for each in seen)
+
+
+class Busy(Callback):
+    """Keeps the trainer busy after each step; the engine's worker may be lost meanwhile."""
+
+    def __init__(self, kill_in: int) -> None:
+        self._kill_in = kill_in
+        self.hours: list[tuple[float, float]] = []
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        began = time.monotonic()
+        if step == self._kill_in:
+            time.sleep(0.2)
+            os.kill(worker_pid(trainer.sampler.generation), signal.SIGKILL)
+        time.sleep(1)
+        self.hours.append((began, time.monotonic()))
+
+
+@pytest.mark.parametrize("kill_in", [0, 2])
+def test_turns_are_taken_while_the_trainer_is_busy(
+    session: ClusterSession, tiny_model: Path, tmp_path: Path, kill_in: int
+) -> None:
+    settings = {
+        **SETTINGS,
+        "asynchronous": {"max_staleness": 1},
+        "generation": {**SETTINGS["generation"], "max_new_tokens": 40},
+        "rollouts": {"max_turns": 9, "max_rollout_tokens": LONG},
+    }
+    settings.pop("validate_every_num_steps")
+    chat, busy = Chat(), Busy(kill_in)
+    trainer = AsyncGRPOTrainer.from_pretrained(tiny_model, **settings)
+    result = trainer.fit(ROWS, reward_fn=chat, callbacks=[busy])
+    answered = [sum(begin < moment < end for moment in chat.asked_at) for begin, end in busy.hours]
+    # While the trainer is busy after a step, the rollouts of the step after the next are made.
+    assert answered[2] > 0
+    assert kill_in == 2 or answered[1] > 0
+    assert answered[3] == 0
+    restarts = [metrics["num_engine_restarts"] for metrics in result.metrics]
+    assert restarts == [0, 0, float(kill_in == 2), 0]
+    assert [metrics["num_failed_rollouts"] for metrics in result.metrics] == [0, 0, 0, 0]
+    assert all(metrics["staleness_max"] <= 1 for metrics in result.metrics)
+    replayed(result, tmp_path / "work", **settings)
+    assert_equal_weights(load_file(tmp_path / "work/model/model.safetensors"), weights(result))
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,9 @@ def largest_difference(batch: BatchedDataDict) -> float:
 
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
-    import ray
-
-    buckets, _ = policy.send_weights()
-    # The buckets lie in shared memory, which may go away.
-    return {name: w.clone() for bucket in ray.get(buckets) for name, w in bucket.named_tensors()}
+    return policy.workers.run_single_worker(
+        "__ray_call__", lambda own: {name: w.clone() for name, w in own.named_weights()}
+    )
 
 
 def test_trainer_and_engine_agree_after_every_update(

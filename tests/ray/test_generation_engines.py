@@ -249,14 +249,16 @@ def test_the_documents_words_start_an_engine_a_bundle(
     generator.shutdown()
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
 def test_an_engine_over_two_workers_draws_as_one_does(
     two_bundles: RayVirtualCluster,
     engine: VllmGeneration,
     tiny_model: Path,
     batch: BatchedDataDict,
+    make_policy: Callable,
 ) -> None:
     expected = engine.generate(batch, greedy=False)
+    names = {path.name for path in Path("/dev/shm").iterdir()}
     config = {
         "model_name": str(tiny_model),
         "max_new_tokens": 6,
@@ -265,6 +267,14 @@ def test_an_engine_over_two_workers_draws_as_one_does(
         "tensor_parallel_size": 2,
     }
     split = VllmGeneration(two_bundles, config)
-    output = split.generate(batch, greedy=False)
+    assert agree(split.generate(batch, greedy=False), expected)
+    policy = make_policy()
+    train_once(policy, expected)
+    for either in (engine, split):
+        either.update_weights(policy)
+    trained = engine.generate(batch, greedy=False)
+    assert not agree(trained, expected)
+    assert agree(split.generate(batch, greedy=False), trained)
     split.shutdown()
-    assert agree(output, expected)
+    left = {path.name for path in Path("/dev/shm").iterdir()} - names
+    assert [name for name in left if "cpushm" in name] == []

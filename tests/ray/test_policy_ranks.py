@@ -18,12 +18,19 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import combined_digest, make_buckets
+from nemo_rl_core.distributed.weight_sync import (
+    ReceivesWeights,
+    SendsWeights,
+    combined_digest,
+    make_buckets,
+)
+from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.weight_line import transfer_weights
 
 
-class SumBackend:
+class SumBackend(SendsWeights):
     """A training backend whose model is one number: the logprob of token i is `-weight * i`."""
 
     def setup(self, setup: TrainingSetup) -> None:
@@ -50,10 +57,9 @@ class SumBackend:
         self.weight += total
         return {"loss": total.item()}
 
-    def weight_buckets(self) -> Any:
+    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         torch.distributed.all_reduce(torch.ones(1))  # a collective: all ranks must be asked
-        buckets = list(make_buckets([("weight", self.weight)])) if rank() == 0 else []
-        return buckets, combined_digest(bucket.digest for bucket in buckets)
+        yield "weight", self.weight
 
     def save_checkpoint(self, path: Path) -> None:
         (path / f"rank_{rank()}_of_{world_size()}").write_text(str(self.weight.item()))
@@ -148,13 +154,25 @@ def test_a_step_is_one_step_of_all_ranks(policy: Policy, tmp_path: Path) -> None
     assert policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item() == after
 
 
-def test_the_first_rank_sends_all_weights(policy: Policy) -> None:
-    import ray
+class Taker(ReceivesWeights):
+    """An engine whose model is that number."""
 
-    reference, digest = policy.send_weights()
-    (bucket,) = ray.get(reference)
-    assert digest == combined_digest([bucket.digest])
-    assert [name for name, _ in bucket.named_tensors()] == ["weight"]
+    def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.taken = [(name, tensor.item()) for name, tensor in named_tensors]
+
+    def what_was_taken(self) -> list[tuple[str, float]]:
+        return self.taken
+
+
+def test_the_first_rank_sends_all_weights(policy: Policy, session: ClusterSession) -> None:
+    engine = RayWorkerGroup(session.cluster, Taker)
+    for _ in range(2):
+        digest = transfer_weights(policy.workers, engine, timeout_seconds=60)
+        weight = -policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item()
+        assert engine.run_single_worker("what_was_taken") == [("weight", weight)]
+        (bucket,) = make_buckets([("weight", torch.tensor([weight]))])
+        assert digest == combined_digest([bucket.digest])
+    engine.shutdown()
 
 
 def test_ranks_of_one_copy_see_the_same_rows(

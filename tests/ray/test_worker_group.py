@@ -50,18 +50,16 @@ def group(session: ClusterSession):
 
 
 def test_answers_come_in_the_order_of_the_calls(group: RayWorkerGroup) -> None:
-    pending = [group.start_single_worker("echo", number)[0] for number in range(5)]
+    pending = [group.start_single_worker("echo", number) for number in range(5)]
     assert group.finish(list(reversed(pending))) == [4, 3, 2, 1, 0]
     assert group.run_all_workers_single_data("echo", "x") == ["x"]
     assert group.run_single_worker("echo", [1], wait_seconds=0.01) == [1]
     assert group.world_size == 1
 
 
-def test_several_values_of_one_call_can_be_taken_apart(group: RayWorkerGroup) -> None:
-    first, second = group.start_single_worker("pair", 7, num_returns=2)
-    assert group.finish([second, first]) == [8, 7]
-    # A reference is an argument like any other; the value does not pass through this process.
-    assert group.run_single_worker("echo", second) == 8
+def test_a_reference_is_an_argument_like_any_other(group: RayWorkerGroup) -> None:
+    # The value does not pass through this process.
+    assert group.run_single_worker("echo", group.start_single_worker("echo", 8)) == 8
 
 
 def test_a_worker_is_a_process_with_its_own_environment(group: RayWorkerGroup) -> None:

@@ -37,8 +37,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
         """The step's rollouts, most of them made while earlier steps were trained.
 
-        The engine first takes over the weights of the step before, in the middle of whatever it
-        generates, and then the prompts of steps that are now near enough.
+        Where an environment answers, it does so meanwhile, too, so that no turn waits for the
+        trainer. The engine first takes over the weights of the step before, in the middle of
+        whatever it generates, and then the prompts of steps that are now near enough.
         """
         if not isinstance(self.sampler, StreamingSampler):
             return self._recorded()
@@ -53,7 +54,14 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
         """Also before a validation, in whose wake samples go on with the new weights."""
         assert isinstance(sampler, StreamingSampler)
-        sampler.generation.update_weights(self.policy, weight_version=last_step)
+        with self._stream.alone():
+            sampler.generation.update_weights(self.policy, weight_version=last_step)
+
+    def _validate(self) -> dict[str, float]:
+        if self.sampler is None:
+            return {}
+        with self._stream.alone(with_environment=True):
+            return super()._validate()
 
     def _begin_steps(self) -> None:
         """Asks for every step that may be sampled with the weights of now."""

@@ -7,7 +7,7 @@ from typing import Protocol
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import WeightBucket
+from nemo_rl_core.distributed.weight_sync import Place, WeightRoute
 from nemo_rl_core.registry import Registry
 
 
@@ -56,12 +56,12 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    def update_weights(self, buckets: list[WeightBucket]) -> str:
-        """Replaces all weights and empties every cache that old ones filled.
+    def weight_place(self) -> Place:
+        """Where this process runs (`ReceivesWeights` has it)."""
+        ...
 
-        Returns:
-            The digest of what arrived.
-        """
+    def receive_weights(self, route: WeightRoute, place: int) -> str:
+        """Replaces all weights by those of one transfer (`ReceivesWeights` has it)."""
         ...
 
     def load_weights(self, model_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The generation worker over transformers' own loop."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
+from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 
-class HuggingFaceBackend:
+class HuggingFaceBackend(ReceivesWeights):
     """A transformers causal model, whole in this process (a `GenerationBackend`)."""
 
     def setup(self, setup: GenerationSetup) -> None:
@@ -28,6 +29,7 @@ class HuggingFaceBackend:
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
+        self.wake()
         setup = self._setup
         requests = read_requests(batch, setup.config, max_model_len=setup.max_model_len)
         stops = list(setup.stop_token_ids)
@@ -41,23 +43,28 @@ class HuggingFaceBackend:
         completed = complete(self._model, requests, decoding, stop_token_ids=stops)
         return as_batch(requests, completed)
 
-    def update_weights(self, buckets: list[WeightBucket]) -> str:
-        """Replaces all weights; returns what arrived, digested."""
-        digest = combined_digest(received_digest(bucket) for bucket in buckets)
+    def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights: in place, where the model has them under the names they came by."""
+        # What transformers has converted when it loaded may have another layout by the same name.
+        own = {} if self._model._weight_conversions else self._model.state_dict()
+        arrived, filled = {}, set()
+        for name, tensor in named_tensors:
+            arrived[name] = tensor
+            if name in own and own[name].shape == tensor.shape:
+                own[name].copy_(tensor)
+                filled.add(own[name].data_ptr())
+        if own and arrived.keys() <= own.keys() and {w.data_ptr() for w in own.values()} <= filled:
+            return
         # Built anew, for only when it loads does transformers know what published names stand for.
-        # Buckets lie in memory that is shared and goes away.
         self._take(
             type(self._model).from_pretrained(
                 None,
                 config=self._model.config,
-                state_dict={
-                    name: w.clone() for bucket in buckets for name, w in bucket.named_tensors()
-                },
+                state_dict={name: tensor.clone() for name, tensor in arrived.items()},
                 dtype=self._dtype,
                 output_loading_info=True,
             )
         )
-        return digest
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""

@@ -6,8 +6,8 @@ of keys and values want sequences of one length, or kernels that a CPU lacks. vL
 roll out with; this one computes with the very layers that Megatron trains.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from nemo_rl_core.data.packing import Microbatch, pack
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
+from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 
-class MegatronInferenceBackend:
+class MegatronInferenceBackend(ReceivesWeights):
     """One rank of a `GPTModel` (a `GenerationBackend`); all ranks of an engine draw alike."""
 
     def setup(self, setup: GenerationSetup) -> None:
@@ -114,17 +114,9 @@ class MegatronInferenceBackend:
         dist.all_gather(parts, part, group=group)
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous()
 
-    def update_weights(self, buckets: list[WeightBucket]) -> str:
-        """Replaces all weights; returns what arrived, digested."""
-        from safetensors.torch import save_file
-
-        digest = combined_digest(received_digest(bucket) for bucket in buckets)
-        # Each rank reads its slices from a file: one way to load, whatever the weights come from.
-        with TemporaryDirectory(prefix="weights-") as folder:
-            tensors = {name: w for bucket in buckets for name, w in bucket.named_tensors()}
-            save_file(tensors, Path(folder) / "model.safetensors")
-            self.load_weights(Path(folder))
-        return digest
+    def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights, of which this rank takes its slices."""
+        load_hf_weights(self._models, dict(named_tensors))
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""

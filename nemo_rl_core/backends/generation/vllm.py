@@ -1,9 +1,7 @@
 """The generation worker over vLLM's offline engine, which lives inside the worker's process."""
 
 import json
-import os
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,19 @@ import torch
 from nemo_rl_core.backends.decoding.draws import refuse_stop_strings_without_text
 from nemo_rl_core.backends.decoding.requests import Completed, Request, as_batch, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.process_group import rank, rank_environment, world_size
-from nemo_rl_core.distributed.virtual_cluster import free_address
-from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, received_digest
+from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
-_POLL_SECONDS = 0.05
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
 
-class VllmBackend:
+class VllmBackend(ReceivesWeights):
     """One rank of a vLLM engine (a `GenerationBackend`).
 
     Where an engine has several ranks, each runs the same scheduler over the same rows, as vLLM's
@@ -49,7 +45,7 @@ class VllmBackend:
                 fix="use tensor_parallel_size, or GPUs",
             )
         if config.ranks_per_engine > 1:
-            _meet(config.ranks_per_engine)
+            meet(config.ranks_per_engine)
         self._llm = LLM(
             str(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
@@ -62,9 +58,7 @@ class VllmBackend:
             load_format=config.load_format,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
-            distributed_executor_backend=(
-                "external_launcher" if config.ranks_per_engine > 1 else None
-            ),
+            distributed_executor_backend=launcher() if config.ranks_per_engine > 1 else None,
             enable_sleep_mode=has_gpu,
             # A prompt cut in two draws and takes back a token, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are taken whole.
@@ -78,6 +72,8 @@ class VllmBackend:
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
+        if config.ranks_per_engine > 1 and not has_gpu:
+            forget_names()
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
@@ -155,11 +151,9 @@ class VllmBackend:
             )
         return logprobs
 
-    def update_weights(self, buckets: list[WeightBucket]) -> str:
-        """Replaces all weights and empties the prefix cache; returns what arrived, digested."""
-        digest = combined_digest(received_digest(bucket) for bucket in buckets)
-        self._reload([pair for bucket in buckets for pair in bucket.named_tensors()])
-        return digest
+    def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights and empties the prefix cache, when the last of them has arrived."""
+        self._reload(list(named_tensors))
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""
@@ -199,7 +193,7 @@ class VllmBackend:
             if self._config.tensor_parallel_size > 1 and parameter.shape != sent.shape:
                 continue  # one rank's part of it, filled up to a round number of rows
             compared += 1
-            if not torch.equal(parameter[: sent.shape[0]].cpu(), sent):
+            if not torch.equal(parameter[: sent.shape[0]].cpu(), sent.cpu()):
                 raise ConsistencyError(
                     f"vLLM still holds old weights in {name!r} after an update",
                     fix="run the same command again: it resumes from the last save",
@@ -252,35 +246,3 @@ def _logprobs_mode(config: VllmGenerationConfig) -> str:
     if config.temperature == 1 and not config.draws_from_all:
         return "raw_logprobs"
     return "processed_logprobs"
-
-
-def _meet(num_ranks: int) -> None:
-    """Narrows the environment from all workers to those of this rank's engine.
-
-    All workers know where the first of them is. There, the first of each engine leaves word of
-    where the others find it.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    everybody, place = world_size(), rank()
-    engine, place_in_engine = divmod(place, num_ranks)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if everybody > num_ranks:
-        self_hosted = place == 0
-        store = TCPStore(address, port, everybody, is_master=self_hosted)
-        if place_in_engine == 0:
-            own = free_address()
-            store.set(f"engine {engine}", f"{own[0]} {own[1]}")
-        words = store.get(f"engine {engine}").decode().split()
-        address, port = words[0], int(words[1])
-        # The store goes when its host leaves, which must not be before all have read.
-        store.add("read", 1)
-        while self_hosted and store.add("read", 0) < everybody:
-            time.sleep(_POLL_SECONDS)
-    # Ray shows a worker its own GPU alone, as device 0.
-    local_rank = 0 if torch.cuda.is_available() else place_in_engine
-    os.environ.update(
-        rank_environment(
-            place_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
-        )
-    )

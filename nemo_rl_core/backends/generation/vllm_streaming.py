@@ -11,18 +11,20 @@ version of the weights.
 import hashlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from nemo_rl_core.backends.decoding.requests import Completed, Request, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import WeightBucket
+from nemo_rl_core.distributed.weight_sync import WeightRoute
 from nemo_rl_core.types import Completion
 
 T = TypeVar("T")
@@ -90,7 +92,7 @@ class StreamingVllmBackend(VllmBackend):
         self._finished: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
         self._running: dict[str, _UnderWay] = {}
         self._failure: Exception | None = None
-        self._weight_version = 0
+        self._weight_version = self._next_version = 0
         self._thread = threading.Thread(target=self._serve, name="vllm", daemon=True)
         self._thread.start()
         self._between_steps(lambda: super(StreamingVllmBackend, self).setup(setup))
@@ -121,7 +123,9 @@ class StreamingVllmBackend(VllmBackend):
             while True:
                 found.append(self._finished.get_nowait())
         if self._failure is not None and not found:
-            raise self._failure
+            # Once: what was asked is forgotten with it, and whoever asks next is none the worse.
+            failure, self._failure = self._failure, None
+            raise failure
         return found
 
     def cancel(self, names: list[int]) -> None:
@@ -144,30 +148,37 @@ class StreamingVllmBackend(VllmBackend):
 
         return self._between_steps(alone)
 
-    def update_weights(self, buckets: list[WeightBucket], weight_version: int = 0) -> str:
-        """Replaces all weights between two steps; completions under way go on with the new ones.
+    def receive_weights(self, route: WeightRoute, place: int, weight_version: int = 0) -> str:
+        """Takes one transfer, as `ReceivesWeights` has it.
 
         Args:
-            buckets: All weights.
-            weight_version: What tokens drawn from now on are marked with.
+            route: Opened where it is new.
+            place: Among the receivers.
+            weight_version: What tokens drawn with these weights are marked with.
 
         Returns:
             The digest of what arrived.
         """
+        self._next_version = weight_version
+        return super().receive_weights(route, place)
 
-        def swap() -> str:
+    def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights between two steps; completions under way go on with the new ones."""
+        arrived = list(named_tensors)  # while the engine goes on
+
+        def swap() -> None:
             waiting = self._interrupt()
-            digest = super(StreamingVllmBackend, self).update_weights(buckets)
-            self._weight_version = weight_version
+            self._reload(arrived)
+            self._weight_version = self._next_version
             self._start(waiting)
-            return digest
 
-        return self._between_steps(swap)
+        self._between_steps(swap)
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of a folder, and gives up what an earlier caller left."""
 
         def begin_anew() -> None:
+            self._failure = None
             self._interrupt()
             super(StreamingVllmBackend, self).load_weights(model_folder)
             self._weight_version = 0
@@ -207,7 +218,7 @@ class StreamingVllmBackend(VllmBackend):
             # Named fault boundary: nobody would hear of an exception in a thread; `poll` raises it.
             except Exception as error:  # noqa: BLE001 (raised by poll)
                 self._failure = error
-                self._running.clear()
+                self._abort(list(self._running.values()))
 
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():

@@ -1,8 +1,7 @@
 """Weights from trainer to engine, bucket by bucket, never without a checksum.
 
-Policies and engines hand over buckets in messages, through the shared memory of Ray's object store.
-A `WeightSender` and a `WeightReceiver` stream instead: through shared memory, CUDA IPC or a
-collective, whichever `carrier_between` finds. No trainer uses these two yet.
+A `WeightSender` and a `WeightReceiver` stream through shared memory, CUDA IPC or a collective,
+whichever `carrier_between` finds. Backends have them as `SendsWeights` and `ReceivesWeights`.
 """
 
 from nemo_rl_core.distributed.weight_sync.buckets import (
@@ -16,15 +15,19 @@ from nemo_rl_core.distributed.weight_sync.buckets import (
 from nemo_rl_core.distributed.weight_sync.carriers import (
     Place,
     carrier_between,
+    machine_of_this_process,
     place_of_this_process,
 )
 from nemo_rl_core.distributed.weight_sync.channel import CarrierName, RouteHost, WeightRoute
+from nemo_rl_core.distributed.weight_sync.ends import ReceivesWeights, SendsWeights
 from nemo_rl_core.distributed.weight_sync.transfer import WeightReceiver, WeightSender
 
 __all__ = [
     "CarrierName",
     "Place",
+    "ReceivesWeights",
     "RouteHost",
+    "SendsWeights",
     "TensorSpec",
     "WeightBucket",
     "WeightReceiver",
@@ -33,6 +36,7 @@ __all__ = [
     "carrier_between",
     "combined_digest",
     "compare_digests",
+    "machine_of_this_process",
     "make_buckets",
     "place_of_this_process",
     "received_digest",

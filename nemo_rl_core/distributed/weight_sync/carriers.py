@@ -2,7 +2,7 @@
 
 | carrier | where the two are | copies of the bytes |
 |---|---|---|
-| `shared_memory` | on one machine, without a GPU in common | 1 |
+| `shared_memory` | on one machine, otherwise than below | 1 |
 | `cuda_ipc` | on one GPU | 1, on the GPU |
 | `gloo` | anywhere | 1 and the network |
 | `nccl` | on different GPUs | 1 and the network |
@@ -270,13 +270,18 @@ class Place:
 
 
 def place_of_this_process() -> Place:
-    """By host name and, because containers share one, by name space of processes."""
+    """Where what runs here can be reached from."""
     gpu = None
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(local_device()).uuid)
+    return Place(machine_of_this_process(), gpu)
+
+
+def machine_of_this_process() -> str:
+    """Host name and, because containers share one, name space of processes."""
     namespace = Path("/proc/self/ns/pid")
     shared = namespace.readlink() if namespace.exists() else "none"
-    return Place(f"{socket.gethostname()} {shared}", gpu)
+    return f"{socket.gethostname()} {shared}"
 
 
 def carrier_between(sender: Place, receivers: Sequence[Place]) -> CarrierName:
@@ -288,5 +293,7 @@ def carrier_between(sender: Place, receivers: Sequence[Place]) -> CarrierName:
         return "shared_memory" if on_one_machine else "gloo"
     if len(gpus) == 1 and on_one_machine:
         return "cuda_ipc"
-    # NCCL refuses two ranks on one GPU.
-    return "nccl" if len(gpus) == len(places) else "gloo"
+    if len(gpus) == len(places):
+        return "nccl"
+    # It refuses two ranks on one GPU.
+    return "shared_memory" if on_one_machine else "gloo"

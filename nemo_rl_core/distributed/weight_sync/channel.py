@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from nemo_rl_core.errors import WorkerError
+from nemo_rl_core.errors import TransferError
 
 CarrierName = Literal["shared_memory", "cuda_ipc", "gloo", "nccl"]
 SENDER = 0
@@ -65,8 +65,12 @@ class RouteHost:
         host: str = "127.0.0.1",
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.route = WeightRoute(host, self._store.port, num_receivers, carrier, timeout_seconds)
+
+    def close(self) -> None:
+        """Whoever still waits for another end gets an error now, and not after the timeout."""
+        self._store = None
 
 
 class Channel:
@@ -81,7 +85,7 @@ class Channel:
         store: What they met at.
 
     Raises:
-        WorkerError: If the others do not come in time; of every method, if one of them is gone.
+        TransferError: If the others do not come in time; of every method, if one of them is gone.
     """
 
     def __init__(self, route: WeightRoute, rank: int) -> None:
@@ -144,7 +148,7 @@ def _other_end() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # of gloo and of the store alike
-        raise WorkerError(
+        raise TransferError(
             "a transfer of weights broke off",
             expected="trainer and engine workers at both ends of it",
             got=str(error).splitlines()[0],

@@ -31,11 +31,15 @@ class WeightSender:
         route: From a `RouteHost`.
         bucket_bytes: About how much goes at once.
 
+    Attributes:
+        route: The same.
+
     Raises:
-        WorkerError: If the receivers do not come in time.
+        TransferError: If the receivers do not come in time.
     """
 
     def __init__(self, route: WeightRoute, *, bucket_bytes: int = STREAM_BUCKET_BYTES) -> None:
+        self.route = route
         self._channel = Channel(route, SENDER)
         self._carrier = make_carrier(self._channel)
         self._bucket_bytes = bucket_bytes
@@ -51,7 +55,7 @@ class WeightSender:
 
         Raises:
             ConsistencyError: If a receiver has got something else.
-            WorkerError: If one is gone. After either, this end is closed.
+            TransferError: If one is gone. After either, this end is closed.
         """
         try:
             return self._sent(named_tensors)
@@ -92,11 +96,15 @@ class WeightReceiver:
         route: From a `RouteHost`.
         place: Among the receivers, from 0.
 
+    Attributes:
+        route: The same.
+
     Raises:
-        WorkerError: If the others do not come in time.
+        TransferError: If the others do not come in time.
     """
 
     def __init__(self, route: WeightRoute, *, place: int = 0) -> None:
+        self.route = route
         self._channel = Channel(route, place + 1)
         self._carrier = make_carrier(self._channel)
 
@@ -113,7 +121,7 @@ class WeightReceiver:
 
         Raises:
             ConsistencyError: If bytes changed on the way, or `load` left some.
-            WorkerError: If the sender is gone. After any error, that of `load` included, this end
+            TransferError: If the sender is gone. After any error, that of `load` included, this end
                 is closed, and the sender gets an error, too.
         """
         arrived: list[str] = []

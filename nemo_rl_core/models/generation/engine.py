@@ -21,10 +21,16 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import compare_digests
-from nemo_rl_core.errors import ConfigError, ConsistencyError, DataError, WorkerLostError
+from nemo_rl_core.errors import (
+    ConfigError,
+    ConsistencyError,
+    DataError,
+    TransferError,
+    WorkerLostError,
+)
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.weight_line import close_line, transfer_weights
 
 _LOG = logging.getLogger(__name__)
 _WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
@@ -156,23 +162,53 @@ class Generation(GenerationInterface):
 
     def prepare_for_generation(self) -> None:
         """Takes the GPU's memory back; on a CPU, engines keep theirs."""
-        self._workers.run_all_workers_single_data("wake")
+        self._tell("wake")
 
     def finish_generation(self) -> None:
         """Gives the GPU's memory away, for training to use; the next call takes it back."""
-        self._workers.run_all_workers_single_data("sleep")
+        self._tell("sleep")
+
+    def _tell(self, method: str) -> None:
+        """Workers that are lost are started again, with the weights that they had."""
+        try:
+            self._workers.run_all_workers_single_data(method)
+        except WorkerLostError as lost:
+            self._restart(lost)
 
     def update_weights(self, policy: Policy) -> None:
         """Takes over the policy's weights and compares checksums of what was sent and arrived.
 
+        Workers that are lost meanwhile are started again first.
+
         Raises:
-            ConsistencyError: If they differ.
+            ConsistencyError: If other weights arrived than were sent.
+            WorkerError: If the trainer is lost, or the engine once more.
         """
-        buckets, sent = policy.send_weights()
-        for received in self._workers.run_all_workers_single_data("update_weights", buckets):
-            compare_digests(sent=sent, received=received)
+        try:
+            self._hand_over(policy)
+        except (WorkerLostError, TransferError) as lost:
+            policy.check_alive()
+            _LOG.warning("%s; the engine is started again", lost.problem)
+            self.num_restarts += 1
+            self._start()
+            self._hand_over(policy)
+
+    def _hand_over(self, policy: Policy) -> None:
+        try:
+            self._digest = transfer_weights(
+                policy.workers,
+                self._workers,
+                timeout_seconds=self._setup.config.timeout_seconds,
+                **self._transfer_options(),
+            )
+        except BaseException:
+            self._session.discard(self._name)  # it may hold a part of the new weights
+            raise
         self._source: Path | Policy = policy
-        self._digest = sent
+
+    def _transfer_options(self) -> dict[str, Any]:
+        """What else the workers' `receive_weights` is told."""
+        return {}
 
     def load_weights(self, model_folder: Path) -> None:
         """Takes over the weights of a transformers folder of the same architecture."""
@@ -185,6 +221,7 @@ class Generation(GenerationInterface):
 
     def shutdown(self) -> None:
         """Ends the workers, where no other engine is to take them over; may be called again."""
+        close_line(self._workers)
         self._session.discard(self._name)
 
 

@@ -1,17 +1,20 @@
 """An engine that goes on generating between calls."""
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import compare_digests
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.types import Completion
+
+_LOG = logging.getLogger(__name__)
 
 
 class StreamingGeneration(Generation):
@@ -44,6 +47,12 @@ class StreamingGeneration(Generation):
     def _backend(self) -> str:
         return "vllm_streaming"
 
+    def prepare_for_generation(self) -> None:
+        """It is always ready."""
+
+    def finish_generation(self) -> None:
+        """It goes on with what it was asked; there is no memory that it could give away."""
+
     def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
         """Hands requests over and returns at once.
 
@@ -54,7 +63,7 @@ class StreamingGeneration(Generation):
         Raises:
             WorkerLostError: If the worker is lost; see `restart`.
         """
-        self._workers.run_single_worker("submit", list(names), requests)
+        self._ask("submit", names=list(names), batch=requests)
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         """Completions that are done and were not returned before, by name.
@@ -65,14 +74,22 @@ class StreamingGeneration(Generation):
         Raises:
             WorkerLostError: If the worker is lost; see `restart`.
         """
-        found: list[tuple[int, Completion]] = self._workers.run_single_worker(
-            "poll", wait_seconds=wait_seconds
-        )
+        found: list[tuple[int, Completion]] = self._ask("poll", wait_seconds=wait_seconds)
         return found
 
     def cancel(self, names: Sequence[int]) -> None:
         """Gives requests up; their completions may still come from the next `poll`."""
-        self._workers.run_single_worker("cancel", list(names))
+        self._ask("cancel", names=list(names))
+
+    def _ask(self, method: str, **kwargs: Any) -> Any:
+        """What the worker says; one that is stuck is lost, as one that does not `generate` is."""
+        (answer,) = self._workers.run_all_workers_sharded_data(
+            method,
+            replicate_on_axes=self._sharding.names,
+            common_kwargs=kwargs,
+            timeout_seconds=self._setup.config.timeout_seconds,
+        )
+        return answer
 
     def update_weights(self, policy: Policy, *, weight_version: int | None = None) -> None:
         """Hands the policy's weights over in the middle of what is being generated.
@@ -86,22 +103,14 @@ class StreamingGeneration(Generation):
 
         Raises:
             ConsistencyError: If other weights arrived than were sent.
+            WorkerError: If the trainer is lost, or the engine once more.
         """
         if weight_version is not None:
             self._weight_version = weight_version
-        try:
-            self._hand_over(policy)
-        except WorkerLostError:
-            self.num_restarts += 1
-            self._session.discard(self._name)
-            self._start()
-            self._hand_over(policy)
+        super().update_weights(policy)
 
-    def _hand_over(self, policy: Policy) -> None:
-        buckets, sent = policy.send_weights()
-        received = self._workers.run_single_worker("update_weights", buckets, self._weight_version)
-        compare_digests(sent=sent, received=received)
-        self._source, self._digest = policy, sent
+    def _transfer_options(self) -> dict[str, Any]:
+        return {"weight_version": self._weight_version}
 
     def restart(self, lost: WorkerLostError) -> None:
         """Starts the worker again with the weights that it had; it was asked nothing then.
@@ -109,4 +118,5 @@ class StreamingGeneration(Generation):
         Raises:
             ConsistencyError: If the policy has trained on since it was given them.
         """
+        _LOG.warning("%s; the engine is started again", lost.problem)
         self._restart(lost)

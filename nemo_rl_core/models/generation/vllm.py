@@ -12,7 +12,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import WeightBucket
+from nemo_rl_core.distributed.weight_sync import WeightRoute
 from nemo_rl_core.models.generation.engine import Generation, engine_environment
 from nemo_rl_core.models.generation.words import read_setup
 
@@ -111,9 +111,13 @@ class VllmGenerationWorker:
         batch = BatchedDataDict({"input_ids": input_ids, **given})
         return self._backend.generate(batch, greedy=greedy)
 
-    def update_weights(self, weights_handle: list[WeightBucket]) -> str:
-        """Replaces all weights; returns what arrived, digested."""
-        return self._backend.update_weights(weights_handle)
+    def update_weights(self, weights_handle: WeightRoute) -> str:
+        """Takes one transfer of all weights; returns what arrived, digested.
+
+        Args:
+            weights_handle: The route of a `RouteHost`, at whose other end a `WeightSender` sends.
+        """
+        return self._backend.receive_weights(weights_handle, 0)
 
     def shutdown(self) -> None:
         """Ends the engine."""

@@ -21,6 +21,7 @@ from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.interfaces import PolicyInterface
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
+_SECONDS_TO_ANSWER = 60.0
 
 
 class Policy(PolicyInterface):
@@ -34,6 +35,9 @@ class Policy(PolicyInterface):
         setup: Model, backend, head, optimizer and budgets.
         name: Of the worker group. Policies of one name share workers, so that the later one takes
             them over; a policy and a critic that live side by side need two names.
+
+    Attributes:
+        workers: Whose backend is a `SendsWeights`; see `transfer_weights`.
 
     Raises:
         ConfigError: If the cluster's workers do not hold whole copies of the model.
@@ -51,7 +55,7 @@ class Policy(PolicyInterface):
         backend = get_training_backend(training.backend)
         sharding = training_sharding(training, session.cluster.world_size)
         # The set-up is no part of the key: workers are set up anew for every policy.
-        self._workers, _ = session.workers(
+        self.workers, _ = session.workers(
             backend, name=name, key=training.backend, sharding=sharding
         )
         self._session, self._name = session, name
@@ -61,7 +65,7 @@ class Policy(PolicyInterface):
         self._shares_rows = shares_rows(
             json.loads((setup.model_folder / "config.json").read_text())
         )
-        self._workers.run_all_workers_single_data("setup", setup)
+        self.workers.run_all_workers_single_data("setup", setup)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """`logprobs [B, T-1]` under the weights being trained."""
@@ -82,7 +86,7 @@ class Policy(PolicyInterface):
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
         """One optimizer step over the whole batch."""
-        answers = self._workers.run_all_workers_sharded_data(
+        answers = self.workers.run_all_workers_sharded_data(
             "train_step",
             in_sharded_axes=[DATA],
             replicate_on_axes=_WITHIN_A_COPY,
@@ -98,7 +102,7 @@ class Policy(PolicyInterface):
     ) -> BatchedDataDict:
         """What the ranks compute of their rows, in the batch's order, as columns of these names."""
         shards = self._shards(data)
-        answers = self._workers.run_all_workers_sharded_data(
+        answers = self.workers.run_all_workers_sharded_data(
             method,
             in_sharded_axes=[DATA],
             replicate_on_axes=_WITHIN_A_COPY,
@@ -132,49 +136,51 @@ class Policy(PolicyInterface):
         Raises:
             NotImplementedError: If the backend does not generate, or the model has several ranks.
         """
-        if not self._generates or self._workers.world_size > 1:
+        if not self._generates or self.workers.world_size > 1:
             raise NotImplementedError(
-                f"{self._workers.world_size} ranks of this backend do not generate: give the "
+                f"{self.workers.world_size} ranks of this backend do not generate: give the "
                 "weights to an engine, VllmGeneration(...).update_weights(policy)"
             )
-        output: BatchedDataDict = self._workers.run_single_worker(
+        output: BatchedDataDict = self.workers.run_single_worker(
             "generate", data, greedy=greedy, **options
         )
         return output
 
-    def send_weights(self) -> tuple[Any, str]:
-        """A reference to all weights in shared memory, and the digest of what was put there."""
-        # Every rank takes part in gathering them; the first one has them all then.
-        started = [
-            self._workers.start_single_worker("weight_buckets", num_returns=2, rank=rank)
-            for rank in range(self._workers.world_size)
+    def check_alive(self) -> None:
+        """Raises what ends a run: a worker that holds a part of what was trained is gone.
+
+        Raises:
+            WorkerLostError: If a worker died, or does not answer within a minute.
+        """
+        pending = [
+            self.workers.start_single_worker("__ray_ready__", rank=rank)
+            for rank in range(self.workers.world_size)
         ]
-        digests = self._workers.finish([digest for _, digest in started])
-        return started[0][0], digests[0]
+        self.workers.finish(pending, timeout_seconds=_SECONDS_TO_ANSWER)
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes weights and trainer state into an existing folder that all ranks see."""
-        self._workers.run_all_workers_single_data("save_checkpoint", path)
+        self.workers.run_all_workers_single_data("save_checkpoint", path)
 
     def start_checkpoint(self, path: Path) -> None:
         """As `save_checkpoint`, of a copy of the state, some of which is written later."""
-        self._workers.run_all_workers_single_data("start_checkpoint", path)
+        self.workers.run_all_workers_single_data("start_checkpoint", path)
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would not have to wait for any rank."""
-        return all(self._workers.run_all_workers_single_data("checkpoint_is_written"))
+        return all(self.workers.run_all_workers_single_data("checkpoint_is_written"))
 
     def finish_checkpoint(self) -> None:
         """Waits until the folder is whole; raises what writing it has raised."""
-        self._workers.run_all_workers_single_data("finish_checkpoint")
+        self.workers.run_all_workers_single_data("finish_checkpoint")
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from a saved state."""
-        self._workers.run_all_workers_single_data("load_checkpoint", path)
+        self.workers.run_all_workers_single_data("load_checkpoint", path)
 
     def peak_memory_gib(self) -> float:
         """The most memory that all workers together have held."""
-        return float(sum(self._workers.run_all_workers_single_data("peak_memory_gib")))
+        return float(sum(self.workers.run_all_workers_single_data("peak_memory_gib")))
 
     def shutdown(self) -> None:
         """Ends the workers, where no other policy is to take them over; may be called again."""

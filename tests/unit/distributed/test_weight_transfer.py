@@ -188,7 +188,7 @@ def test_one_changed_bit_is_refused_at_both_ends(carrier: CarrierName) -> None:
     (sent, _), (received, loaded) = run_ranks(end, meeting.route, world_size=2)
     assert received.startswith("ConsistencyError: the weights that arrived")
     assert loaded == []
-    assert sent.startswith("WorkerError: a transfer of weights broke off")
+    assert sent.startswith("TransferError: a transfer of weights broke off")
 
 
 @pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
@@ -202,7 +202,7 @@ def test_a_receiver_that_dies_is_an_error(carrier: CarrierName) -> None:
 
     meeting = host(carrier)
     (error,) = run_ranks(end, meeting.route, world_size=1, timeout_seconds=30)
-    assert error.startswith("WorkerError: a transfer of weights broke off")
+    assert error.startswith("TransferError: a transfer of weights broke off")
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_receiver_that_cannot_load_hangs_up(tmp_path: Path) -> None:
         meeting = host("shared_memory")
         done = tmp_path / load.__name__
         sent, received = run_ranks(end, meeting.route, load, done, world_size=2)
-        assert sent.startswith("WorkerError: a transfer of weights broke off")
+        assert sent.startswith("TransferError: a transfer of weights broke off")
         assert error in received
         assert "the line was closed" in received
 
@@ -281,7 +281,8 @@ def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
         (("a", "0"), [("a", "0")], "cuda_ipc"),
         (("a", "0"), [("a", "1")], "nccl"),
         (("a", "0"), [("a", "1"), ("b", "2")], "nccl"),
-        (("a", "0"), [("a", "0"), ("a", "1")], "gloo"),
+        (("a", "0"), [("a", "0"), ("a", "1")], "shared_memory"),
+        (("a", "0"), [("a", "0"), ("b", "1")], "gloo"),
         (("a", "0"), [("a", None)], "shared_memory"),
         (("a", "0"), [("b", None)], "gloo"),
     ],

@@ -40,14 +40,14 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.process_group import local_device, rank, world_size
-from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
+from nemo_rl_core.distributed.process_group import local_device, world_size
+from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 
-class DTensorBackend:
+class DTensorBackend(SendsWeights):
     """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
 
     Which ranks there are is read off the environment, and their axes off `TrainingSetup.training`.
@@ -345,18 +345,10 @@ class DTensorBackend:
                 seen.add(id(tensor))
                 yield name, whole_tensor(tensor)
 
-    def weight_buckets(self) -> tuple[list[WeightBucket], str]:
-        """The weights in the type the engine computes with, and the digest of all of them.
-
-        A collective; ranks other than 0 get no buckets.
-        """
+    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `named_weights`, in the type that engines compute with."""
         dtype = getattr(torch, self._setup.dtype)
-        if rank() != 0:
-            for _ in self.named_weights():
-                pass
-            return [], combined_digest([])
-        buckets = list(make_buckets((name, w.to(dtype)) for name, w in self.named_weights()))
-        return buckets, combined_digest(bucket.digest for bucket in buckets)
+        return ((name, weight.to(dtype)) for name, weight in self.named_weights())
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""

@@ -1,6 +1,5 @@
 """The training worker over Megatron-core."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,13 @@ from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync import WeightBucket, combined_digest, make_buckets
+from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.infra.timer import peak_memory_gib
 
 
-class MegatronBackend:
+class MegatronBackend(SendsWeights):
     """One rank that trains a `GPTModel` with AdamW (a `TrainingBackend`).
 
     Every method but `setup`, `shutdown` and `peak_memory_gib` is a collective: all ranks call it,
@@ -243,18 +242,10 @@ class MegatronBackend:
         """The whole weights as the transformers checkpoint names them; every rank iterates."""
         return iter_hf_weights(self._models)
 
-    def weight_buckets(self) -> tuple[list[WeightBucket], str]:
-        """The weights in the type the engine computes with, and the digest of all of them.
-
-        On rank 0; others take part in gathering and return no buckets.
-        """
+    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `named_weights`, in the type that engines compute with."""
         dtype = getattr(torch, self._setup.dtype)
-        weights = ((name, weight.to(dtype)) for name, weight in self.named_weights())
-        if dist.get_rank() > 0:
-            deque(weights, maxlen=0)
-            return [], ""
-        buckets = list(make_buckets(weights))
-        return buckets, combined_digest(bucket.digest for bucket in buckets)
+        return ((name, weight.to(dtype)) for name, weight in self.named_weights())
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (Megatron's own, sharded)."""

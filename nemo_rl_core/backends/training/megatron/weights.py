@@ -6,9 +6,9 @@ tensor in memory beside the model.
 """
 
 import json
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,19 +21,21 @@ from nemo_rl_core.errors import ModelError
 _MAX_DIMENSIONS = 4
 
 
-def load_hf_weights(chunks: list[Any], folder: Path) -> None:
-    """Fills this rank's parameters, cast to their own type, from a transformers folder.
+def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]) -> None:
+    """Fills this rank's parameters, cast to their own type, with weights in transformers' layout.
 
     Args:
         chunks: As `build_model` gives them.
-        folder: With `model.safetensors`, or several and their index.
+        source: A folder with `model.safetensors`, or with several and their index; or whole tensors
+            by name.
 
     Raises:
-        ModelError: If the folder lacks a weight, or holds one of another shape.
+        ModelError: If the source lacks a weight, or holds one of another shape.
     """
     config = chunks[0].config
     filled = set()
-    with torch.no_grad(), _Safetensors(folder) as tensors:
+    tensors = _Safetensors(source) if isinstance(source, Path) else _Tensors(source)
+    with torch.no_grad():
         for entry in _entries(chunks):
             if not _held_here(entry):
                 continue
@@ -44,7 +46,7 @@ def load_hf_weights(chunks: list[Any], folder: Path) -> None:
             weight = fuse(rule, parts, config)
             if weight.shape != parameter.shape:
                 raise ModelError(
-                    f"a weight of {folder.name!r} has another shape than its config says",
+                    f"a weight of {tensors.name} has another shape than its config says",
                     expected=f"{tuple(parameter.shape)} on this rank for {rule.megatron}",
                     got=f"{tuple(weight.shape)} from {', '.join(rule.hf)}",
                     fix="name a folder whose config belongs to its weights",
@@ -141,11 +143,55 @@ def _broadcast(
     return tensor
 
 
-class _Safetensors:
-    """The tensors of a folder, read by slices; files are opened when first needed."""
+class _Slices(ABC):
+    """Whole tensors of which a rank reads its slices."""
+
+    name: str
+    """What messages call them."""
+
+    def read(self, name: str, rule: Rule, rank: int, num_ranks: int) -> torch.Tensor:
+        """The slice of a tensor that one of `num_ranks` tensor-parallel ranks holds."""
+        tensor, shape = self._whole(name)
+        if rule.split is None:
+            return _tensor(tensor[:])
+        size = shape[rule.split]
+        share = -(-size // num_ranks) if rule.padded else size // num_ranks
+        start, end = (min(place * share, size) for place in (rank, rank + 1))
+        if rule.split == 1:
+            return _tensor(tensor[:, start:end])
+        rows = _tensor(tensor[start:end])
+        if rows.shape[0] == share:
+            return rows
+        return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
+
+    @abstractmethod
+    def _whole(self, name: str) -> tuple[Any, Sequence[int]]:
+        """What gives slices of a tensor, and its shape."""
+
+
+class _Tensors(_Slices):
+    """In memory."""
+
+    name = "the policy"
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def _whole(self, name: str) -> tuple[Any, Sequence[int]]:
+        if name not in self._tensors:
+            raise ModelError(
+                "the weights to generate with are not whole",
+                expected=f"a tensor {name}",
+                fix="send the weights of a policy of the same architecture",
+            )
+        return self._tensors[name], self._tensors[name].shape
+
+
+class _Safetensors(_Slices):
+    """The tensors of a folder; files are opened when first needed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self.name = folder, repr(folder.name)
         index = folder / "model.safetensors.index.json"
         self._files: dict[str, str] | None = None
         if index.exists():
@@ -158,33 +204,7 @@ class _Safetensors:
             )
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> "_Safetensors":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.clear()
-
-    def read(self, name: str, rule: Rule, rank: int, num_ranks: int) -> torch.Tensor:
-        """The slice of a tensor that one of `num_ranks` tensor-parallel ranks holds."""
-        tensor = self._slice(name)
-        if rule.split is None:
-            return _tensor(tensor[:])
-        size = tensor.get_shape()[rule.split]
-        share = -(-size // num_ranks) if rule.padded else size // num_ranks
-        start, end = (min(place * share, size) for place in (rank, rank + 1))
-        if rule.split == 1:
-            return _tensor(tensor[:, start:end])
-        rows = _tensor(tensor[start:end])
-        if rows.shape[0] == share:
-            return rows
-        return torch.cat([rows, rows.new_zeros(share - rows.shape[0], *rows.shape[1:])])
-
-    def _slice(self, name: str) -> Any:
+    def _whole(self, name: str) -> tuple[Any, Sequence[int]]:
         from safetensors import safe_open
 
         file = "model.safetensors" if self._files is None else self._files.get(name)
@@ -196,7 +216,8 @@ class _Safetensors:
                 expected=f"a tensor {name}",
                 fix="name a complete checkpoint of a causal model",
             )
-        return self._open[file].get_slice(name)
+        found = self._open[file].get_slice(name)
+        return found, found.get_shape()
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""Whole runs, and what harms them from outside."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.model import ModelFromConfig
+from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.distributed import session as sessions
+from nemo_rl_core.distributed.session import ClusterSession, connect
+from nemo_rl_core.trainers.callbacks import Callback
+
+_LOOK_SECONDS = 0.001
+_GIVE_UP_SECONDS = 300.0
+
+
+class Killer(Callback):
+    """Kills one of this process's workers, or its children's, in the middle of a method (SIGKILL).
+
+    Ray shows in the title of a process what it is at: `ray::VllmBackend.generate`.
+
+    Args:
+        methods: Any of them will do; such as `VllmBackend.generate`.
+        step: The step at whose beginning the look-out begins.
+        wait_seconds: From when the worker is seen at it to the signal.
+        when: Says, after `start`, whether the look-out begins now.
+
+    Attributes:
+        killed: The titles of those that were killed.
+    """
+
+    def __init__(
+        self,
+        *methods: str,
+        step: int = 2,
+        wait_seconds: float = 0.0,
+        when: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._titles = tuple(f"ray::{method}" for method in methods)
+        self._step = step
+        self._wait_seconds = wait_seconds
+        self._when = when
+        self._thread = threading.Thread(target=self._kill, daemon=True)
+        self.killed: list[str] = []
+
+    def on_step_begin(self, trainer: Any, step: int) -> None:
+        if step == self._step and not self.killed:
+            self.start()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> list[str]:
+        """What was killed, once it was; nothing where nothing was at it."""
+        self._thread.join(_GIVE_UP_SECONDS)
+        return self.killed
+
+    def _kill(self) -> None:
+        deadline = time.monotonic() + _GIVE_UP_SECONDS
+        while not self._when() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        while time.monotonic() < deadline:
+            for process in psutil.Process().children(recursive=True):
+                if _title(process.pid).startswith(self._titles):
+                    time.sleep(self._wait_seconds)
+                    self.killed.append(_title(process.pid))
+                    os.kill(process.pid, signal.SIGKILL)
+                    return
+            time.sleep(_LOOK_SECONDS)
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    except OSError:
+        return ""  # it has ended
+
+
+@pytest.fixture
+def killer() -> Callable[..., Killer]:
+    return Killer
+
+
+@pytest.fixture(scope="session")
+def session() -> Iterator[ClusterSession]:
+    yield connect(ClusterConfig(num_threads=1))
+    sessions.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the one of all tests, but with heads of 32: the smallest that vLLM on a CPU knows."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    config = ModelFromConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2)
+    materialize(config, folder, seed=0)
+    return folder

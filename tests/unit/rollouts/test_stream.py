@@ -1,0 +1,216 @@
+"""A stream's thread beside a caller who trains: who may do what while the other is busy."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.errors import WorkerError, WorkerLostError
+from nemo_rl_core.rollouts.conversation import Bounds, Conversation
+from nemo_rl_core.rollouts.engine import Place
+from nemo_rl_core.rollouts.stream import RolloutStream
+from nemo_rl_core.types import Completion, Prompt
+
+SECONDS = 10.0
+NUM_TURNS = 3
+
+
+class Engine:
+    """Answers each request with the same digit at once; may be lost, and knows nothing then."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._answer = (*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id)
+        self._done: list[int] = []
+        self.num_restarts = 0
+        self.is_lost = False
+        self.failure: Exception | None = None
+        self.restarted_in: list[str] = []
+
+    def _refuse_if_lost(self) -> None:
+        if self.is_lost:
+            raise WorkerLostError("worker 0 of 'generation' died")
+
+    def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:
+        self._refuse_if_lost()
+        self._done += names
+
+    def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
+        self._refuse_if_lost()
+        if self.failure is not None:
+            raise self.failure
+        done, self._done = self._done, []
+        if not done:
+            time.sleep(min(wait_seconds, 0.01))
+        return [(name, Completion(self._answer, (-1.0, -1.0), truncated=False)) for name in done]
+
+    def cancel(self, names: Sequence[int]) -> None:
+        self._refuse_if_lost()
+
+    def restart(self, lost: WorkerLostError) -> None:
+        self.is_lost, self._done = False, []
+        self.num_restarts += 1
+        self.restarted_in.append(threading.current_thread().name)
+
+
+class Patient:
+    """Ends after `NUM_TURNS` turns; does what a test says before it answers."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[int], None] = lambda call: None
+        self.num_calls = 0
+
+    def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
+        self.num_calls += 1
+        self.before(self.num_calls)
+        turns = [sum(m["role"] == "assistant" for m in log) for log in message_log_batch]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "1="}] * len(turns),
+            metadata=list(metadata),
+            next_stop_strings=[None] * len(turns),
+            rewards=torch.ones(len(turns)),
+            terminateds=torch.tensor([turn == NUM_TURNS for turn in turns]),
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}
+
+
+@pytest.fixture
+def engine(tokenizer: Any) -> Engine:
+    return Engine(tokenizer)
+
+
+@pytest.fixture
+def environment() -> Patient:
+    return Patient()
+
+
+@pytest.fixture
+def make(
+    engine: Engine, environment: Patient, tokenizer: Any
+) -> Iterator[Callable[..., RolloutStream]]:
+    made = []
+
+    def dialogue(prompt: Prompt, place: Place) -> Conversation:
+        bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
+        return Conversation(prompt, place, bounds=bounds, tokenizer=tokenizer, stop_strings=())
+
+    def stream(**options: Any) -> RolloutStream:
+        made.append(RolloutStream(engine, dialogue, environment, seed=0, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield stream
+    for each in made:
+        each.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.002)
+
+
+def test_turns_are_taken_before_anybody_asks(make: Any, environment: Patient, ask: Any) -> None:
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=2, step=1)
+    until(lambda: environment.num_calls >= NUM_TURNS)
+    found = stream.take(1)
+    assert [(each.sample, each.reward, each.error) for each in found] == [
+        (0, 3, None),
+        (1, 3, None),
+    ]
+
+
+def test_an_engine_that_is_lost_while_nobody_waits_is_left_until_somebody_does(
+    make: Any, engine: Engine, environment: Patient, ask: Any
+) -> None:
+    def lose(call: int) -> None:
+        engine.is_lost = call == 1
+
+    environment.before = lose
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    until(lambda: engine.is_lost)
+    time.sleep(0.2)  # several looks of the thread
+    assert (engine.num_restarts, environment.num_calls) == (0, 1)
+    (found,) = stream.take(1)
+    assert engine.num_restarts == 1
+    # It goes on from the turn that was lost, not from the first.
+    assert (found.reward, environment.num_calls) == (3, 3)
+
+
+def test_an_engine_that_the_caller_has_restarted_is_asked_again(
+    make: Any, engine: Engine, environment: Patient, ask: Any
+) -> None:
+    held = threading.Event()
+    environment.before = lambda call: held.set()
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    held.wait(SECONDS)
+    with stream.alone():
+        engine.restart(WorkerLostError("as update_weights does"))
+    stream.begin([ask("7=", "7")], num_generations_per_prompt=1, step=2)
+    assert [each.reward for step in (1, 2) for each in stream.take(step)] == [3, 3]
+    assert engine.restarted_in == ["MainThread"]
+
+
+def test_what_the_engine_raises_stops_the_caller(make: Any, engine: Engine, ask: Any) -> None:
+    engine.failure = WorkerError("worker 0 of 'generation' raised RuntimeError")
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    with pytest.raises(WorkerError, match="raised RuntimeError"):
+        stream.take(1)
+
+
+def test_what_comes_after_the_second_deadline_does_not_count(
+    make: Any, environment: Patient, ask: Any
+) -> None:
+    let_go = threading.Event()
+    environment.before = lambda call: let_go.wait(SECONDS) if call == 1 else None
+    stream = make(timeout_seconds=0.1)
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    (found,) = stream.take(1)
+    assert found.error == "no answer within 0.1 s, twice"
+    assert (found.reward, found.completion.token_ids) == (None, ())
+    let_go.set()
+    stream.begin([ask("7=", "7")], num_generations_per_prompt=1, step=2)
+    stream._timeout_seconds = None
+    (found,) = stream.take(2)
+    assert (found.reward, found.error) == (3, None)
+
+
+def test_weights_do_not_wait_for_a_slow_environment_but_a_validation_does(
+    make: Any, environment: Patient, ask: Any
+) -> None:
+    thinks, let_go = threading.Event(), threading.Event()
+
+    def think(call: int) -> None:
+        thinks.set()
+        let_go.wait(SECONDS)
+
+    environment.before = think
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    assert thinks.wait(SECONDS)
+    with stream.alone():
+        assert not let_go.is_set()
+    threading.Timer(0.1, let_go.set).start()
+    with stream.alone(with_environment=True):
+        assert let_go.is_set()
+        calls = environment.num_calls
+        time.sleep(0.1)
+        assert environment.num_calls == calls
+    assert stream.take(1)[0].reward == 3
+
+
+def test_a_closed_stream_leaves_no_thread(make: Any, ask: Any) -> None:
+    stream = make()
+    stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
+    stream.close()
+    assert not [each for each in threading.enumerate() if each.name == "rollouts"]
