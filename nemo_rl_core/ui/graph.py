@@ -1,0 +1,72 @@
+"""Graphs as `graph.js` draws them: boxes, some of them held by others, and arrows."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_core.history.records import AncestryGraph, Edge, Node
+from nemo_rl_core.ui.text import duration, visible
+
+_MAX_OPEN_CHILDREN = 12
+"""A dynamic or sub-workflow that holds more is drawn closed until it is opened."""
+
+
+def of_execution(nodes: Sequence[Node], edges: Sequence[Edge], *, now: float) -> dict[str, Any]:
+    """The stages of a run, nested as they called each other."""
+    held = Counter(node.parent for node in nodes)
+    return {
+        "direction": "TB",
+        "nodes": [
+            {
+                "id": node.id,
+                "parent": node.parent,
+                "label": visible(node.name),
+                "state": node.state,
+                "kind": node.kind,
+                "detail": _detail(node, now),
+                "href": f"/nodes/{node.id}",
+                "open": held[node.id] <= _MAX_OPEN_CHILDREN,
+            }
+            for node in nodes
+        ],
+        "edges": [
+            {
+                "source": edge.source,
+                "target": edge.target,
+                "label": visible(f"{edge.source_output} → {edge.target_input}"),
+            }
+            for edge in edges
+        ],
+    }
+
+
+def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
+    """An artifact and all that it came from: data at the top, the artifact at the bottom."""
+    return {
+        "direction": "TB",
+        "nodes": [
+            {
+                "id": one.id,
+                "parent": None,
+                "label": visible(one.artifact.stage if one.artifact else one.id),
+                "state": "",
+                "kind": one.artifact.kind if one.artifact else "unknown",
+                "detail": one.content_hash[:12] + ("" if one.state == "found" else f" {one.state}"),
+                "href": f"/artifacts/{one.id}",
+                "open": True,
+                "here": one.id == graph.root,
+            }
+            for one in graph.artifacts
+        ],
+        "edges": [
+            {"source": one.parent, "target": one.child, "label": visible(one.role)}
+            for one in graph.parentage
+        ],
+    }
+
+
+def _detail(node: Node, now: float) -> str:
+    if node.state == "cached":
+        return "from an earlier run" if node.cached_from else ""
+    # Whole seconds: a running node's figure would else change the graph ten times a second.
+    return duration(float(round((node.ended_at or now) - node.started_at, 1)))
