@@ -79,9 +79,9 @@ def chart(title: str, series: Sequence[Series]) -> Chart:
     ticks_x: list[tuple[float, str]] = [(LEFT, f"{box[0]:g}")]
     if box[1] > box[0]:
         ticks_x.append((RIGHT, f"{box[1]:g}"))
-    ticks_y = [(_down(box[3], box), f"{box[3]:.4g}")]
+    ticks_y = [(_down(box[3], box), f"{box[3]:.3g}")]
     if box[3] > box[2]:
-        ticks_y.append((_down(box[2], box), f"{box[2]:.4g}"))
+        ticks_y.append((_down(box[2], box), f"{box[2]:.3g}"))
     return Chart(title, lines, ticks_x, ticks_y)
 
 

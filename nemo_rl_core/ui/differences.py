@@ -23,6 +23,11 @@ class Difference:
     before: str
     after: str
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether both sides have the field."""
+        return MISSING not in (self.before, self.after)
+
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
     """The fields that differ, by their paths in order.

@@ -1,7 +1,7 @@
 """Graphs as `graph.js` draws them: boxes, some of them held by others, and arrows."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from nemo_rl_core.history.records import AncestryGraph, Edge, Node
@@ -11,8 +11,21 @@ _MAX_OPEN_CHILDREN = 12
 """A dynamic or sub-workflow that holds more is drawn closed until it is opened."""
 
 
-def of_execution(nodes: Sequence[Node], edges: Sequence[Edge], *, now: float) -> dict[str, Any]:
-    """The stages of a run, nested as they called each other."""
+def of_execution(
+    nodes: Sequence[Node],
+    edges: Sequence[Edge],
+    *,
+    artifacts: Collection[tuple[int, str]],
+    now: float,
+) -> dict[str, Any]:
+    """The stages of a run, nested as they called each other.
+
+    Args:
+        nodes: Of the run.
+        edges: Of the run.
+        artifacts: The outputs that are artifacts, by node and name; the others are plain values.
+        now: The end, as it were, of what goes on.
+    """
     held = Counter(node.parent for node in nodes)
     return {
         "direction": "TB",
@@ -33,6 +46,7 @@ def of_execution(nodes: Sequence[Node], edges: Sequence[Edge], *, now: float) ->
             {
                 "source": edge.source,
                 "target": edge.target,
+                "artifact": (edge.source, edge.source_output) in artifacts,
                 "label": visible(f"{edge.source_output} → {edge.target_input}"),
             }
             for edge in edges
@@ -59,7 +73,12 @@ def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
             for one in graph.artifacts
         ],
         "edges": [
-            {"source": one.parent, "target": one.child, "label": visible(one.role)}
+            {
+                "source": one.parent,
+                "target": one.child,
+                "artifact": True,
+                "label": visible(one.role),
+            }
             for one in graph.parentage
         ],
     }

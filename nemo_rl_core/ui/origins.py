@@ -37,15 +37,15 @@ class Change:
     Attributes:
         stage: What made it.
         before: What made the one before.
-        same_stage: Whether the two read configs of the same kind.
-        found: Field by field.
+        shared: Field by field, of those that both read.
+        single: Of those that only one of them reads.
         commits: Of the code there and here, where the two differ.
     """
 
     stage: str
     before: str
-    same_stage: bool
-    found: list[Difference]
+    shared: list[Difference]
+    single: list[Difference]
     commits: tuple[str, str] | None
 
 
@@ -91,11 +91,12 @@ def base_stage(stage: str) -> str:
 
 def _change(before: ArtifactRow, after: ArtifactRow) -> Change:
     commits = before.manifest.get("git_commit"), after.manifest.get("git_commit")
+    found = differences(before.manifest.get("config", {}), after.manifest.get("config", {}))
     return Change(
         stage=after.stage,
         before=before.stage,
-        same_stage=base_stage(before.stage) == base_stage(after.stage),
-        found=differences(before.manifest.get("config", {}), after.manifest.get("config", {})),
+        shared=[one for one in found if one.is_shared],
+        single=[one for one in found if not one.is_shared],
         commits=(commits[0], commits[1])
         if commits[0] and commits[1] and commits[0] != commits[1]
         else None,

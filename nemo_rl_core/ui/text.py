@@ -49,12 +49,14 @@ def cut(value: object, length: int = 400) -> str:
     return f"{text[:length]}… ({len(text) - length:,} more characters)"
 
 
-def duration(seconds: float | None) -> str:
-    """Such as `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash for None."""
+def duration(seconds: float | None) -> str:  # noqa: PLR0911  (one line a unit)
+    """Such as `40 ms`, `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash for None."""
     if seconds is None:
         return NONE
+    if seconds < 0.1:
+        return f"{1000 * max(0.0, seconds):.0f} ms"
     if seconds < 10:
-        return f"{max(0.0, seconds):.1f} s"
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < _MINUTE:
         return f"{whole} s"

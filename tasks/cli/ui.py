@@ -57,6 +57,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # from here on whoever asks waits for the server instead of being refused
     except OSError as error:
         raise ResourceError(
             f"the page cannot be served on {host}, port {port}",

@@ -14,7 +14,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
 from nemo_rl_core.infra.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
@@ -37,6 +37,7 @@ def runs(history: History) -> tuple[Execution, Execution]:
 
 @pytest.fixture(scope="module")
 def nodes(history: History, runs) -> dict[str, Node]:
+    """By name; of the two evaluations the second."""
     return {node.name: node for node in history.nodes(runs[0].id)}
 
 
@@ -129,22 +130,31 @@ def test_the_graph_shows_the_run_as_it_was(
     page.goto(f"{address}/executions/{runs[0].id}/graph")
     page.wait_for_selector("[data-drawn]")
 
-    drawn = set(
-        page.locator(".graph a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
-    )
-    assert drawn == {f"/nodes/{node.id}" for node in nodes.values()}
-    edges = {tuple(map(int, e.split())) for e in _edges(page)}
-    leaves = {node.id for node in nodes.values() if node.kind == "task"}
-    recorded = {
+    recorded = history.nodes(runs[0].id)
+    drawn = page.locator(".graph a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
+    assert sorted(drawn) == sorted(f"/nodes/{node.id}" for node in recorded)
+
+    kinds = {node.id: node.kind for node in recorded}
+    artifacts = {(n.id, o.name) for n in recorded for o in history.node(n.id).outputs if o.artifact}
+    made = {  # what flowed from task to task as an artifact
         (edge.source, edge.target)
         for edge in history.edges(runs[0].id)
-        if {edge.source, edge.target} <= leaves
+        if kinds[edge.source] == kinds[edge.target] == "task"
+        and (edge.source, edge.source_output) in artifacts
     }
-    assert recorded
-    assert recorded <= edges
+    edges = {tuple(map(int, edge.split())) for edge in _edges(page)}
+    assert len(made) > 8
+    assert made <= edges
+    assert not {edge[::-1] for edge in made} & edges
     iterations = nodes["grpo_iteration 1"].id, nodes["grpo_iteration 2"].id
     assert iterations in edges
-    assert iterations[::-1] not in edges
+
+    plan = nodes["plan_grpo"].id
+    assert not any(plan in edge for edge in edges)
+    page.get_by_role("button", name="Values").click()
+    more = {tuple(map(int, edge.split())) for edge in _edges(page)}
+    assert more > edges
+    assert (plan, iterations[0]) in more
 
 
 def _edges(page: Page) -> list[str]:
@@ -200,19 +210,22 @@ def test_the_graph_moves_and_zooms_by_keyboard_and_buttons(
 
 
 def test_the_rerun_is_all_cached_and_links_to_the_first_run(
-    context: BrowserContext, address: str, history: History, runs, nodes: dict[str, Node]
+    context: BrowserContext, address: str, history: History, runs
 ) -> None:
     first, rerun = runs
-    again = [node for node in history.nodes(rerun.id) if node.kind == "task"]
+    again = [node for node in history.nodes(rerun.id) if node.state == "cached"]
+    before = [n for n in history.nodes(first.id) if n.kind == "task" and n.name != "plan_grpo"]
+    assert [node.name for node in again] == [node.name for node in before]
     page = context.new_page()
     page.goto(f"{address}/executions/{rerun.id}/nodes")
     assert page.locator("tbody .state-cached").count() == len(again)
 
-    for node in again:
-        assert node.cached_from == nodes[node.name].id
+    for node, made in zip(again, before, strict=True):
+        assert node.cached_from == made.id
         page.goto(f"{address}/nodes/{node.id}")
-        source = page.locator(".card a", has_text=nodes[node.name].name)
-        expect(source).to_have_attribute("href", f"/nodes/{nodes[node.name].id}")
+        source = page.locator(".card a").first
+        expect(source).to_have_text(made.name)
+        expect(source).to_have_attribute("href", f"/nodes/{made.id}")
         expect(page.locator(f'.card a[href="/executions/{first.id}"]')).to_be_visible()
 
 
@@ -245,9 +258,9 @@ def test_completions_of_a_step_are_read_and_filtered(
 ) -> None:
     page = context.new_page()
     page.goto(f"{address}/artifacts/{checkpoint}/completions")
-    steps = page.get_by_label("Step").locator("option").all_inner_texts()
+    steps = page.locator("select[name=step]").locator("option").all_inner_texts()
     assert len(steps) >= 4
-    page.get_by_label("Step").select_option(steps[0])
+    page.locator("select[name=step]").select_option(steps[0])
     page.get_by_label("Order").select_option("best")
     page.get_by_role("button", name="Filter").click()
     expect(
@@ -317,6 +330,8 @@ def test_a_run_that_goes_on_is_shown_live(
     curves.evaluate("window.kept = true")
 
     writer.log_metrics(node, 2, {"loss": 1.5})
+    output = as_value("o0", "CheckpointArtifact", "train_sft", "train_sft-0")
+    writer.end_node(node, NodeEnd("succeeded", outputs=[output]))
     other = writer.begin_node("evaluate", task="tasks.evaluate.evaluate", kind="task")
     writer.connect(node, "o0", other, "model")
     expect(curves.get_by_text("last 1.5")).to_be_visible(timeout=10_000)

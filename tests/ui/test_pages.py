@@ -91,7 +91,7 @@ def test_an_execution_says_how_it_was_started_and_what_it_cost(client: TestClien
     text = read(client, f"/executions/{FIRST}").text
 
     assert "pyflyte run --config 'a b'" in text
-    assert "5e1f5e1f5e1f with changes that are not committed" in text
+    assert "5e1f5e1f5e1f + changes" in text
     assert "10 s of work, 50 tokens" in text
     assert '"num_iterations": 2' in text
     assert "5 stages, 0 from the cache" in text
@@ -122,7 +122,7 @@ def test_the_graph_has_the_nodes_as_they_called_each_other(client: TestClient, m
 
 def test_the_table_of_nodes_says_what_each_one_read(client: TestClient, made) -> None:
     page = read(client, f"/executions/{FIRST}/nodes")
-    assert re.search(r"train_sft succeeded task [-\d: ]+ [\d.]+ s prepare_data loss 3", page.text)
+    assert re.search(r"train_sft succeeded task [-\d: ]+ [\d.]+ m?s prepare_data loss 3", page.text)
     cached = read(client, f"/executions/{RERUN}/nodes")
     assert f"/nodes/{made.nodes['train_sft']}" in cached.links
 

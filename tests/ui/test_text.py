@@ -30,7 +30,8 @@ def test_what_would_garble_a_page_is_spelled_out(written: str, shown: str) -> No
     ("seconds", "said"),
     [
         (None, NONE),
-        (-0.1, "0.0 s"),
+        (-0.1, "0 ms"),
+        (0.0123, "12 ms"),
         (9.94, "9.9 s"),
         (59.4, "59 s"),
         (59.6, "1 min 0 s"),

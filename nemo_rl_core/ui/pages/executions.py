@@ -90,7 +90,14 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
 def graph_view(request: Request, run: Execution) -> dict[str, Any]:
     """The stages and what flows between them."""
     history = history_of(request)
-    found = graph.of_execution(history.nodes(run.id), history.edges(run.id), now=time.time())
+    edges = history.edges(run.id)
+    artifacts = {
+        (source, output.name)
+        for source in {edge.source for edge in edges}
+        for output in history.node(source).outputs
+        if output.artifact
+    }
+    found = graph.of_execution(history.nodes(run.id), edges, artifacts=artifacts, now=time.time())
     return {"graph": found}
 
 

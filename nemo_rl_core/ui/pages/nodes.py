@@ -27,7 +27,7 @@ def node(request: Request) -> Response:
     siblings = history.nodes(one.execution)
     held = [other for other in siblings if other.parent == one.id]
     names = curves.ordered(history.metric_names(one.id))
-    shown = names[: 2 * curves.SHOWN]
+    shown = names[: curves.SHOWN]
     return render(
         request,
         "node.html",

@@ -4,11 +4,11 @@
   const figure = document.querySelector("[data-graph]");
   if (!figure) return;
   const SVG = "http://www.w3.org/2000/svg";
-  const LEAF_WIDTH = 214, LEAF_HEIGHT = 54, LABEL_LENGTH = 25, MIN_READABLE = 0.55;
+  const LEAF_WIDTH = 214, LEAF_HEIGHT = 54, LABEL_LENGTH = 25, MIN_READABLE = 0.7;
   const picture = figure.querySelector("svg");
   const view = { x: 0, y: 0, scale: 1 };
   const opened = new Map();
-  let data, children, byId, size, shown = "";
+  let data, children, byId, size, shown = "", showsValues = false;
 
   function make(name, attributes = {}, ...inside) {
     const element = document.createElementNS(SVG, name);
@@ -56,8 +56,10 @@
     return free.flatMap((one) => ends(one, edges, side));
   }
 
+  // Arrows as the picture has them: lifted out of what is closed, led into what is open.
   function visibleEdges() {
     const lifted = data.edges
+      .filter((edge) => edge.artifact || showsValues)
       .map((edge) => ({ ...edge, source: standIn(edge.source)?.id, target: standIn(edge.target)?.id }))
       .filter((edge) => edge.source !== undefined && edge.target !== undefined && edge.source !== edge.target);
     const inner = (edge) => { // from a cluster to what it holds: the nesting shows it
@@ -66,11 +68,17 @@
       return false;
     };
     const found = new Map();
-    for (const edge of lifted.filter((one) => !inner(one))) {
+    // What goes into an open box and on to something in it is drawn once, to the inner one.
+    const within = (id, box) => { for (let node = byId.get(byId.get(id).parent); node; node = byId.get(node.parent)) if (node.id === box) return true; return false; };
+    const repeated = (edge) => lifted.some((other) =>
+      (other.source === edge.source && isCluster(byId.get(edge.target)) && within(other.target, edge.target)) ||
+      (other.target === edge.target && isCluster(byId.get(edge.source)) && within(other.source, edge.source)));
+    for (const edge of lifted.filter((one) => !inner(one) && !repeated(one))) {
       for (const source of ends(edge.source, lifted, "source")) {
         for (const target of ends(edge.target, lifted, "target")) {
           const key = `${source} ${target}`;
-          if (!found.has(key)) found.set(key, { source, target, labels: new Set() });
+          if (!found.has(key)) found.set(key, { source, target, labels: new Set(), artifact: false });
+          found.get(key).artifact ||= edge.artifact;
           if (edge.label) found.get(key).labels.add(edge.label);
         }
       }
@@ -88,13 +96,13 @@
     }
     for (const node of visible) if (byId.has(node.parent)) graph.setParent(String(node.id), String(node.parent));
     const edges = visibleEdges();
-    for (const edge of edges) graph.setEdge(String(edge.source), String(edge.target));
+    for (const edge of edges) graph.setEdge(String(edge.source), String(edge.target), { weight: edge.artifact ? 2 : 0 });
     dagre.layout(graph);
     return { graph, visible, edges };
   }
 
   function mark(state, x, y) {
-    const template = document.getElementById(`mark-${state}`);
+    const template = document.getElementById(`mark-${state}`) ?? document.getElementById("mark-checkpoint");
     const drawn = make("g", { class: `state-${state}`, transform: `translate(${x} ${y})`, "aria-hidden": "true" });
     if (template) for (const part of template.children) drawn.append(part.cloneNode(true));
     return drawn;
@@ -121,14 +129,16 @@
   function drawLeaf(node, box) {
     const left = box.x - LEAF_WIDTH / 2, top = box.y - LEAF_HEIGHT / 2;
     const held = children.get(node.id);
-    const link = make("a", { href: node.href, "aria-label": `${node.label}, ${node.state ? `${node.state}, ` : ""}${node.detail}` });
+    const said = [node.state, node.detail].filter(Boolean).join(" · ");
+    const link = make("a", { href: node.href });
     if (node.here) link.setAttribute("class", "here");
     if (held) link.append(make("rect", { class: "stack", x: left + 5, y: top + 5, width: LEAF_WIDTH, height: LEAF_HEIGHT, rx: 6 }));
-    link.append(make("title", {}, `${node.label}\n${node.detail}`),
+    if (short(node.label) !== node.label) link.append(make("title", {}, node.label));
+    link.append(
       make("rect", { class: "box", x: left, y: top, width: LEAF_WIDTH, height: LEAF_HEIGHT, rx: 6 }),
       mark(node.state || node.kind, left + 12, top + 11),
-      make("text", { x: left + 36, y: top + 23 }, short(node.label)),
-      make("text", { class: "detail", x: left + 36, y: top + 42 }, short([node.state, node.detail].filter(Boolean).join(" · "))));
+      make("text", { x: left + 36, y: top + 23 }, short(node.label)), " ", // parts the two lines for a screen reader
+      make("text", { class: "detail", x: left + 36, y: top + 42 }, short(said)));
     const group = make("g", {}, link);
     if (held) group.append(toggle(node, left + LEAF_WIDTH - 6, top + LEAF_HEIGHT - 14, `+${held.length}`));
     return group;
@@ -139,7 +149,7 @@
     const left = box.x - box.width / 2, top = box.y - box.height / 2 - header;
     return make("g", {},
       make("rect", { class: "cluster", x: left, y: top, width: box.width, height: box.height + header, rx: 10 }),
-      make("a", { href: node.href, "aria-label": `${node.label}, ${node.state}` },
+      make("a", { href: node.href, "aria-label": `${node.label} · ${node.state}` },
         make("text", { x: left + 14, y: top + 18 }, short(`${node.label} · ${node.state}`))),
       toggle(node, left + box.width - 6, top + 4, "–"));
   }
@@ -153,7 +163,7 @@
       path += `Q${rest[i].x},${rest[i].y} ${end.x},${end.y}`;
     }
     if (rest.length === 1) path += `L${rest[0].x},${rest[0].y}`;
-    const drawn = make("path", { class: "edge", d: path, "marker-end": "url(#arrow)", "data-edge": `${edge.source} ${edge.target}` });
+    const drawn = make("path", { class: edge.artifact ? "edge" : "edge value", d: path, "marker-end": "url(#arrow)", "data-edge": `${edge.source} ${edge.target}` });
     drawn.append(make("title", {}, `${byId.get(edge.source).label} → ${byId.get(edge.target).label}\n${[...edge.labels].join(", ")}`));
     return drawn;
   }
@@ -246,5 +256,10 @@
   figure.querySelector("[data-do=in]").addEventListener("click", () => zoom(1.25));
   figure.querySelector("[data-do=out]").addEventListener("click", () => zoom(0.8));
   figure.querySelector("[data-do=fit]").addEventListener("click", fit);
+  figure.querySelector("[data-do=values]")?.addEventListener("click", (event) => {
+    showsValues = !showsValues;
+    event.currentTarget.setAttribute("aria-pressed", String(showsValues));
+    draw();
+  });
   document.addEventListener("live", () => { if (read()) draw(); });
 })();
