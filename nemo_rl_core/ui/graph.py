@@ -7,8 +7,10 @@ from typing import Any
 from nemo_rl_core.history.records import AncestryGraph, Edge, Node
 from nemo_rl_core.ui.text import duration, visible
 
-_MAX_OPEN_CHILDREN = 12
-"""A dynamic or sub-workflow that holds more is drawn closed until it is opened."""
+_MAX_OPEN_CHILDREN, _MAX_ALL_OPEN = 12, 40
+"""A dynamic or sub-workflow that holds more is drawn closed until it is opened; in a run of more
+nodes than the second, all are, but for those in which something runs or failed."""
+_WORTH_A_LOOK = ("running", "failed")
 
 
 def of_execution(
@@ -38,7 +40,8 @@ def of_execution(
                 "kind": node.kind,
                 "detail": _detail(node, now),
                 "href": f"/nodes/{node.id}",
-                "open": held[node.id] <= _MAX_OPEN_CHILDREN,
+                "open": held[node.id] <= _MAX_OPEN_CHILDREN
+                and (len(nodes) <= _MAX_ALL_OPEN or node.state in _WORTH_A_LOOK),
             }
             for node in nodes
         ],
