@@ -8,6 +8,7 @@ from nemo_rl_core.ui.text import NONE
 
 WIDTH, HEIGHT = 420, 200
 LEFT, RIGHT, TOP, BOTTOM = 60, 410, 14, 172
+_TICK_LENGTH = 7
 _MAX_POINTS = 360
 """A bucket of steps is about a pixel wide; its lowest and highest value are both kept."""
 
@@ -79,10 +80,16 @@ def chart(title: str, series: Sequence[Series]) -> Chart:
     ticks_x: list[tuple[float, str]] = [(LEFT, f"{box[0]:g}")]
     if box[1] > box[0]:
         ticks_x.append((RIGHT, f"{box[1]:g}"))
-    ticks_y = [(_down(box[3], box), f"{box[3]:.3g}")]
+    ticks_y = [(_down(box[3], box), _tick(box[3]))]
     if box[3] > box[2]:
-        ticks_y.append((_down(box[2], box), f"{box[2]:.3g}"))
+        ticks_y.append((_down(box[2], box), _tick(box[2])))
     return Chart(title, lines, ticks_x, ticks_y)
+
+
+def _tick(value: float) -> str:
+    """Four digits where the margin has room for them."""
+    text = f"{value:.4g}"
+    return text if len(text) <= _TICK_LENGTH else f"{value:.2g}"
 
 
 def _line(series: Series, box: tuple[float, float, float, float]) -> Line:

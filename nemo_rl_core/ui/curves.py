@@ -18,7 +18,7 @@ _FIRST = (
     "completion_length",
     "truncated_fraction",
     "learning_rate",
-    "tokens_per_second",
+    "timings/tokens_per_second",
 )
 _GLOBAL_STEP = "global_step"
 

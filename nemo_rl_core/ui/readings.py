@@ -1,6 +1,6 @@
 """Completions to read: rows of an artifact's rollouts or of an evaluation, filtered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,20 +115,6 @@ def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
             row for row in kept if row.get("reward") is None
         ]
     return kept, len(rows)
-
-
-def rewards_by_step(folder: Path, numbers: Sequence[int]) -> list[tuple[float, float]]:
-    """Mean reward of each step, from the steps' files: what a reader chooses a step by."""
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    means = []
-    for step in numbers:
-        path = file_of(folder, step)
-        if path is not None:
-            mean = pc.mean(pq.read_table(path, columns=["reward"])["reward"]).as_py()
-            means.append((float(step), float("nan") if mean is None else float(mean)))
-    return means
 
 
 def _columns(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -45,7 +46,8 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -
         click.echo("Whoever reaches this address reads the store: there is no login.", err=True)
     app = create_app(store, hosts=[host, *allow_host])
     config = uvicorn.Config(app, log_level="warning", server_header=False, ws="none")
-    uvicorn.Server(config).run(sockets=[listener])
+    with suppress(KeyboardInterrupt):  # the way in which it is meant to end
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

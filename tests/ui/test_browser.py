@@ -1,11 +1,7 @@
 """Every page in a real headless Chromium, on a real GRPO run and its cached rerun."""
 
-import os
 import re
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -342,21 +338,3 @@ def test_a_run_that_goes_on_is_shown_live(
     expect(curves.locator("h1 + .state-succeeded")).to_be_visible(timeout=10_000)
     curves.wait_for_selector("html[data-live-ended]", state="attached", timeout=10_000)
     assert curves.evaluate("window.kept")  # it was never reloaded
-
-
-def test_the_command_serves_the_page_and_says_where(real_store: Store) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from tasks.cli import main; main()", "ui", "--port", "0"],
-        env={**os.environ, "NEMO_RL_HOME": str(real_store.root), "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert found, line
-        answer = urllib.request.urlopen(found[0], timeout=20).read().decode()
-        assert "Executions" in answer
-    finally:
-        process.terminate()
-        process.wait(20)

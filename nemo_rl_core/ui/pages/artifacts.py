@@ -1,6 +1,5 @@
 """An artifact: manifest, files, ancestry, and completions to read."""
 
-import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, Page
-from nemo_rl_core.ui import graph, origins, readings
-from nemo_rl_core.ui.charts import Series, chart
+from nemo_rl_core.ui import curves, graph, origins, readings
+from nemo_rl_core.ui.charts import Chart, Series, chart
 from nemo_rl_core.ui.figures import total_cost
 from nemo_rl_core.ui.pages.parameters import history_of, number, offset, word
 from nemo_rl_core.ui.templating import render
 
 _DESCENDANTS_SHOWN, _FILES_SHOWN, _READ_PER_PAGE = 200, 500, 20
 _MAX_FILES_COUNTED = 20_000
-_MAX_STEPS_DRAWN = 200
 _AS_TEXT = {".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".jinja", ".html", ".py", ".csv"}
 
 
@@ -122,7 +120,7 @@ def completions(request: Request) -> Response:
         step=step,
         chosen=chosen,
         refused=refused,
-        overview=_reward_course(folder, numbers),
+        overview=_reward_course(request, one),
         page=Page(tuple(rows[start : start + _READ_PER_PAGE]), len(rows), start, _READ_PER_PAGE),
         num_rows=total,
     )
@@ -174,9 +172,10 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _reward_course(folder: Path, numbers: list[int]) -> Any:
-    if len(numbers) < 2:
+def _reward_course(request: Request, one: ArtifactRow) -> Chart | None:
+    """What a reader chooses a step by."""
+    if one.made_by is None:
         return None
-    stride = math.ceil(len(numbers) / _MAX_STEPS_DRAWN)
-    points = readings.rewards_by_step(folder, numbers[::stride])
-    return chart("mean reward by step", [Series("", points)])
+    history = history_of(request)
+    lines = curves.lines(history, [history.node(one.made_by).node], ["reward"])
+    return chart("reward", [Series("", lines["reward"])]) if "reward" in lines else None
