@@ -338,3 +338,33 @@ def test_a_run_that_goes_on_is_shown_live(
     expect(curves.locator("h1 + .state-succeeded")).to_be_visible(timeout=10_000)
     curves.wait_for_selector("html[data-live-ended]", state="attached", timeout=10_000)
     assert curves.evaluate("window.kept")  # it was never reloaded
+
+
+def test_a_run_of_many_nodes_opens_as_a_few_boxes_and_can_be_opened(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    writer = HistoryWriter(real_store, f"large-{time.time_ns()}")
+    log = real_store.runs / "large" / "run.log"
+    writer.begin(NewExecution("workflows.large.large", "", ["pyflyte"], {}, log))
+    before = None
+    for loop in range(10):
+        holder = writer.begin_node(f"loop {loop}", task="tasks.loop.loop", kind="dynamic")
+        for step in range(12):
+            node = writer.begin_node(f"step {step}", task="tasks.s.s", kind="task", parent=holder)
+            output = as_value("o0", "CheckpointArtifact", "s", f"s-{node}")
+            writer.connect(before, "o0", node, "start")
+            writer.end_node(node, NodeEnd("succeeded", outputs=[output]))
+            before = node
+        writer.end_node(holder, NodeEnd("succeeded"))
+    writer.end("succeeded")
+
+    page = context.new_page()
+    page.goto(f"{address}/executions/{writer._id}/graph")
+    page.wait_for_selector("[data-drawn]")
+    assert page.locator(".graph a").count() == 10
+    assert len(_edges(page)) == 9
+
+    for _ in range(10):
+        page.locator('[data-toggle][aria-expanded="false"]').first.press("Enter")
+    assert page.locator(".graph a").count() == 130
+    assert len(_edges(page)) == 119
