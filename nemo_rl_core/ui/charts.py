@@ -95,7 +95,7 @@ def _tick(value: float) -> str:
 def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
     strokes: list[list[str]] = [[]]
     last = NONE
-    for x, y in _thinned(series.points):
+    for x, y in thinned(series.points):
         if not math.isfinite(y):
             strokes.append([])
             continue
@@ -107,13 +107,16 @@ def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
     return Line(series.label, drawn, last, len(series.points))
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """All that a picture can show: of each stretch of steps the lowest and the highest value."""
     if len(points) <= _MAX_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / _MAX_POINTS)
     kept: list[Point] = []
     for start in range(0, len(points), width):
-        bucket = points[start : start + width]
+        stretch = points[start : start + width]
+        # NaN is neither lowest nor highest; a stretch of nothing else stays a gap.
+        bucket = [p for p in stretch if math.isfinite(p[1])] or stretch[:1]
         ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
         kept += sorted(ends)
     if kept[-1] != points[-1]:

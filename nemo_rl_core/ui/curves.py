@@ -1,11 +1,12 @@
 """The metrics of a run, those of a stage's iterations joined to one line."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.ui.charts import Chart, Point, Series, chart
+from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
 
 SHOWN = 12
 _FIRST = (
@@ -73,11 +74,28 @@ def lines(history: History, nodes: Sequence[Node], names: Sequence[str]) -> dict
     """One line a metric over all the nodes, by the step of the whole training where it is known."""
     found: dict[str, dict[float, float]] = {name: {} for name in names}
     for node in nodes:
-        curves = history.metrics(node.id, names=[*names, _GLOBAL_STEP])
-        steps = dict(curves.get(_GLOBAL_STEP, ()))
-        for name in names:
-            found[name] |= {steps.get(step, step): value for step, value in curves.get(name, ())}
+        # What has ended is read once: a page that is renewed while a later iteration runs, and a
+        # second look at a long run, cost next to nothing.
+        read = _points if node.ended_at is None else _points_once
+        for name, points in read(history, node.id, node.started_at, tuple(names)).items():
+            found[name] |= dict(points)
     return {name: sorted(points.items()) for name, points in found.items() if points}
+
+
+def _points(
+    history: History, node: int, _started_at: float, names: tuple[str, ...]
+) -> dict[str, list[Point]]:
+    """A node's curves; numbers of removed nodes are used again, so its beginning is in the key."""
+    curves = history.metrics(node, names=[*names, _GLOBAL_STEP])
+    steps = dict(curves.get(_GLOBAL_STEP, ()))
+    return {
+        name: thinned([(steps.get(step, step), value) for step, value in curves[name]])
+        for name in names
+        if name in curves
+    }
+
+
+_points_once = functools.lru_cache(maxsize=256)(_points)
 
 
 def draw(named: Mapping[str, Sequence[Point]]) -> list[Chart]:

@@ -93,6 +93,7 @@ def test_a_curve_without_values_says_so() -> None:
 
 def test_a_long_curve_is_thinned_but_keeps_its_extremes_and_its_end() -> None:
     points = [(float(n), 0.0) for n in range(100_000)]
+    points[776] = (776.0, math.nan)
     points[777] = (777.0, 50.0)
     (line,) = chart("spike", [Series("", points)]).lines
 
