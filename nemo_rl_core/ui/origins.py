@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_core.history.differences import MISSING, Difference, differences
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
-from nemo_rl_core.ui.differences import Difference, differences
 
 _MODELS = ("checkpoint", "model")
 
@@ -95,8 +95,8 @@ def _change(before: ArtifactRow, after: ArtifactRow) -> Change:
     return Change(
         stage=after.stage,
         before=before.stage,
-        shared=[one for one in found if one.is_shared],
-        single=[one for one in found if not one.is_shared],
+        shared=[one for one in found if MISSING not in (one.before, one.after)],
+        single=[one for one in found if MISSING in (one.before, one.after)],
         commits=(commits[0], commits[1])
         if commits[0] and commits[1] and commits[0] != commits[1]
         else None,

@@ -3,7 +3,6 @@ import math
 import pytest
 
 from nemo_rl_core.ui.charts import Series, chart
-from nemo_rl_core.ui.differences import MISSING, Difference, differences
 from nemo_rl_core.ui.figures import total_cost
 from nemo_rl_core.ui.logs import newest
 from nemo_rl_core.ui.text import NONE, cut, duration, iso, moment, number, size, visible
@@ -48,17 +47,6 @@ def test_times_sizes_and_figures() -> None:
     assert [size(n) for n in (1023, 1024, 3 * 2**40)] == ["1023 B", "1.0 KiB", "3.0 TiB"]
     assert [number(n) for n in (None, 1234567, 0.123456)] == [NONE, "1,234,567", "0.1235"]
     assert cut("abc", 3) == "abc"
-
-
-def test_differences_name_the_path_and_what_is_missing() -> None:
-    before = {"a": {"b": 1, "same": [1]}, "gone": {}}
-    after = {"a": {"b": 2, "same": [1]}, "new": "x"}
-
-    assert differences(before, after) == [
-        Difference("a.b", "1", "2"),
-        Difference("gone", "{}", MISSING),
-        Difference("new", MISSING, '"x"'),
-    ]
 
 
 def test_costs_add_up_but_peaks_do_not() -> None:

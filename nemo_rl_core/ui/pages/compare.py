@@ -5,11 +5,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_rl_core.history.differences import differences
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution
 from nemo_rl_core.ui import curves
 from nemo_rl_core.ui.charts import Chart, Series, chart
-from nemo_rl_core.ui.differences import differences
 from nemo_rl_core.ui.evaluations import compared
 from nemo_rl_core.ui.pages.parameters import history_of, word
 from nemo_rl_core.ui.templating import render
