@@ -64,6 +64,10 @@ class StoreError(NemoRLError):
     """The store cannot be written, is full, or holds something damaged."""
 
 
+class NotRecordedError(StoreError):
+    """The store's history has no run, node or artifact of that name."""
+
+
 class WorkerError(NemoRLError):
     """A Ray worker raised or died."""
 

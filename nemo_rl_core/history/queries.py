@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from nemo_rl_core.errors import StoreError
+from nemo_rl_core.errors import NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
 from nemo_rl_core.history.database import damage_explained, open_for_reading, path_of, sweep
 from nemo_rl_core.history.records import (
@@ -344,5 +344,5 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{character}" if character in "\\%_" else character for character in text)
 
 
-def _unknown(what: str, name: str, fix: str) -> StoreError:
-    return StoreError(f"the store has no record of the {what} {name!r}", fix=fix)
+def _unknown(what: str, name: str, fix: str) -> NotRecordedError:
+    return NotRecordedError(f"the store has no record of the {what} {name!r}", fix=fix)

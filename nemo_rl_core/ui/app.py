@@ -1,0 +1,125 @@
+"""The application: which address is answered by what, and what is said when something is wrong."""
+
+from collections.abc import Collection
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from nemo_rl_core.errors import NemoRLError, NotRecordedError
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.ui.guard import Guard
+from nemo_rl_core.ui.pages import artifacts, compare, executions, nodes
+from nemo_rl_core.ui.source import Source
+from nemo_rl_core.ui.templating import STATIC, render
+
+
+def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
+    """The page of a store.
+
+    Args:
+        store: Whose history; it may be empty, and may get its first run later.
+        hosts: Names under which the page may be asked for, besides `localhost` and addresses.
+    """
+    app = Starlette(
+        routes=[
+            Route("/", executions.index),
+            Route("/executions/{execution}", executions.overview),
+            Route("/executions/{execution}/graph", executions.graph_view),
+            Route("/executions/{execution}/nodes", executions.nodes_view),
+            Route("/executions/{execution}/timeline", executions.timeline),
+            Route("/executions/{execution}/curves", executions.curves_view),
+            Route("/executions/{execution}/log", executions.log),
+            Route("/nodes/{node:int}", nodes.node),
+            Route("/nodes/{node:int}/deck", nodes.deck),
+            Route("/find", artifacts.find),
+            Route("/artifacts/{artifact}", artifacts.manifest),
+            Route("/artifacts/{artifact}/ancestry", artifacts.ancestry),
+            Route("/artifacts/{artifact}/completions", artifacts.completions),
+            Route("/artifacts/{artifact}/files/{path:path}", artifacts.file),
+            Route("/compare", compare.compare),
+            Mount("/static", _Static(directory=STATIC)),
+        ],
+        middleware=[Middleware(Guard, hosts=hosts)],
+        exception_handlers={
+            HTTPException: _not_found,
+            NotRecordedError: _not_recorded,
+            NemoRLError: _unreadable,
+            OSError: _went_away,
+        },
+    )
+    app.state.source = Source(store)
+    return app
+
+
+class _Static(StaticFiles):
+    """Files whose address holds a digest of their content."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "private, max-age=31536000, immutable"
+        return response
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = error.detail if error.detail != "Not Found" else "There is no such page."
+    return _message(request, "Not found", text, status=error.status_code)
+
+
+def _not_recorded(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NemoRLError)
+    return _message(
+        request,
+        "Not found",
+        f"{error.problem[0].upper()}{error.problem[1:]}.",
+        status=404,
+        facts=[("What to do", error.fix or "Look for it among all executions.")],
+    )
+
+
+def _unreadable(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NemoRLError)
+    facts = (("Expected", error.expected), ("Found", error.got), ("What to do", error.fix))
+    return _message(
+        request,
+        "The history cannot be shown",
+        f"{error.problem[0].upper()}{error.problem[1:]}.",
+        status=503,
+        facts=[(word, fact) for word, fact in facts if fact],
+    )
+
+
+def _went_away(request: Request, error: Exception) -> Response:
+    return _message(
+        request,
+        "A file cannot be read",
+        "It is damaged, or was removed while it was read.",
+        status=503,
+        facts=[("Found", str(error)), ("What to do", "Reload; if it stays, run `nemo-rl verify`.")],
+    )
+
+
+def _message(
+    request: Request,
+    heading: str,
+    text: str,
+    *,
+    status: int,
+    facts: list[tuple[str, str]] | None = None,
+) -> Response:
+    return render(
+        request,
+        "message.html",
+        status=status,
+        heading=heading,
+        text=text,
+        facts=facts or [],
+        command="",
+        matches=[],
+    )

@@ -1,0 +1,134 @@
+"""Curves as a template draws them: several series in one picture, thinned to what can be seen."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_rl_core.ui.text import NONE
+
+WIDTH, HEIGHT = 420, 200
+LEFT, RIGHT, TOP, BOTTOM = 60, 410, 14, 172
+_TICK_LENGTH = 7
+_MAX_POINTS = 360
+"""A bucket of steps is about a pixel wide; its lowest and highest value are both kept."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        label: Whose it is.
+        points: `(step, value)`, by step.
+    """
+
+    label: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A series as it is drawn.
+
+    Attributes:
+        label: Whose it is.
+        strokes: Points of a polyline each; more than one where values are missing.
+        last: The last finite value, as text.
+        count: How many values the series has.
+    """
+
+    label: str
+    strokes: list[str]
+    last: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture of one metric.
+
+    Attributes:
+        title: The metric's name.
+        lines: In the order of the series.
+        ticks_x: `(place, text)` along the axis of steps.
+        ticks_y: `(place, text)` along the axis of values.
+    """
+
+    title: str
+    lines: list[Line]
+    ticks_x: list[tuple[float, str]]
+    ticks_y: list[tuple[float, str]]
+
+    @property
+    def said(self) -> str:
+        """What the picture shows, for who does not see it."""
+        told = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
+        steps = " to ".join(text for _, text in self.ticks_x)
+        return f"{self.title} over steps {steps}: {told}" if steps else f"{self.title}: no values"
+
+
+def chart(title: str, series: Sequence[Series]) -> Chart:
+    """Places the series on shared axes; values that are not finite leave a gap."""
+    finite = [p for one in series for p in one.points if math.isfinite(p[1])]
+    if not finite:
+        return Chart(title, [Line(one.label, [], NONE, len(one.points)) for one in series], [], [])
+    xs, ys = [x for x, _ in finite], [y for _, y in finite]
+    box = (min(xs), max(xs), min(ys), max(ys))
+    lines = [_line(one, box) for one in series]
+    ticks_x: list[tuple[float, str]] = [(LEFT, f"{box[0]:g}")]
+    if box[1] > box[0]:
+        ticks_x.append((RIGHT, f"{box[1]:g}"))
+    ticks_y = [(_down(box[3], box), _tick(box[3]))]
+    if box[3] > box[2]:
+        ticks_y.append((_down(box[2], box), _tick(box[2])))
+    return Chart(title, lines, ticks_x, ticks_y)
+
+
+def _tick(value: float) -> str:
+    """Four digits where the margin has room for them."""
+    text = f"{value:.4g}"
+    return text if len(text) <= _TICK_LENGTH else f"{value:.2g}"
+
+
+def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
+    strokes: list[list[str]] = [[]]
+    last = NONE
+    for x, y in thinned(series.points):
+        if not math.isfinite(y):
+            strokes.append([])
+            continue
+        last = f"{y:.4g}"
+        across = LEFT + (RIGHT - LEFT) * _fraction(x, box[0], box[1])
+        strokes[-1].append(f"{across:.1f},{_down(y, box):.1f}")
+    # A stroke of one point has no length: doubled, its round cap shows it.
+    drawn = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
+    return Line(series.label, drawn, last, len(series.points))
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """All that a picture can show: of each stretch of steps the lowest and the highest value."""
+    if len(points) <= _MAX_POINTS:
+        return list(points)
+    width = math.ceil(2 * len(points) / _MAX_POINTS)
+    kept: list[Point] = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        # NaN is neither lowest nor highest; a stretch of nothing else stays a gap.
+        bucket = [p for p in stretch if math.isfinite(p[1])] or stretch[:1]
+        ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
+        kept += sorted(ends)
+    if kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def _down(y: float, box: tuple[float, float, float, float]) -> float:
+    return BOTTOM - (BOTTOM - TOP) * _fraction(y, box[2], box[3])
+
+
+def _fraction(value: float, low: float, high: float) -> float:
+    # Halves first: the difference of two huge values of opposite sign would overflow.
+    span = high / 2 - low / 2
+    return (value / 2 - low / 2) / span if span else 0.5

@@ -1,0 +1,103 @@
+"""The metrics of a run, those of a stage's iterations joined to one line."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Node
+from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
+
+SHOWN = 12
+_FIRST = (
+    "reward",
+    "accuracy",
+    "loss",
+    "grad_norm",
+    "kl",
+    "policy_kl",
+    "completion_length",
+    "truncated_fraction",
+    "learning_rate",
+    "timings/tokens_per_second",
+)
+_GLOBAL_STEP = "global_step"
+
+
+@dataclass(frozen=True)
+class StageCurves:
+    """What all calls of one task measured.
+
+    Attributes:
+        task: Its whole name.
+        nodes: The calls, in order.
+        names: Its metrics, those first that most readers look for.
+    """
+
+    task: str
+    nodes: tuple[Node, ...]
+    names: tuple[str, ...]
+
+
+def stages(history: History, execution: str, *, wanted: str = "") -> list[StageCurves]:
+    """The tasks of a run that measured something.
+
+    Args:
+        history: Where they are recorded.
+        execution: The run.
+        wanted: Only metrics whose name holds this; letter case does not count.
+    """
+    by_task: dict[str, list[Node]] = {}
+    names: dict[str, set[str]] = {}
+    for node in history.nodes(execution):
+        if node.kind != "task":
+            continue
+        found = history.metric_names(node.id)
+        if found:
+            by_task.setdefault(node.task, []).append(node)
+            names.setdefault(node.task, set()).update(found)
+    chosen = {task: ordered(names[task], wanted) for task in by_task}
+    return [
+        StageCurves(task, tuple(nodes), chosen[task])
+        for task, nodes in by_task.items()
+        if chosen[task]
+    ]
+
+
+def ordered(names: Iterable[str], wanted: str = "") -> tuple[str, ...]:
+    """Metrics' names: the usual ones first, then by the alphabet; steps are no metric."""
+    kept = [n for n in names if n != _GLOBAL_STEP and wanted.casefold() in n.casefold()]
+    return tuple(sorted(kept, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)))
+
+
+def lines(history: History, nodes: Sequence[Node], names: Sequence[str]) -> dict[str, list[Point]]:
+    """One line a metric over all the nodes, by the step of the whole training where it is known."""
+    found: dict[str, dict[float, float]] = {name: {} for name in names}
+    for node in nodes:
+        # What has ended is read once: a page that is renewed while a later iteration runs, and a
+        # second look at a long run, cost next to nothing.
+        read = _points if node.ended_at is None else _points_once
+        for name, points in read(history, node.id, node.started_at, tuple(names)).items():
+            found[name] |= dict(points)
+    return {name: sorted(points.items()) for name, points in found.items() if points}
+
+
+def _points(
+    history: History, node: int, _started_at: float, names: tuple[str, ...]
+) -> dict[str, list[Point]]:
+    """A node's curves; numbers of removed nodes are used again, so its beginning is in the key."""
+    curves = history.metrics(node, names=[*names, _GLOBAL_STEP])
+    steps = dict(curves.get(_GLOBAL_STEP, ()))
+    return {
+        name: thinned([(steps.get(step, step), value) for step, value in curves[name]])
+        for name in names
+        if name in curves
+    }
+
+
+_points_once = functools.lru_cache(maxsize=256)(_points)
+
+
+def draw(named: Mapping[str, Sequence[Point]]) -> list[Chart]:
+    """One chart a metric."""
+    return [chart(name, [Series("", points)]) for name, points in named.items()]

@@ -1,0 +1,75 @@
+"""The evaluations of two runs, prompt by prompt."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import ArtifactRow, Execution
+from nemo_rl_core.ui.origins import base_stage
+
+if TYPE_CHECKING:
+    from nemo_rl_core.evals.comparison import Comparison
+
+_CONFIDENCE, _SEED = 0.95, 0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An evaluation that both runs have.
+
+    Attributes:
+        name: What was evaluated.
+        artifacts: Ids of the first run's and of the second's.
+        compared: None where the two cannot be compared.
+        refused: Why not.
+    """
+
+    name: str
+    artifacts: tuple[str, str]
+    compared: "Comparison | None" = None
+    refused: str = ""
+
+
+def compared(history: History, before: Execution, after: Execution) -> list[Compared]:
+    """The evaluations of the same stage of model, the furthest trained one of each run."""
+    old, new = _evaluations(history, before), _evaluations(history, after)
+    return [_compare(name, old[name], new[name]) for name in old if name in new]
+
+
+def _evaluations(history: History, run: Execution) -> dict[str, ArtifactRow]:
+    found: dict[str, ArtifactRow] = {}
+    for one in history.artifacts_of(run.id):
+        parents = one.manifest.get("parents", ())
+        if one.kind != "evaluation" or not (Path(one.path) / "rows.parquet").is_file():
+            continue
+        models = [p["stage"] for p in parents if p["kind"] in ("checkpoint", "model")]
+        name = f"{base_stage(one.stage)} of {base_stage(models[0]) if models else 'a model'}"
+        if name not in found or (one.step or 0) >= (found[name].step or 0):
+            found[name] = one
+    return found
+
+
+def _compare(name: str, old: ArtifactRow, new: ArtifactRow) -> Compared:
+    ids = (old.id, new.id)
+    try:
+        return Compared(
+            name, ids, _measured(old.path, old.content_hash, new.path, new.content_hash)
+        )
+    except NemoRLError as error:
+        return Compared(name, ids, refused=str(error))
+    except (OSError, KeyError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        return Compared(name, ids, refused=f"The rows of one of them cannot be read: {error}")
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(old: str, _old_hash: str, new: str, _new_hash: str) -> "Comparison":
+    """The bootstrap takes a while; artifacts never change, and their hashes are in the key."""
+    from nemo_rl_core.evals.comparison import compare
+    from nemo_rl_core.evals.rows import greedy_outcomes, load_rows
+
+    rows = [load_rows(Path(folder) / "rows.parquet") for folder in (old, new)]
+    before, after = (greedy_outcomes(each) for each in rows)
+    return compare(before, after, confidence=_CONFIDENCE, seed=_SEED)

@@ -1,0 +1,89 @@
+"""What stands before every page: who may ask, for what, and what a browser may do with it.
+
+The page has no login, because it listens on this machine alone. Two things could still reach it
+from outside: another site in the same browser, and a name that is rebound to 127.0.0.1. The first
+gets nothing to embed or read; the second is refused by its Host header.
+"""
+
+import ipaddress
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
+DECK_POLICY = (
+    "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
+)
+"""A deck is HTML of a stage: shown without scripts, network, forms or an origin of its own."""
+
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """ASGI middleware: GET and HEAD only, known hosts only, strict headers on every answer.
+
+    Args:
+        app: What answers the requests that may pass.
+        hosts: Names under which the page may be asked for, besides `localhost` and addresses.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
+        self._app = app
+        self._hosts = frozenset({"localhost", *(host.lower() for host in hosts)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or has it answered."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # no websockets here: the server closes the connection
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
+
+    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+        host = Headers(scope=scope).get("host", "")
+        if not self._knows(host):
+            return PlainTextResponse(
+                f"Host {host!a} is not served here.\nOpen the address that `nemo-rl ui` printed, "
+                "or name this host: nemo-rl ui --allow-host NAME\n",
+                status_code=421,
+            )
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse(
+                "This page only shows: it takes GET and HEAD.\n",
+                status_code=405,
+                headers={"allow": "GET, HEAD"},
+            )
+        return None
+
+    def _knows(self, header: str) -> bool:
+        host = header.lower()
+        host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if host in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(host)  # a name can be rebound to this machine, an address cannot
+        except ValueError:
+            return False
+        return True

@@ -1,0 +1,111 @@
+"""The way that led to an artifact: its ancestors as rows, and how configs changed between them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_core.history.differences import MISSING, Difference, differences
+from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
+
+_MODELS = ("checkpoint", "model")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """An artifact that another was made from, in one word and its role."""
+
+    id: str
+    stage: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """An ancestor as the table shows it."""
+
+    ancestor: Ancestor
+    stage: str
+    step: int | None
+    commit: str | None
+    dirty: bool | None
+    parents: list[Parent]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How the config of one model differs from that of the one before it.
+
+    Attributes:
+        stage: What made it.
+        before: What made the one before.
+        shared: Field by field, of those that both read.
+        single: Of those that only one of them reads.
+        commits: Of the code there and here, where the two differ.
+    """
+
+    stage: str
+    before: str
+    shared: list[Difference]
+    single: list[Difference]
+    commits: tuple[str, str] | None
+
+
+def rows(graph: AncestryGraph) -> list[Row]:
+    """Every artifact of the graph, nearest first."""
+    stages = {one.id: _stage(one) for one in graph.artifacts}
+    parents: dict[str, list[Parent]] = {}
+    for link in graph.parentage:
+        stage = stages.get(link.parent, link.parent)
+        parents.setdefault(link.child, []).append(Parent(link.parent, stage, link.role))
+    return [
+        Row(
+            one,
+            stages[one.id],
+            one.artifact.step if one.artifact else None,
+            _manifest(one).get("git_commit"),
+            _manifest(one).get("git_dirty"),
+            parents.get(one.id, []),
+        )
+        for one in graph.artifacts
+    ]
+
+
+def changes(graph: AncestryGraph) -> list[Change]:
+    """Each model against a model that it was made from: that of the same stage, if there is one."""
+    known = {one.id: one.artifact for one in graph.artifacts if one.artifact is not None}
+    found = []
+    for child in known.values():
+        if child.kind not in _MODELS:
+            continue
+        ids = [link.parent for link in graph.parentage if link.child == child.id]
+        parents = [known[i] for i in dict.fromkeys(ids) if i in known and known[i].kind in _MODELS]
+        if parents:
+            alike = [one for one in parents if base_stage(one.stage) == base_stage(child.stage)]
+            found.append(_change(alike[0] if alike else parents[0], child))
+    return found
+
+
+def base_stage(stage: str) -> str:
+    """`grpo_iteration 2` is `grpo_iteration`, and `prepare_data validation` is `prepare_data`."""
+    return stage.partition(" ")[0]
+
+
+def _change(before: ArtifactRow, after: ArtifactRow) -> Change:
+    commits = before.manifest.get("git_commit"), after.manifest.get("git_commit")
+    found = differences(before.manifest.get("config", {}), after.manifest.get("config", {}))
+    return Change(
+        stage=after.stage,
+        before=before.stage,
+        shared=[one for one in found if MISSING not in (one.before, one.after)],
+        single=[one for one in found if MISSING in (one.before, one.after)],
+        commits=(commits[0], commits[1])
+        if commits[0] and commits[1] and commits[0] != commits[1]
+        else None,
+    )
+
+
+def _stage(one: Ancestor) -> str:
+    return one.artifact.stage if one.artifact else one.id
+
+
+def _manifest(one: Ancestor) -> dict[str, Any]:
+    return one.artifact.manifest if one.artifact else {}

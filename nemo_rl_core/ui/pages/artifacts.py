@@ -1,0 +1,181 @@
+"""An artifact: manifest, files, ancestry, and completions to read."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, Page
+from nemo_rl_core.ui import curves, graph, origins, readings
+from nemo_rl_core.ui.charts import Chart, Series, chart
+from nemo_rl_core.ui.figures import total_cost
+from nemo_rl_core.ui.pages.parameters import history_of, number, offset, word
+from nemo_rl_core.ui.templating import render
+
+_DESCENDANTS_SHOWN, _FILES_SHOWN, _READ_PER_PAGE = 200, 500, 20
+_MAX_FILES_COUNTED = 20_000
+_AS_TEXT = {".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".jinja", ".html", ".py", ".csv"}
+
+
+def find(request: Request) -> Response:
+    """From an id, the beginning of a hash, or a path to the artifact's page."""
+    wanted = word(request, "q")
+    if not wanted:
+        return RedirectResponse("/", status_code=303)
+    try:
+        found = history_of(request).find_artifact(wanted)
+    except StoreError as error:
+        several = (error.got or "").split(", ") if error.expected else []
+        text = error.problem if not several else "Several artifacts begin like this:"
+        return render(
+            request,
+            "message.html",
+            status=200 if several else 404,
+            heading=f"Artifact {wanted[:200]}",
+            text=text,
+            facts=[] if several else [("What to do", error.fix or "")],
+            command="",
+            matches=several,
+        )
+    return RedirectResponse(f"/artifacts/{found.id}", status_code=303)
+
+
+def manifest(request: Request) -> Response:
+    """What an artifact is, what it was made from, what was made from it, and its files."""
+    history = history_of(request)
+    one = _artifact(request)
+    up, down = history.ancestry(one.id), history.descendants(one.id)
+    files = _files(Path(one.path))
+    descendants = [each for each in down.artifacts if each.depth]
+    return _render(
+        request,
+        one,
+        "manifest",
+        manifest=one.manifest,
+        exists=Path(one.path).is_dir(),
+        cost=total_cost([one.manifest.get("cost") or {}]),
+        parents=[
+            {"id": each.parent, "role": each.role} for each in up.parentage if each.child == one.id
+        ],
+        descendants=descendants[:_DESCENDANTS_SHOWN],
+        num_descendants=len(descendants),
+        files=files[:_FILES_SHOWN],
+        num_files=len(files),
+        total_bytes=sum(length for _, length in files),
+    )
+
+
+def ancestry(request: Request) -> Response:
+    """Everything an artifact came from, and how the configs changed along the way."""
+    one = _artifact(request)
+    found: AncestryGraph = history_of(request).ancestry(one.id)
+    return _render(
+        request,
+        one,
+        "ancestry",
+        graph=graph.of_ancestry(found),
+        rows=origins.rows(found),
+        steps=origins.changes(found),
+    )
+
+
+def completions(request: Request) -> Response:
+    """Completions of a training step or of an evaluation, filtered."""
+    one = _artifact(request)
+    folder = Path(one.path)
+    numbers = readings.steps(folder)
+    given = word(request, "step")
+    step = (
+        (int(given) if given.isdecimal() and int(given) in numbers else numbers[-1])
+        if numbers
+        else None
+    )
+    path = readings.file_of(folder, step)
+    if path is None:
+        raise HTTPException(404, "This artifact has no completions, or its folder is gone.")
+    chosen = {name: word(request, name) for name in ("low", "high", "only", "order", "text")}
+    refused = ""
+    wanted = readings.Filter()
+    try:
+        wanted = readings.Filter(
+            number(request, "low"),
+            number(request, "high"),
+            chosen["text"],
+            chosen["only"],
+            chosen["order"],
+        )
+    except ValueError:
+        refused = "Rewards are numbers, such as 0.5. Nothing was filtered."
+    rows, total = readings.read(path, wanted)
+    start = offset(request)
+    return _render(
+        request,
+        one,
+        "completions",
+        numbers=numbers,
+        step=step,
+        chosen=chosen,
+        refused=refused,
+        overview=_reward_course(request, one),
+        page=Page(tuple(rows[start : start + _READ_PER_PAGE]), len(rows), start, _READ_PER_PAGE),
+        num_rows=total,
+    )
+
+
+def file(request: Request) -> Response:
+    """A file of an artifact: shown where it is text, else handed over to be saved."""
+    root = Path(_artifact(request).path).resolve()
+    path = (root / request.path_params["path"]).resolve()
+    if not path.is_relative_to(root) or not path.is_file():
+        raise HTTPException(404, "The artifact has no such file.")
+    if path.suffix in _AS_TEXT:
+        return FileResponse(path, media_type="text/plain; charset=utf-8")
+    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+
+def _artifact(request: Request) -> ArtifactRow:
+    history = history_of(request)
+    wanted = request.path_params["artifact"]
+    try:
+        return history.artifact(wanted)
+    except StoreError:
+        found = history.find_artifact(wanted)  # older than the history, but in the store
+        if found.id != wanted:
+            raise
+        return found
+
+
+def _render(request: Request, one: ArtifactRow, tab: str, **context: Any) -> Response:
+    maker = None
+    if one.made_by is not None:
+        maker = history_of(request).node(one.made_by).node
+    return render(
+        request,
+        f"artifact_{tab}.html",
+        tab=tab,
+        artifact=one,
+        maker=maker,
+        readable_rows=readings.has_completions(Path(one.path)),
+        **context,
+    )
+
+
+def _files(folder: Path) -> list[tuple[str, int]]:
+    found = []
+    for path in islice(sorted(folder.rglob("*")), _MAX_FILES_COUNTED):
+        if path.is_file() and not path.is_symlink():
+            found.append((str(path.relative_to(folder)), path.stat().st_size))
+    return found
+
+
+def _reward_course(request: Request, one: ArtifactRow) -> Chart | None:
+    """What a reader chooses a step by."""
+    if one.made_by is None:
+        return None
+    history = history_of(request)
+    lines = curves.lines(history, [history.node(one.made_by).node], ["reward"])
+    return chart("reward", [Series("", lines["reward"])]) if "reward" in lines else None

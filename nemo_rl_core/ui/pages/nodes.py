@@ -1,0 +1,82 @@
+"""A node, and its deck."""
+
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Node
+from nemo_rl_core.ui import curves, logs
+from nemo_rl_core.ui.figures import total_cost
+from nemo_rl_core.ui.guard import DECK_POLICY
+from nemo_rl_core.ui.pages.parameters import history_of, node_of
+from nemo_rl_core.ui.templating import render
+
+_HELD_SHOWN = 100
+_MAX_DECK_BYTES = 20_000_000
+
+
+def node(request: Request) -> Response:
+    """Attempts, inputs, outputs, cache state, curves, deck and log of a node."""
+    history = history_of(request)
+    detail = node_of(request)
+    one = detail.node
+    run = history.execution(one.execution)
+    siblings = history.nodes(one.execution)
+    held = [other for other in siblings if other.parent == one.id]
+    names = curves.ordered(history.metric_names(one.id))
+    shown = names[: curves.SHOWN]
+    return render(
+        request,
+        "node.html",
+        live=one.state == "running",
+        section="executions",
+        node=one,
+        detail=detail,
+        maker=detail.maker,
+        above=_above(one, {other.id: other for other in siblings}),
+        held=held[:_HELD_SHOWN],
+        num_held=len(held),
+        cost=total_cost([one.cost]),
+        drawn=curves.draw(curves.lines(history, [one], shown)),
+        more=len(names) - len(shown),
+        has_deck=_deck_of(history, request, one) is not None,
+        part=None
+        if one.log_from is None
+        else logs.newest(Path(run.log_path), begin=one.log_from, end=one.log_to),
+    )
+
+
+def deck(request: Request) -> Response:
+    """A node's deck, for a frame without scripts, network or origin."""
+    history = history_of(request)
+    path = _deck_of(history, request, node_of(request).node)
+    if path is None or path.stat().st_size > _MAX_DECK_BYTES:
+        raise HTTPException(404, "This node has no deck, or it is too large to be shown.")
+    return Response(
+        path.read_bytes(),
+        media_type="text/html; charset=utf-8",
+        headers={"content-security-policy": DECK_POLICY},
+    )
+
+
+def _deck_of(history: History, request: Request, one: Node) -> Path | None:
+    """The deck's file; that of the maker for a cache hit. Only the store's files are shown."""
+    written = one.deck_path
+    if not written and one.cached_from is not None:
+        written = history.node(one.cached_from).node.deck_path
+    if not written:
+        return None
+    root: Path = request.app.state.source.store.root
+    path = (root / written).resolve()
+    return path if path.is_relative_to(root) and path.is_file() else None
+
+
+def _above(one: Node, by_id: dict[int, Node]) -> list[Node]:
+    found: list[Node] = []
+    while one.parent in by_id and len(found) < len(by_id):
+        one = by_id[one.parent]
+        found.append(one)
+    return found[::-1]

@@ -1,0 +1,124 @@
+"""Completions to read: rows of an artifact's rollouts or of an evaluation, filtered."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ROLLOUTS = "rollouts"
+_COLUMNS = (
+    "prompt_id",
+    "group",
+    "sample",
+    "mode",
+    "category",
+    "task",
+    "prompt",
+    "completion",
+    "answer",
+    "extracted",
+    "reward",
+    "advantage",
+    "correct",
+    "truncated",
+    "error",
+)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which completions to show.
+
+    Attributes:
+        low: The lowest reward; None for any.
+        high: The highest.
+        text: Must be in prompt or completion; letter case does not count.
+        only: "" for all, else `error`, `truncated`, `correct` or `wrong`.
+        order: "" as written, else `best` or `worst` reward first.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+    only: str = ""
+    order: str = ""
+
+    def passes(self, row: dict[str, Any]) -> bool:
+        """Whether the row is to be shown."""
+        reward = row.get("reward")
+        if self.low is not None and (reward is None or reward < self.low):
+            return False
+        if self.high is not None and (reward is None or reward > self.high):
+            return False
+        if self.text:
+            wanted = self.text.casefold()
+            if not any(
+                wanted in str(row.get(k) or "").casefold() for k in ("prompt", "completion")
+            ):
+                return False
+        return _PASSES[self.only](row) if self.only in _PASSES else True
+
+
+def _is_right(row: dict[str, Any]) -> bool:
+    """As the evaluation judged; a rollout of training has only its reward."""
+    judged = row["correct"]
+    return (row["reward"] or 0) > 0 if judged is None else bool(judged)
+
+
+_PASSES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "error": lambda row: bool(row.get("error")),
+    "truncated": lambda row: bool(row.get("truncated")),
+    "correct": _is_right,
+    "wrong": lambda row: row["reward"] is not None and not _is_right(row),
+}
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps whose rollouts an artifact keeps, in order."""
+    found = (folder / _ROLLOUTS).glob("step_*.parquet")
+    numbers = (path.stem.removeprefix("step_") for path in found)
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def file_of(folder: Path, step: int | None) -> Path | None:
+    """Where the rows of a step lie, or those of an evaluation; None where there are none."""
+    path = (
+        folder / "rows.parquet" if step is None else folder / _ROLLOUTS / f"step_{step:06d}.parquet"
+    )
+    return path if path.is_file() else None
+
+
+def has_completions(folder: Path) -> bool:
+    """Whether an artifact has completions to read."""
+    if steps(folder):
+        return True
+    path = file_of(folder, None)
+    return path is not None and "completion" in _columns(path)
+
+
+def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
+    """The rows that pass, and how many there are in all.
+
+    Raises:
+        OSError: If the file went away, or is no parquet file (`pyarrow.ArrowInvalid`).
+    """
+    import pyarrow.parquet as pq
+
+    columns = [name for name in _COLUMNS if name in _columns(path)]
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+    rows = [{**dict.fromkeys(_COLUMNS), **row, "place": place} for place, row in enumerate(rows)]
+    kept = [row for row in rows if wanted.passes(row)]
+    if wanted.order in ("best", "worst"):
+        sign = -1 if wanted.order == "best" else 1
+        judged = [row for row in kept if row.get("reward") is not None]
+        kept = sorted(judged, key=lambda row: sign * row["reward"]) + [
+            row for row in kept if row.get("reward") is None
+        ]
+    return kept, len(rows)
+
+
+def _columns(path: Path) -> list[str]:
+    import pyarrow.parquet as pq
+
+    names: list[str] = pq.read_schema(path).names
+    return names

@@ -1,0 +1,54 @@
+"""The store's history as the page's requests share it: opened once, and again when the file is
+another one."""
+
+import threading
+import time
+
+from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.infra.store import Store
+
+_SWEEP_SECONDS = 5.0
+
+
+class Source:
+    """Hands out the history of a store that may appear, be replaced or vanish at any time.
+
+    Args:
+        store: Whose.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._history: History | None = None
+        self._file: tuple[int, int] | None = None
+        self._swept = 0.0
+
+    def is_empty(self) -> bool:
+        """Whether no run was ever recorded here."""
+        return self._identity() is None
+
+    def history(self) -> History:
+        """The history as it is now.
+
+        Raises:
+            StoreError: If there is none, or it is damaged or newer than this code.
+        """
+        with self._lock:
+            file = self._identity()
+            if self._history is None or file is None or file != self._file:
+                # An earlier one is not closed here: another thread may be in a query of it.
+                self._history = History(self.store)
+                self._file, self._swept = self._identity(), time.monotonic()
+            elif time.monotonic() - self._swept > _SWEEP_SECONDS:
+                self._swept = time.monotonic()
+                self._history.sweep()
+            return self._history
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = path_of(self.store).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino

@@ -1,0 +1,39 @@
+// Keeps the page of a running execution up to date: asks for it again and puts in what changed.
+"use strict";
+(() => {
+  const every = Number(document.documentElement.dataset.liveSeconds) * 1000;
+  if (!every) return;
+
+  function put(part, newer) {
+    if (part.innerHTML === newer.innerHTML) return;
+    const focused = part.contains(document.activeElement) ? document.activeElement : null;
+    const again = focused && (focused.id ? `#${CSS.escape(focused.id)}`
+      : focused.getAttribute("href") ? `[href="${CSS.escape(focused.getAttribute("href"))}"]` : null);
+    // Nodes of a parsed document: scripts in it are never run.
+    part.replaceChildren(...newer.childNodes);
+    if (again) part.querySelector(again)?.focus({ preventScroll: true });
+    part.dispatchEvent(new CustomEvent("live", { bubbles: true }));
+  }
+
+  async function renew() {
+    let goesOn = true;
+    if (!document.hidden) {
+      try {
+        const answer = await fetch(location.href, { headers: { accept: "text/html" } });
+        if (answer.ok) {
+          const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+          for (const part of document.querySelectorAll("[data-live]")) {
+            const newer = page.querySelector(`[data-live="${part.dataset.live}"]`);
+            if (newer) put(part, newer);
+          }
+          goesOn = Number(page.documentElement.dataset.liveSeconds) > 0;
+        }
+      } catch {
+        // The server went away for now; the next round may find it again.
+      }
+    }
+    if (goesOn) setTimeout(renew, every);
+    else document.documentElement.dataset.liveEnded = "yes";
+  }
+  setTimeout(renew, every);
+})();

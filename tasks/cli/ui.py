@@ -1,0 +1,77 @@
+"""`nemo-rl ui`: the page of the runs, on this machine."""
+
+import ipaddress
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    default=8321,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="0 takes a free one.",
+)
+@click.option(
+    "--store",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The store; NEMO_RL_HOME or ~/.nemo_rl unless given.",
+)
+@click.option(
+    "--allow-host", multiple=True, help="A name under which the page may be asked for; repeatable."
+)
+def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -> None:
+    """Serve the page of the runs on this machine.
+
+    It only shows, and asks nothing of the network. It has no login: whoever reaches the address
+    reads the store.
+    """
+    import uvicorn
+
+    from nemo_rl_core.infra.store import Store
+    from nemo_rl_core.ui.app import create_app
+
+    store = Store(folder) if folder else Store.default()
+    listener = _listen(host, port)
+    bound = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    click.echo(f"The runs of {store.root}: http://{shown}:{bound}/  (Ctrl-C ends it)")
+    if not _is_loopback(host):
+        click.echo("Whoever reaches this address reads the store: there is no login.", err=True)
+    app = create_app(store, hosts=[host, *allow_host])
+    config = uvicorn.Config(app, log_level="warning", server_header=False, ws="none")
+    with suppress(KeyboardInterrupt):  # the way in which it is meant to end
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket on the address; bound here, so that a port of 0 is known and a taken one told."""
+    from nemo_rl_core.errors import ResourceError
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # from here on whoever asks waits for the server instead of being refused
+    except OSError as error:
+        raise ResourceError(
+            f"the page cannot be served on {host}, port {port}",
+            expected="an address of this machine and a free port",
+            got=str(error),
+            fix="give another one: nemo-rl ui --port 0 takes any that is free",
+        ) from error
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,122 @@
+"""How long each page takes on a store of 1,000 runs and 100,000 nodes: asked for, and in a browser.
+
+`python tests/benchmarks/large_pages.py STORE [--browser] [--repeats 20]`; a STORE without a history
+is filled first by `large_history.py`.
+"""
+
+import argparse
+import importlib.util
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import uvicorn
+from starlette.testclient import TestClient
+
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.ui.app import create_app
+
+RUNS, NODES = 1000, 100
+CHROMIUM = Path("/usr/bin/chromium")
+
+
+def fill(store: Store) -> None:
+    """Writes the large history."""
+    path = Path(__file__).with_name("large_history.py")
+    spec = importlib.util.spec_from_file_location("large_history", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.fill(store, num_runs=RUNS, num_nodes=NODES)
+
+
+def pages() -> dict[str, str]:
+    """Every page, about the middle of the history."""
+    middle = RUNS // 2
+    run, other = f"2023{middle:06d}-run", f"2023{middle + 3:06d}-run"
+    node = middle * NODES + 2
+    last = f"grpo_iteration-{(middle + 1) * NODES:016x}"
+    return {
+        "executions": "/",
+        "executions, last page": f"/?offset={RUNS - 50}",
+        "executions, filtered": "/?state=failed&workflow=workflows.grpo.grpo&text=recipe_3",
+        "executions, text that none has": "/?text=nowhere",
+        "overview": f"/executions/{run}",
+        "graph": f"/executions/{run}/graph",
+        "nodes": f"/executions/{run}/nodes",
+        "timeline": f"/executions/{run}/timeline",
+        "curves": f"/executions/{run}/curves",
+        "curves, 5,000 steps": "/executions/2023000000-run/curves",
+        "node": f"/nodes/{node}",
+        "node, 5,000 steps": "/nodes/2",
+        "artifact": f"/artifacts/{last}",
+        "ancestry of 100": f"/artifacts/{last}/ancestry",
+        "find": f"/find?q={last[:-1]}",
+        "compare": f"/compare?run={run}&run={other}",
+    }
+
+
+def asked(store: Store, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each answer, without a network."""
+    client = TestClient(create_app(store), base_url="http://localhost", follow_redirects=False)
+
+    def ask(path: str) -> None:
+        assert client.get(path).status_code in (200, 303), path
+
+    return _times(ask, repeats)
+
+
+def opened(store: Store, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds until a browser has loaded each page, its graph drawn where it has one."""
+    from playwright.sync_api import sync_playwright
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(store), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with sync_playwright() as playwright:
+            arguments = ["--headless", "--no-sandbox", "--disable-gpu"]
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+            page = browser.new_page()
+            found = _times(lambda path: page.goto(address + path, wait_until="load"), repeats)
+            browser.close()
+        server.should_exit = True
+        thread.join()
+    return found
+
+
+def _times(act: Callable[[str], object], repeats: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, path in pages().items():
+        act(path)  # the first time compiles templates and fills SQLite's cache
+        for _ in range(repeats):
+            began = time.perf_counter()
+            act(path)
+            found.setdefault(name, []).append(1000 * (time.perf_counter() - began))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--browser", action="store_true")
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    store = Store(arguments.store)
+    if not (store.root / "history.db").exists():
+        fill(store)
+    measure = opened if arguments.browser else asked
+    click.echo("median    p95 [ms]")
+    for name, times in measure(store, arguments.repeats).items():
+        p95 = statistics.quantiles(times, n=20)[-1]
+        click.echo(f"{statistics.median(times):6.1f} {p95:6.1f}  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Writes the README's screenshots of the page: `python tests/ui/screenshots.py STORE FOLDER`.
+
+STORE holds a GRPO run and its rerun. The pictures lie in `deployment/screenshots/`: no part of the
+installed package, and beside what else is needed to show and ship the project.
+"""
+
+import argparse
+import socket
+import threading
+from pathlib import Path
+
+import uvicorn
+from playwright.sync_api import Browser, sync_playwright
+
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.ui.app import create_app
+
+CHROMIUM = Path("/usr/bin/chromium")
+WIDTH, HEIGHT = 1180, 760
+
+
+def pictures(store: Store) -> dict[str, tuple[str, str]]:
+    """By file name: the page's path and the colour scheme."""
+    with History(store) as history:
+        rerun, first = history.executions(workflow="grpo", limit=2).items
+        exports = [one for one in history.artifacts_of(first.id) if one.stage == "export"]
+        training = [a for a in history.artifacts_of(first.id) if a.stage.startswith("grpo_iter")]
+    return {
+        "executions": ("/", "light"),
+        "graph": (f"/executions/{first.id}/graph", "light"),
+        "timeline": (f"/executions/{rerun.id}/timeline", "dark"),
+        "curves": (f"/executions/{first.id}/curves", "dark"),
+        "ancestry": (f"/artifacts/{exports[0].id}/ancestry", "light"),
+        "completions": (f"/artifacts/{training[-1].id}/completions?order=best", "light"),
+    }
+
+
+def write(browser: Browser, address: str, store: Store, folder: Path) -> None:
+    """One PNG a page."""
+    for name, (path, scheme) in pictures(store).items():
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
+        page.goto(address + path)
+        page.wait_for_load_state("networkidle")
+        # The store's place is this machine's business.
+        page.evaluate("document.querySelector('.foot .mono').textContent = '~/.nemo_rl'")
+        page.screenshot(path=folder / f"{name}.png")
+        page.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    store = Store(arguments.store)
+    with socket.create_server(("127.0.0.1", 0)) as listener, sync_playwright() as playwright:
+        server = uvicorn.Server(uvicorn.Config(create_app(store), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        arguments_of_browser = ["--headless", "--no-sandbox", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments_of_browser)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        write(browser, address, store, arguments.folder)
+        browser.close()
+        server.should_exit = True
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Every page in a real headless Chromium, on a real GRPO run and its cached rerun."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Execution, Node
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.infra.store import Store
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
+
+VIEWS = ("", "/graph", "/nodes", "/timeline", "/curves", "/log")
+
+
+@pytest.fixture(scope="module")
+def history(real_store: Store) -> Iterator[History]:
+    with History(real_store) as history:
+        yield history
+
+
+@pytest.fixture(scope="module")
+def runs(history: History) -> tuple[Execution, Execution]:
+    """The first run and its rerun."""
+    rerun, first = history.executions(workflow="grpo").items
+    return first, rerun
+
+
+@pytest.fixture(scope="module")
+def nodes(history: History, runs) -> dict[str, Node]:
+    """By name; of the two evaluations the second."""
+    return {node.name: node for node in history.nodes(runs[0].id)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(history: History, nodes: dict[str, Node]) -> str:
+    """The last training artifact."""
+    (output,) = [o for o in history.node(nodes["grpo_iteration 2"].id).outputs if o.artifact]
+    return output.artifact
+
+
+def every_page(runs, nodes: dict[str, Node], checkpoint: str) -> dict[str, str]:
+    first, rerun = (run.id for run in runs)
+    pages = {f"view {view or '/overview'}": f"/executions/{first}{view}" for view in VIEWS}
+    return pages | {
+        "executions": "/",
+        "rerun": f"/executions/{rerun}/graph",
+        "node": f"/nodes/{nodes['grpo_iteration 2'].id}",
+        "artifact": f"/artifacts/{checkpoint}",
+        "ancestry": f"/artifacts/{checkpoint}/ancestry",
+        "completions": f"/artifacts/{checkpoint}/completions",
+        "compare": f"/compare?run={first}&run={rerun}",
+        "not found": "/executions/none",
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(runs, nodes, checkpoint) -> dict[str, str]:
+    return every_page(runs, nodes, checkpoint)
+
+
+PAGES = [*(f"view {view or '/overview'}" for view in VIEWS), "executions", "rerun", "node"]
+PAGES += ["artifact", "ancestry", "completions", "compare", "not found"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_accessible_and_complains_of_nothing(
+    context: BrowserContext, address: str, pages: dict[str, str], name: str, scheme: str
+) -> None:
+    """Axe's rules (contrast, landmarks, names, tables, order of headings), in both themes."""
+    page = context.new_page()
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(address + pages[name])
+    page.wait_for_timeout(300)
+
+    # Through DevTools, which the page's own policy does not bind.
+    page.evaluate((Path(__file__).parent / "vendor" / "axe.min.js").read_text())
+    found = page.evaluate("axe.run(document, {iframes: false})")
+    broken = [
+        f"{rule['id']}: {node['html'][:200]}"
+        for rule in found["violations"]
+        for node in rule["nodes"]
+    ]
+    assert not broken, "\n".join(broken)
+    assert [text for text in said if "404" not in text] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_a_narrow_screen(
+    context: BrowserContext, address: str, pages: dict[str, str], name: str
+) -> None:
+    page = context.new_page()
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.goto(address + pages[name])
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_no_request_leaves_the_machine(
+    context: BrowserContext, address: str, pages: dict[str, str]
+) -> None:
+    asked: set[str] = set()
+    page = context.new_page()
+    page.on("request", lambda request: asked.add(request.url))
+    for path in pages.values():
+        page.goto(address + path)
+        page.wait_for_load_state("networkidle")
+    outside = [url for url in asked if not url.startswith((address + "/", "data:"))]
+    assert len(asked) > len(pages)
+    assert outside == []
+
+
+def test_the_graph_shows_the_run_as_it_was(
+    context: BrowserContext, address: str, history: History, runs, nodes: dict[str, Node]
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/executions/{runs[0].id}/graph")
+    page.wait_for_selector("[data-drawn]")
+
+    recorded = history.nodes(runs[0].id)
+    drawn = page.locator(".graph a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
+    assert sorted(drawn) == sorted(f"/nodes/{node.id}" for node in recorded)
+
+    kinds = {node.id: node.kind for node in recorded}
+    artifacts = {(n.id, o.name) for n in recorded for o in history.node(n.id).outputs if o.artifact}
+    made = {  # what flowed from task to task as an artifact
+        (edge.source, edge.target)
+        for edge in history.edges(runs[0].id)
+        if kinds[edge.source] == kinds[edge.target] == "task"
+        and (edge.source, edge.source_output) in artifacts
+    }
+    edges = {tuple(map(int, edge.split())) for edge in _edges(page)}
+    assert len(made) > 8
+    assert made <= edges
+    assert not {edge[::-1] for edge in made} & edges
+    iterations = nodes["grpo_iteration 1"].id, nodes["grpo_iteration 2"].id
+    assert iterations in edges
+
+    plan = nodes["plan_grpo"].id
+    assert not any(plan in edge for edge in edges)
+    page.get_by_role("button", name="Values").click()
+    more = {tuple(map(int, edge.split())) for edge in _edges(page)}
+    assert more > edges
+    assert (plan, iterations[0]) in more
+
+
+def _edges(page: Page) -> list[str]:
+    return page.locator("[data-edge]").evaluate_all("all => all.map(e => e.dataset.edge)")
+
+
+def test_what_holds_other_nodes_can_be_closed_and_opened_by_keyboard(
+    context: BrowserContext, address: str, runs, nodes: dict[str, Node]
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/executions/{runs[0].id}/graph")
+    page.wait_for_selector("[data-drawn]")
+    before = page.locator(".graph a").count()
+    holder = nodes["grpo_iteration 1"].parent
+    toggle = page.locator(f'[data-toggle="{holder}"]')
+
+    toggle.focus()
+    page.keyboard.press("Enter")
+    expect(toggle).to_have_attribute("aria-expanded", "false")
+    expect(toggle).to_be_focused()
+    closed = page.locator(".graph a").count()
+    held = sum(node.parent == holder for node in nodes.values())
+    assert closed == before - held
+    assert any(str(holder) in edge.split() for edge in _edges(page))
+
+    page.keyboard.press(" ")
+    expect(toggle).to_have_attribute("aria-expanded", "true")
+    assert page.locator(".graph a").count() == before
+
+
+def test_the_graph_moves_and_zooms_by_keyboard_and_buttons(
+    context: BrowserContext, address: str, runs
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/executions/{runs[0].id}/graph")
+    page.wait_for_selector("[data-drawn]")
+
+    def view() -> list[float]:
+        text = page.locator("[data-layer]").get_attribute("transform")
+        return [float(number) for number in re.findall(r"-?[\d.]+", text)]
+
+    start = view()
+    page.locator(".graph > svg").focus()
+    page.keyboard.press("+")
+    assert view()[2] == pytest.approx(start[2] * 1.25)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("0")
+    assert view() == pytest.approx(start)
+    page.get_by_role("button", name="Zoom out").click()
+    assert view()[2] == pytest.approx(start[2] * 0.8)
+    page.get_by_role("button", name="Fit").click()
+    assert view() == pytest.approx(start)
+
+
+def test_the_rerun_is_all_cached_and_links_to_the_first_run(
+    context: BrowserContext, address: str, history: History, runs
+) -> None:
+    first, rerun = runs
+    again = [node for node in history.nodes(rerun.id) if node.state == "cached"]
+    before = [n for n in history.nodes(first.id) if n.kind == "task" and n.name != "plan_grpo"]
+    assert [node.name for node in again] == [node.name for node in before]
+    page = context.new_page()
+    page.goto(f"{address}/executions/{rerun.id}/nodes")
+    assert page.locator("tbody .state-cached").count() == len(again)
+
+    for node, made in zip(again, before, strict=True):
+        assert node.cached_from == made.id
+        page.goto(f"{address}/nodes/{node.id}")
+        source = page.locator(".card a").first
+        expect(source).to_have_text(made.name)
+        expect(source).to_have_attribute("href", f"/nodes/{made.id}")
+        expect(page.locator(f'.card a[href="/executions/{first.id}"]')).to_be_visible()
+
+
+def test_from_the_list_to_a_checkpoints_data_by_clicking(
+    context: BrowserContext, address: str, history: History, runs, checkpoint: str
+) -> None:
+    page = context.new_page()
+    page.goto(address)
+    page.get_by_role("link", name=runs[0].id).click()
+    page.get_by_role("link", name="Nodes").click()
+    page.get_by_role("rowheader", name="grpo_iteration 2").get_by_role("link").click()
+    page.locator(f'a[href="/artifacts/{checkpoint}"]').first.click()
+    page.get_by_role("link", name="Ancestry").click()
+
+    page.wait_for_selector("[data-drawn]")
+    ancestors = history.ancestry(checkpoint)
+    for one in ancestors.artifacts:
+        row = page.locator(f'tr[id="{one.id}"]')
+        expect(row).to_contain_text(one.content_hash[:16])
+    stages = {one.artifact.stage.split()[0] for one in ancestors.artifacts}
+    assert {"prepare_data", "train_sft", "grpo_iteration"} <= stages
+    assert {tuple(edge.split()) for edge in _edges(page)} == {
+        (link.parent, link.child) for link in ancestors.parentage
+    }
+    expect(page.get_by_role("heading", name="grpo_iteration 2 against")).to_be_visible()
+
+
+def test_completions_of_a_step_are_read_and_filtered(
+    context: BrowserContext, address: str, checkpoint: str
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/artifacts/{checkpoint}/completions")
+    steps = page.locator("select[name=step]").locator("option").all_inner_texts()
+    assert len(steps) >= 4
+    page.locator("select[name=step]").select_option(steps[0])
+    page.get_by_label("Order").select_option("best")
+    page.get_by_role("button", name="Filter").click()
+    expect(
+        page.get_by_role("heading", name=f"16 of 16 completions of step {steps[0]}")
+    ).to_be_visible()
+    rewards = [float(r) for r in page.locator(".reading header strong").all_inner_texts()]
+    assert rewards == sorted(rewards, reverse=True)
+
+    page.get_by_label("Reward from").fill("2")
+    page.get_by_role("button", name="Filter").click()
+    expect(page.get_by_text("No completion passes the filter.")).to_be_visible()
+
+
+def test_a_deck_is_shown_in_its_frame(
+    context: BrowserContext, address: str, nodes: dict[str, Node]
+) -> None:
+    page = context.new_page()
+    page.goto(f"{address}/nodes/{nodes['grpo_iteration 2'].id}")
+    page.locator("iframe").scroll_into_view_if_needed()
+    deck = page.frame_locator("iframe")
+    expect(deck.locator("svg").first).to_be_visible()
+    expect(deck.get_by_text("completion", exact=True).first).to_be_visible()
+
+
+def test_two_runs_are_chosen_in_the_list_and_compared(
+    context: BrowserContext, address: str, runs
+) -> None:
+    page = context.new_page()
+    page.goto(address)
+    for run in runs:
+        page.get_by_label(f"Compare {run.id}").check()
+    page.get_by_role("button", name="Compare the chosen two").click()
+    expect(page.get_by_text("No field differs.")).to_be_visible()
+    expect(page.get_by_text("no difference shown at 95 % confidence").first).to_be_visible()
+    chart = page.get_by_role("img", name=re.compile("grpo_iteration: reward over steps 1 to 24"))
+    assert chart.locator("polyline").count() == 2
+
+
+def test_the_keyboard_alone_reaches_the_content(context: BrowserContext, address: str) -> None:
+    page = context.new_page()
+    page.goto(address)
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the content")).to_be_in_viewport()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    page.keyboard.press("Tab")
+    focused = page.evaluate("document.activeElement.name")
+    assert focused == "state"
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineWidth")
+    assert outline == "3px"
+
+
+def test_a_run_that_goes_on_is_shown_live(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    """Nodes, curves and states appear without a reload, and the asking ends with the run."""
+    writer = HistoryWriter(real_store, f"live-{time.time_ns()}")
+    log = real_store.runs / "live" / "run.log"
+    writer.begin(NewExecution("workflows.live.live", "", ["pyflyte"], {}, log))
+    node = writer.begin_node("train_sft", task="tasks.train_sft.train_sft", kind="task")
+    writer.log_metrics(node, 1, {"loss": 3.0})
+    run = writer._id
+    curves, graph = context.new_page(), context.new_page()
+    curves.goto(f"{address}/executions/{run}/curves")
+    graph.goto(f"{address}/executions/{run}/graph")
+    expect(graph.locator(".graph a")).to_have_count(1)
+    curves.evaluate("window.kept = true")
+
+    writer.log_metrics(node, 2, {"loss": 1.5})
+    output = as_value("o0", "CheckpointArtifact", "train_sft", "train_sft-0")
+    writer.end_node(node, NodeEnd("succeeded", outputs=[output]))
+    other = writer.begin_node("evaluate", task="tasks.evaluate.evaluate", kind="task")
+    writer.connect(node, "o0", other, "model")
+    expect(curves.get_by_text("last 1.5")).to_be_visible(timeout=10_000)
+    expect(graph.locator(".graph a")).to_have_count(2, timeout=10_000)
+    assert _edges(graph) == [f"{node} {other}"]
+
+    writer.end("succeeded")
+    expect(curves.locator("h1 + .state-succeeded")).to_be_visible(timeout=10_000)
+    curves.wait_for_selector("html[data-live-ended]", state="attached", timeout=10_000)
+    assert curves.evaluate("window.kept")  # it was never reloaded
+
+
+def test_a_run_of_many_nodes_opens_as_a_few_boxes_and_can_be_opened(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    writer = HistoryWriter(real_store, f"large-{time.time_ns()}")
+    log = real_store.runs / "large" / "run.log"
+    writer.begin(NewExecution("workflows.large.large", "", ["pyflyte"], {}, log))
+    before = None
+    for loop in range(10):
+        holder = writer.begin_node(f"loop {loop}", task="tasks.loop.loop", kind="dynamic")
+        for step in range(12):
+            node = writer.begin_node(f"step {step}", task="tasks.s.s", kind="task", parent=holder)
+            output = as_value("o0", "CheckpointArtifact", "s", f"s-{node}")
+            writer.connect(before, "o0", node, "start")
+            writer.end_node(node, NodeEnd("succeeded", outputs=[output]))
+            before = node
+        writer.end_node(holder, NodeEnd("succeeded"))
+    writer.end("succeeded")
+
+    page = context.new_page()
+    page.goto(f"{address}/executions/{writer._id}/graph")
+    page.wait_for_selector("[data-drawn]")
+    assert page.locator(".graph a").count() == 10
+    assert len(_edges(page)) == 9
+
+    for _ in range(10):
+        page.locator('[data-toggle][aria-expanded="false"]').first.press("Enter")
+    assert page.locator(".graph a").count() == 130
+    assert len(_edges(page)) == 119

@@ -1,0 +1,61 @@
+"""`nemo-rl ui` as a user starts it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+
+def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", "from tasks.cli import main; main()", "ui", *arguments],
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_the_page_is_served_where_the_command_says(made, by_option: bool) -> None:
+    root = str(made.store.root)
+    process = (
+        start("--port", "0", "--store", root)
+        if by_option
+        else start("--port", "0", NEMO_RL_HOME=root)
+    )
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert found, line
+        assert root in line
+        answer = urllib.request.urlopen(found[0], timeout=20).read().decode()
+        assert "20260101T000000Z-aaaaaa" in answer
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert said == ""
+
+
+def test_a_taken_port_is_explained(made) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = start("--port", str(taken.getsockname()[1]), NEMO_RL_HOME=str(made.store.root))
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "cannot be served" in said
+    assert "--port 0" in said
+    assert "Traceback" not in said
+
+
+def test_an_address_that_others_reach_is_warned_of(made) -> None:
+    process = start("--host", "0.0.0.0", "--port", "0", NEMO_RL_HOME=str(made.store.root))
+    try:
+        assert "there is no login" in process.stderr.readline()
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
