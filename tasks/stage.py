@@ -5,22 +5,39 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flytekit import Cache, task
+from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
 from tasks.artifacts import Artifact
+from tasks.attempts import carried_over
 from tasks.caching import source_digest
+from tasks.ray_stage import ray_stage
+from tasks.resources import PLAIN, Kind
+
+plan_task = task(**PLAIN.options)
+"""A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
+
+choice = dynamic(**PLAIN.options)
+"""A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
 
 
-def cached_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`flytekit.task`, cached by the inputs and by the source that the stage can reach."""
+def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`flytekit.task`, cached by the inputs and by the source that the stage can reach.
+
+    Args:
+        kind: What the stage reserves on a cluster, and how often and how long it may try.
+        options: Of `flytekit.task`, laid over those of the kind.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        cache = Cache(version=source_digest(function.__module__))
-        return task(cache=cache, enable_deck=True, **options)(function)
+        cache = Cache(version=source_digest(function.__module__), serialize=kind.serialize)
+        given = {**kind.options, **options}
+        if kind.on_ray:
+            given["task_config"] = ray_stage(kind)
+        return task(cache=cache, enable_deck=True, **given)(function)
 
     return decorate
 
@@ -36,7 +53,8 @@ def make(
     """Runs a stage's work in a folder of the store and publishes it as an artifact.
 
     The folder is known by the stage's inputs and source: a killed attempt is continued, and of two
-    processes that run the same stage at once, the second takes what the first has made.
+    processes that run the same stage at once, the second takes what the first has made. On a
+    cluster, where the next attempt may have another disk, what is saved is handed to Flyte too.
 
     Args:
         stage: Name of the stage.
@@ -56,7 +74,7 @@ def make(
         source=source_digest(caller),
         part=part,
     )
-    artifact = produce(inputs, work)
+    artifact = produce(inputs, carried_over(work))
     _show_deck(artifact)
     manifest = Manifest.read(artifact)
     return {
