@@ -25,7 +25,7 @@ from flytekitplugins.ray.task import RayFunctionTask
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.infra.resources import ResourceManager
+from nemo_rl_core.infra.resources import Resource, ResourceManager
 from tasks import pods
 from tasks.resources import Kind, Shape, laptop, shape_of
 
@@ -77,8 +77,13 @@ class RayStageTask(RayFunctionTask):
     """A stage on a Ray cluster of one shape; in a local run, all stages share one small runtime."""
 
     def __init__(self, task_config: RayStage, task_function: Callable[..., Any], **options: Any):
-        super().__init__(task_config=task_config, task_function=task_function, **options)
         self._options = options
+        image = task_config.kind.on(task_config.shape).image
+        super().__init__(
+            task_config=task_config,
+            task_function=task_function,
+            **{**options, "container_image": image},
+        )
         self._others: dict[str, RayStageTask] = {}
 
     @property
@@ -114,10 +119,9 @@ class RayStageTask(RayFunctionTask):
         if shape == self.shape:
             return self
         if shape.name not in self._others:
-            kind = self.task_config.kind
-            options = {**self._options, "container_image": kind.on(shape).image}
-            options["task_resolver"] = by_shape
-            other = RayStageTask(RayStage(shape, kind), self.task_function, **options)
+            config = RayStage(shape, self.task_config.kind)
+            options = {**self._options, "task_resolver": by_shape}
+            other = RayStageTask(config, self.task_function, **options)
             other._name = f"{self.name}.{shape.name.replace(':', '_')}"
             self._others[shape.name] = other
         return self._others[shape.name]
@@ -138,9 +142,9 @@ class RayStageTask(RayFunctionTask):
 TaskPlugins.register_pythontask_plugin(RayStage, RayStageTask)
 
 
-def ray_stage(kind: Kind) -> RayStage:
+def ray_stage(kind: Kind) -> dict[str, Any]:
     """What a stage is declared with: the smallest shape, from which it is moved to others."""
-    return RayStage(laptop(), kind)
+    return {"task_config": RayStage(laptop(), kind)}
 
 
 class _ByShape(TrackedInstance, TaskResolverMixin):
@@ -198,7 +202,7 @@ def await_workers(
     Raises:
         ResourceError: Names what is missing at the end.
     """
-    wanted = {"GPU": float(shape.num_gpus), "CPU": float(shape.num_nodes)}
+    wanted: dict[Resource, float] = {"GPU": shape.num_gpus, "CPU": shape.num_nodes}
     deadline = time.monotonic() + wait_seconds
     while True:
         there = ResourceManager.of_ray(found(), name="the stage's Ray cluster")

@@ -15,7 +15,7 @@ from tasks.artifacts import Artifact
 from tasks.attempts import carried_over
 from tasks.caching import source_digest
 from tasks.ray_stage import ray_stage
-from tasks.resources import PLAIN, Kind
+from tasks.resources import PLAIN, Kind, one_gpu
 
 plan_task = task(**PLAIN.options)
 """A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
@@ -35,9 +35,12 @@ def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., A
     def decorate(function: Callable[..., Any]) -> Any:
         cache = Cache(version=source_digest(function.__module__), serialize=kind.serialize)
         given = {**kind.options, **options}
-        if kind.on_ray:
-            given["task_config"] = ray_stage(kind)
-        return task(cache=cache, enable_deck=True, **given)(function)
+        if not kind.on_ray:
+            return task(cache=cache, enable_deck=True, **given)(function)
+        stage = task(cache=cache, enable_deck=True, **given, **ray_stage(kind))(function)
+        # Registered too: a dynamic stage knows only images of tasks that were registered with it.
+        stage.on_shape(one_gpu())
+        return stage
 
     return decorate
 
