@@ -11,7 +11,7 @@ from nemo_rl_core.infra.produce import Made
 from tasks import attempts
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """The machine is gone."""
 
 
@@ -27,7 +27,7 @@ def work_until(last: int, *, dies: bool, seen: list[int]) -> Callable[[Path], Ma
                 metrics.write(f"{step}\n")
             manager.save(step, lambda path, step=step: (path / "x").write_text(f"{step}"))
         if dies:
-            raise Killed
+            raise KilledError
         return Made("checkpoint", "test", step=last)
 
     return work
@@ -48,11 +48,11 @@ def checkpoint(tmp_path: Path, number: int) -> SyncCheckpoint:
 
 def test_an_attempt_goes_on_where_the_last_has_saved(tmp_path: Path) -> None:
     seen: list[int] = []
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         work = work_until(3, dies=True, seen=seen)
         attempts.run_attempt(on_new_disk(tmp_path, 0), work, checkpoint(tmp_path, 0))
     # The second dies before it saves anything, and hands on what it was given.
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         work = work_until(3, dies=True, seen=seen)
         attempts.run_attempt(on_new_disk(tmp_path, 1), work, checkpoint(tmp_path, 1))
     folder = on_new_disk(tmp_path, 2)
