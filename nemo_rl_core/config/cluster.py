@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
@@ -19,10 +19,6 @@ AcceleratorName = Literal[
     "nvidia-h200",
 ]
 _GPUS_OF_A_NODE = 8
-
-
-def _default_workers(chosen: dict[str, Any]) -> int:
-    return _GPUS_OF_A_NODE if chosen.get("shape") == "node_8gpu" else 1
 
 
 class ClusterConfig(FrozenConfig):
@@ -45,7 +41,7 @@ class ClusterConfig(FrozenConfig):
 
     shape: ShapeName = "laptop"
     num_threads: PositiveInt = 2
-    num_workers: PositiveInt = Field(default_factory=_default_workers)
+    num_workers: PositiveInt = 1
     num_gpus_per_node: PositiveInt = _GPUS_OF_A_NODE
     accelerator: AcceleratorName | None = None
 
@@ -61,6 +57,13 @@ class ClusterConfig(FrozenConfig):
             return [self.num_workers]
         full, rest = divmod(self.num_workers, self.num_gpus_per_node)
         return [self.num_gpus_per_node] * full + [rest] * bool(rest)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_whole_node_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("shape") == "node_8gpu":
+            return {"num_workers": _GPUS_OF_A_NODE, **values}
+        return values
 
     @model_validator(mode="after")
     def _workers_fit_the_shape(self) -> Self:
