@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from flytekit import dynamic
 from flytekit.types.directory import FlyteDirectory
 
+from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError, DataError, ResourceError
 from tasks.artifacts import CompareReport
+from tasks.evaluate import evaluate
 from tasks.ray_stage import CLUSTER_GPUS, await_workers, check_offered
 from tasks.refuse_regression import refuse_worse
 from tasks.resources import cluster, laptop, node_8gpu, one_gpu
@@ -55,3 +58,15 @@ def test_a_regression_is_refused_only_where_it_is_sure(tmp_path: Path) -> None:
     assert caught.value.got == "-5.0 points [-10.0, -1.0]"
     with pytest.raises(ConfigError, match="needs a model to compare with"):
         refuse_worse([])
+
+
+@dynamic
+def name_on(shape: str) -> str:
+    """What a workflow's choice of a shape comes to in a local run."""
+    config = ClusterConfig.model_validate({"shape": shape})
+    return str(evaluate.on(config).name)
+
+
+def test_a_local_run_keeps_one_task_whatever_the_shape() -> None:
+    for shape in ("laptop", "one_gpu", "node_8gpu"):
+        assert name_on(shape=shape) == evaluate.name == "tasks.evaluate.evaluate"
