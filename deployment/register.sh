@@ -35,13 +35,17 @@ if [ -n "$(git status --porcelain)" ]; then
 fi
 # Every task names its own image; flytekit asks for one more, which nothing runs in.
 images=(--image "unused=${NEMO_RL_REGISTRY:+$NEMO_RL_REGISTRY/}nemo-rl-unused:0")
+# Where the code is unpacked: the images' user may not write flytekit's default, /root.
+folder=/home/nemo
 
 if [ -n "$package" ]; then
-  "$pyflyte" --pkgs workflows package --copy all --force "${images[@]}" --output "$package"
+  "$pyflyte" --pkgs workflows package --copy all --force "${images[@]}" \
+    --in-container-source-path "$folder" --output "$package"
   exit
 fi
 [ -f "$config" ] || fail "there is no configuration ${config:-(none given)}" \
   "  expected: --config deployment/sandbox/flyte.yaml or one of your own"
 "$pyflyte" --config "$config" register --project "$project" --domain "$domain" \
-  --version "$version" --copy all "${images[@]}" $activate workflows
+  --version "$version" --copy all --destination-dir "$folder" "${images[@]}" \
+  $activate workflows
 echo "register: version $version in $project/$domain"
