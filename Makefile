@@ -2,10 +2,11 @@
 # CONFIG=recipe.yaml (or JSON) goes to --config; EXTRA=gpu sets up for a CUDA machine.
 EXTRA ?= cpu
 CONFIG ?=
+ARGUMENTS ?=
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train evaluate smollm2 test test-slow parity lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train evaluate regression smollm2 package register images test test-slow parity lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -23,6 +24,9 @@ sft dpo reward-model ppo distill post-train: setup ## Run another pipeline
 evaluate: setup ## Measure a model, or compare two on the same prompts (CONFIG=recipe.yaml)
 	$(bin)/pyflyte run workflows/evaluate.py evaluate_model $(if $(CONFIG),--config '$(CONFIG)')
 
+regression: setup ## Fail if a model is worse than its baseline (CONFIG=recipe.yaml)
+	$(bin)/pyflyte run workflows/regression.py check_regression $(if $(CONFIG),--config '$(CONFIG)')
+
 smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml
 
@@ -35,6 +39,16 @@ parity: setup ## Show how both training backends agree with transformers, layout
 
 test-slow: setup ## Run the tests that take minutes
 	$(bin)/pytest -m 'slow and not gpu'
+
+package: setup ## Write what a Flyte cluster would be given to build/flow.tgz
+	@mkdir -p build
+	bash deployment/register.sh --package build/flow.tgz
+
+register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; see deployment/README.md)
+	bash deployment/register.sh --config '$(CONFIG)' $(ARGUMENTS)
+
+images: setup ## Build the images that stages run in, and push them to NEMO_RL_REGISTRY
+	bash deployment/images/build.sh
 
 lint: setup ## Check style, types and the layers
 	$(bin)/ruff check .

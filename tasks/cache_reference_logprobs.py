@@ -10,11 +10,11 @@ from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, LogprobArtifact, Logprobs
 from tasks.experiments.pairs import ReferenceStage
-from tasks.resources import ray_stage
+from tasks.resources import SCORE
 from tasks.stage import cached_task, make
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(SCORE)
 def cache_reference_logprobs(
     config: ReferenceStage, reference: Checkpoint, pairs: Dataset
 ) -> Logprobs:

@@ -20,6 +20,11 @@ _PACKAGES = ("nemo_rl_core", "tasks", "workflows")
 # Registries name built-in classes by "module:Class", so that importing a registry costs nothing.
 _MODULE_NAME = re.compile(r"(?:nemo_rl_core|tasks)(?:\.\w+)+(?::\w+)?")
 
+_WHERE_IT_RUNS = frozenset(
+    f"tasks.{name}" for name in ("attempts", "images", "pods", "ray_stage", "resources")
+)
+"""They decide on machines, memory and containers: another size of pod gives the same result."""
+
 
 def source_digest(module: str) -> str:
     """16 hex digits of the source that `module` reaches, and of package versions."""
@@ -34,12 +39,15 @@ def source_digest(module: str) -> str:
 
 
 def reachable_modules(module: str) -> set[str]:
-    """`module` and every module of this project that it imports, anywhere in its code."""
+    """`module` and every module of this project that it imports, anywhere in its code.
+
+    Those that only say where it runs are left out.
+    """
     found: set[str] = set()
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        if name not in found and _path(name) is not None:
+        if name not in found | _WHERE_IT_RUNS and _path(name) is not None:
             found.add(name)
             waiting += _imports(name)
     return found

@@ -9,11 +9,11 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.experiments.convert import ProofStage
-from tasks.resources import LIGHT
+from tasks.resources import WEIGHTS
 from tasks.stage import cached_task, make
 
 
-@cached_task(requests=LIGHT)
+@cached_task(WEIGHTS)
 def convert(config: ProofStage, checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
     """Writes what Megatron holds as transformers names it, and fails unless the two agree.
 

@@ -9,13 +9,13 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
 from tasks.experiments.common import EvaluationStage
-from tasks.resources import ray_stage
+from tasks.resources import GENERATE
 from tasks.stage import cached_task, make
 
 _ROWS_SHOWN = 40
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(GENERATE)
 def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Dataset) -> Evaluation:
     """Greedy accuracy with its interval, pass@k and cons@k, of all and of each category."""
 

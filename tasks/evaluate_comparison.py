@@ -12,13 +12,13 @@ from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import CompareReport, Comparison, Evaluation
 from tasks.experiments.evaluate import ComparisonStage
 from tasks.promote import compare_reports
-from tasks.resources import LIGHT
+from tasks.resources import PLAIN
 from tasks.stage import cached_task, make
 
 _CHANGES_SHOWN = 40
 
 
-@cached_task(requests=LIGHT)
+@cached_task(PLAIN)
 def compare(config: ComparisonStage, before: Evaluation, after: Evaluation) -> Comparison:
     """Paired bootstrap, McNemar, and the smallest difference that the prompts could have shown."""
 

@@ -7,11 +7,11 @@ from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.decks import records
 from tasks.experiments.evaluate import QuestionsStage
-from tasks.resources import LIGHT
+from tasks.resources import DATA
 from tasks.stage import cached_task, make
 
 
-@cached_task(requests=LIGHT)
+@cached_task(DATA)
 def evaluate_questions(config: QuestionsStage, tokenizer: Tokenizer) -> Dataset:
     """Reads or generates the rows, and refuses bad ones by number.
 

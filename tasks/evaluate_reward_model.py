@@ -9,11 +9,11 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
 from tasks.experiments.reward_model import RewardModelEvaluationStage
-from tasks.resources import ray_stage
+from tasks.resources import SCORE
 from tasks.stage import cached_task, make
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(SCORE)
 def evaluate_reward_model(
     config: RewardModelEvaluationStage, checkpoint: Checkpoint, pairs: Dataset
 ) -> Evaluation:

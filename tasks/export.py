@@ -8,7 +8,7 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import CARD, Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
-from tasks.resources import LIGHT
+from tasks.resources import WEIGHTS
 from tasks.stage import cached_task, make
 
 
@@ -16,7 +16,7 @@ class ExportStage(FrozenConfig):
     """What `export` reads: nothing but its checkpoint."""
 
 
-@cached_task(requests=LIGHT)
+@cached_task(WEIGHTS)
 def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
     """Writes the model alone, and proves that it loads to the same weights."""
 

@@ -9,7 +9,7 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.lineage import Manifest, ancestry
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
-from tasks.resources import LIGHT
+from tasks.resources import PLAIN
 from tasks.stage import cached_task, make
 
 
@@ -17,7 +17,7 @@ class LineageStage(FrozenConfig):
     """What `lineage_report` reads: nothing but its model."""
 
 
-@cached_task(requests=LIGHT)
+@cached_task(PLAIN)
 def lineage_report(model: Checkpoint) -> Lineage:
     """Walks from the model through its parents back to data, code and config."""
 

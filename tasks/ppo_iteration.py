@@ -6,7 +6,7 @@ from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves, last_rollouts
 from tasks.experiments.ppo import PPOStage
-from tasks.resources import ray_stage
+from tasks.resources import TRAIN
 from tasks.stage import cached_task, make
 
 _CURVES = (
@@ -21,7 +21,7 @@ _CURVES = (
 )
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(TRAIN)
 def ppo_iteration(
     config: PPOStage,
     start: Checkpoint,

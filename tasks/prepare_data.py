@@ -10,7 +10,7 @@ from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.decks import records
 from tasks.experiments.common import DataStage
-from tasks.resources import LIGHT
+from tasks.resources import DATA
 from tasks.stage import cached_task, make
 
 
@@ -21,7 +21,7 @@ class PreparedData(NamedTuple):
     validation: Dataset
 
 
-@cached_task(requests=LIGHT)
+@cached_task(DATA)
 def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
     from nemo_rl_core.data.datasets import load_rows

@@ -8,7 +8,7 @@ from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
 from tasks.experiments.common import ModelStage
-from tasks.resources import LIGHT
+from tasks.resources import WEIGHTS
 from tasks.stage import cached_task, make
 
 
@@ -19,7 +19,7 @@ class PreparedModel(NamedTuple):
     tokenizer: Tokenizer
 
 
-@cached_task(requests=LIGHT)
+@cached_task(WEIGHTS)
 def prepare_model(config: ModelStage) -> PreparedModel:
     """Brings the model into the store, in the transformers layout."""
 

@@ -11,7 +11,7 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.experiments.common import PromotionStage
-from tasks.resources import LIGHT
+from tasks.resources import PLAIN
 from tasks.stage import cached_task, make
 
 
@@ -22,7 +22,7 @@ class Promoted(NamedTuple):
     checkpoint: Checkpoint
 
 
-@cached_task(requests=LIGHT)
+@cached_task(PLAIN)
 def promote(
     config: PromotionStage,
     incumbent: Checkpoint,

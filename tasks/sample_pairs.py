@@ -6,11 +6,11 @@ from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, DatasetArtifact
 from tasks.experiments.pairs import PairStage
-from tasks.resources import ray_stage
+from tasks.resources import GENERATE
 from tasks.stage import cached_task, make
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(GENERATE)
 def sample_pairs(
     config: PairStage, checkpoint: Checkpoint, prompts: Dataset, iteration: int
 ) -> Dataset:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flytekit import Cache, task
+from flytekit import Cache, dynamic, task
+from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
@@ -15,17 +16,41 @@ from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
 from tasks import local
 from tasks.artifacts import Artifact
+from tasks.attempts import carried_over
 from tasks.caching import source_digest
+from tasks.ray_stage import ray_stage
+from tasks.resources import PLAIN, Kind, one_gpu
 
 local.use_store()
 
+plan_task = task(**PLAIN.options)
+"""A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
 
-def cached_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`flytekit.task`, cached by the inputs and by the source that the stage can reach."""
+choice = dynamic(**PLAIN.options)
+"""A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
+
+# All but the list of installed packages, for which flytekit starts pip in every stage: it takes
+# seconds, and the manifest names those that a result depends on.
+_DECKS = (DeckField.SOURCE_CODE, DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT)
+
+
+def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`flytekit.task`, cached by the inputs and by the source that the stage can reach.
+
+    Args:
+        kind: What the stage reserves on a cluster, and how often and how long it may try.
+        options: Of `flytekit.task`, laid over those of the kind.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        cache = Cache(version=source_digest(function.__module__))
-        return task(cache=cache, enable_deck=True, **options)(function)
+        cache = Cache(version=source_digest(function.__module__), serialize=kind.serialize)
+        given = {"enable_deck": True, "deck_fields": _DECKS, **kind.options, **options}
+        if not kind.on_ray:
+            return task(cache=cache, **given)(function)
+        stage = task(cache=cache, **given, **ray_stage(kind))(function)
+        # Registered too: a dynamic stage knows only images of tasks that were registered with it.
+        stage.on_shape(one_gpu())
+        return stage
 
     return decorate
 
@@ -41,7 +66,8 @@ def make(
     """Runs a stage's work in a folder of the store and publishes it as an artifact.
 
     The folder is known by the stage's inputs and source: a killed attempt is continued, and of two
-    processes that run the same stage at once, the second takes what the first has made.
+    processes that run the same stage at once, the second takes what the first has made. On a
+    cluster, where the next attempt may have another disk, what is saved is handed to Flyte too.
 
     Args:
         stage: Name of the stage.
@@ -61,7 +87,9 @@ def make(
         source=source_digest(caller),
         part=part,
     )
-    work = recorded(work, os.environ, task=f"{caller}.{stage}", parents=inputs.parents)
+    work = recorded(
+        carried_over(work), os.environ, task=f"{caller}.{stage}", parents=inputs.parents
+    )
     artifact = produce(inputs, work)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)

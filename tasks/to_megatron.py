@@ -6,11 +6,11 @@ from pathlib import Path
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact
 from tasks.experiments.convert import MegatronStage
-from tasks.resources import LIGHT
+from tasks.resources import WEIGHTS
 from tasks.stage import cached_task, make
 
 
-@cached_task(requests=LIGHT)
+@cached_task(WEIGHTS)
 def to_megatron(config: MegatronStage, checkpoint: Checkpoint) -> Checkpoint:
     """Writes the weights in Megatron's sharded format, from which training of any layout begins."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.resources import LIGHT
+from tasks.resources import DATA
 from tasks.stage import cached_task, make
 
 
@@ -13,7 +13,7 @@ class TokenizeStage(FrozenConfig):
     """What `tokenize_pairs` reads: nothing but its rows and the tokenizer."""
 
 
-@cached_task(requests=LIGHT)
+@cached_task(DATA)
 def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
     """Renders every pair with the model's chat template, and masks what is not answered."""
 

@@ -6,11 +6,11 @@ from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves
 from tasks.experiments.reward_model import RewardModelStage
-from tasks.resources import ray_stage
+from tasks.resources import TRAIN
 from tasks.stage import cached_task, make
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(TRAIN)
 def train_reward_model(
     config: RewardModelStage,
     base: Checkpoint,

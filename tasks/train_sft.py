@@ -7,11 +7,11 @@ from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves
 from tasks.experiments.common import SFTStage
-from tasks.resources import ray_stage
+from tasks.resources import TRAIN
 from tasks.stage import cached_task, make
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(TRAIN)
 def train_sft(
     config: SFTStage, base: Checkpoint, train: Dataset, validation: Dataset | None = None
 ) -> Checkpoint:

@@ -6,13 +6,13 @@ from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.decks import curves, last_rollouts
 from tasks.experiments.distillation import DistillationStage
-from tasks.resources import ray_stage
+from tasks.resources import TRAIN
 from tasks.stage import cached_task, make
 
 _CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "grad_norm")
 
 
-@cached_task(task_config=ray_stage())
+@cached_task(TRAIN)
 def train_student(
     config: DistillationStage,
     student: Checkpoint,

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from nemo_rl_core.config.trainer import LoopConfig
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
@@ -23,8 +23,8 @@ from tasks.lineage_report import lineage_report
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.promote import promote
-from tasks.resources import LIGHT
 from tasks.sample_pairs import sample_pairs
+from tasks.stage import choice
 from tasks.tokenize_pairs import tokenize_pairs
 from tasks.train_sft import train_sft
 
@@ -65,7 +65,7 @@ def held_out(config: LoopConfig, validation: Dataset) -> dict[str, Dataset]:
     return {"validation": validation} if config.validate_every_num_steps else {}
 
 
-@dynamic(requests=LIGHT)
+@choice
 def warm_start(
     config: SFTStage, base: Checkpoint, train: Dataset, validation: Dataset
 ) -> Checkpoint:
@@ -73,10 +73,10 @@ def warm_start(
     if config.sft is None:
         return base
     seen = held_out(config.sft, validation)
-    return train_sft(config=config, base=base, train=train, **seen)
+    return train_sft.on(config.cluster)(config=config, base=base, train=train, **seen)
 
 
-@dynamic(requests=LIGHT)
+@choice
 def choose_questions(config: QuestionStage, tokenizer: Tokenizer, validation: Dataset) -> Dataset:
     """The rows that a model is measured on: held-out ones, or those of another data set."""
     if config.data is None:
@@ -84,14 +84,20 @@ def choose_questions(config: QuestionStage, tokenizer: Tokenizer, validation: Da
     return prepare_data(config=config.data, tokenizer=tokenizer).validation
 
 
-@dynamic(requests=LIGHT)
+@choice
+def measure(config: EvaluationStage, checkpoint: Checkpoint, validation: Dataset) -> Evaluation:
+    """An evaluation, on the cluster that the recipe asks for."""
+    return evaluate.on(config.cluster)(config=config, checkpoint=checkpoint, validation=validation)
+
+
+@choice
 def make_pairs(
     config: PairPlan, checkpoint: Checkpoint, tokenizer: Tokenizer, rows: Dataset, iteration: int
 ) -> Dataset:
     """Preference pairs: those of the data, or out of the checkpoint's own completions."""
     if config.rollouts is None:
         return tokenize_pairs(tokenizer=tokenizer, rows=rows)
-    return sample_pairs(
+    return sample_pairs.on(config.rollouts.cluster)(
         config=config.rollouts, checkpoint=checkpoint, prompts=rows, iteration=iteration
     )
 
@@ -110,7 +116,7 @@ def begin(model: ModelStage, data: DataStage, questions: QuestionStage, sft: SFT
     return Start(prepared.tokenizer, rows.train, rows.validation, asked, checkpoint)
 
 
-@dynamic(requests=LIGHT)
+@choice
 def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
     """A checkpoint that Megatron trained, converted with proof; any other as it is."""
     if checkpoint.backend != "megatron":
@@ -129,7 +135,7 @@ def conclude(
 ) -> Outcome:
     """convert, where Megatron trained → evaluate → promote → export → lineage."""
     readable = as_transformers(checkpoint=candidate, rows=validation)
-    after = evaluate(config=evaluation, checkpoint=readable, validation=validation)
+    after = measure(config=evaluation, checkpoint=readable, validation=validation)
     promoted = promote(
         config=promotion, incumbent=incumbent, candidate=readable, before=before, after=after
     )

@@ -3,24 +3,23 @@
 `pyflyte run workflows/distill.py distill [--config workflows/recipes/NAME.yaml]`
 """
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.evaluate import evaluate
 from tasks.experiments.distillation import (
     DistillationExperiment,
     DistillationStage,
     plan_distillation,
 )
 from tasks.prepare_model import prepare_model
-from tasks.resources import LIGHT
+from tasks.stage import choice
 from tasks.train_student import train_student
-from workflows.common import Outcome, begin, conclude, held_out, warm_start
+from workflows.common import Outcome, begin, conclude, held_out, measure, warm_start
 
 DEFAULT = DistillationExperiment.model_validate({"recipe": "distill_arithmetic"})
 
 
-@dynamic(requests=LIGHT)
+@choice
 def learn(
     config: DistillationStage,
     student: Checkpoint,
@@ -29,7 +28,7 @@ def learn(
     validation: Dataset,
 ) -> Checkpoint:
     """Distillation, with held-out prompts where the recipe validates on the way."""
-    return train_student(
+    return train_student.on(config.cluster)(
         config=config,
         student=student,
         teacher=teacher,
@@ -47,7 +46,7 @@ def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     teacher = warm_start(
         config=stages.teacher_sft, base=taught.base, train=start.train, validation=start.validation
     )
-    before = evaluate(
+    before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
     candidate = learn(

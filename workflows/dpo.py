@@ -5,20 +5,19 @@
 
 from typing import Any
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset, Tokenizer
 from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
-from tasks.evaluate import evaluate
 from tasks.experiments.dpo import DPOExperiment, DPOIterations, plan_dpo
-from tasks.resources import LIGHT
-from workflows.common import Outcome, begin, conclude, make_pairs
+from tasks.stage import choice
+from workflows.common import Outcome, begin, conclude, make_pairs, measure
 
 DEFAULT = DPOExperiment.model_validate({"recipe": "dpo_arithmetic"})
 
 
-@dynamic(requests=LIGHT)
+@choice
 def iterate(
     config: DPOIterations,
     start: Checkpoint,
@@ -49,10 +48,10 @@ def iterate(
                 iteration=iteration,
             )
         if config.dpo.dpo.needs_reference:
-            known["logprobs"] = cache_reference_logprobs(
+            known["logprobs"] = cache_reference_logprobs.on(config.reference.cluster)(
                 config=config.reference, reference=start, pairs=pairs
             )
-        checkpoint = dpo_iteration(
+        checkpoint = dpo_iteration.on(config.dpo.cluster)(
             config=config.dpo,
             start=checkpoint,
             reference=start,
@@ -68,7 +67,7 @@ def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → n times (pairs → reference logprobs → DPO) → evaluate → promote → export."""
     stages = plan_dpo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
-    before = evaluate(
+    before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
     candidate = iterate(

@@ -5,15 +5,15 @@
 
 from typing import NamedTuple
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from tasks.artifacts import Comparison, Dataset, Evaluation
-from tasks.evaluate import evaluate
 from tasks.evaluate_comparison import compare
 from tasks.evaluate_questions import evaluate_questions
 from tasks.experiments.evaluate import BaselineStage, EvaluateExperiment, plan_evaluate
 from tasks.prepare_model import prepare_model
-from tasks.resources import LIGHT
+from tasks.stage import choice
+from workflows.common import measure
 
 DEFAULT = EvaluateExperiment.model_validate({"recipe": "evaluate_arithmetic"})
 
@@ -25,13 +25,13 @@ class Evaluated(NamedTuple):
     comparison: list[Comparison]
 
 
-@dynamic(requests=LIGHT)
+@choice
 def compare_with(config: BaselineStage, questions: Dataset, after: Evaluation) -> list[Comparison]:
     """The baseline measured on the same prompts, where the recipe has one; else nothing."""
     if config.model is None:
         return []
     baseline = prepare_model(config=config.model)
-    before = evaluate(config=config.evaluation, checkpoint=baseline.base, validation=questions)
+    before = measure(config=config.evaluation, checkpoint=baseline.base, validation=questions)
     return [compare(config=config.comparison, before=before, after=after)]
 
 
@@ -41,6 +41,6 @@ def evaluate_model(config: EvaluateExperiment = DEFAULT) -> Evaluated:
     stages = plan_evaluate(config=config)
     model = prepare_model(config=stages.model)
     questions = evaluate_questions(config=stages.questions, tokenizer=model.tokenizer)
-    report = evaluate(config=stages.evaluation, checkpoint=model.base, validation=questions)
+    report = measure(config=stages.evaluation, checkpoint=model.base, validation=questions)
     comparison = compare_with(config=stages.baseline, questions=questions, after=report)
     return Evaluated(report, comparison)

@@ -3,20 +3,19 @@
 `pyflyte run workflows/grpo.py grpo [--config workflows/recipes/NAME.yaml]`
 """
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from nemo_rl_core.config.environment import reads_reward_model
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.evaluate import evaluate
 from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
 from tasks.grpo_iteration import grpo_iteration
-from tasks.resources import LIGHT
-from workflows.common import Outcome, begin, conclude, held_out
+from tasks.stage import choice
+from workflows.common import Outcome, begin, conclude, held_out, measure
 
 DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
 
 
-@dynamic(requests=LIGHT)
+@choice
 def iterate(
     config: GRPOStage,
     start: Checkpoint,
@@ -29,7 +28,7 @@ def iterate(
     given = {"reward_model": reward_model} if reads_reward_model(config.environment) else {}
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
-        checkpoint = grpo_iteration(
+        checkpoint = grpo_iteration.on(config.cluster)(
             config=config,
             start=checkpoint,
             reference=start,
@@ -46,7 +45,7 @@ def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
-    before = evaluate(
+    before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
     candidate = iterate(

@@ -8,11 +8,9 @@ from typing import NamedTuple
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
-from tasks.evaluate import evaluate
-from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
 from workflows import dpo, grpo, reward_model
-from workflows.common import begin, conclude, make_pairs
+from workflows.common import begin, conclude, make_pairs, measure
 
 DEFAULT = PostTrainExperiment.model_validate({"recipe": "post_train_arithmetic"})
 
@@ -35,7 +33,7 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
-    before = evaluate(
+    before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
 
@@ -56,7 +54,7 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     judge = reward_model.learn(
         config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
     )
-    judged = evaluate_reward_model(
+    judged = reward_model.measure_reward_model(
         config=stages.reward_model_evaluation, checkpoint=judge, pairs=unseen
     )
 
@@ -67,7 +65,7 @@ def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
         train=start.train,
         validation=start.validation,
     )
-    between = evaluate(config=stages.evaluation, checkpoint=preferred, validation=start.questions)
+    between = measure(config=stages.evaluation, checkpoint=preferred, validation=start.questions)
     candidate = grpo.iterate(
         config=stages.grpo,
         start=preferred,

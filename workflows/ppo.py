@@ -3,19 +3,18 @@
 `pyflyte run workflows/ppo.py ppo [--config workflows/recipes/NAME.yaml]`
 """
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.evaluate import evaluate
 from tasks.experiments.ppo import PPOExperiment, PPOStage, plan_ppo
 from tasks.ppo_iteration import ppo_iteration
-from tasks.resources import LIGHT
-from workflows.common import Outcome, begin, conclude, held_out
+from tasks.stage import choice
+from workflows.common import Outcome, begin, conclude, held_out, measure
 
 DEFAULT = PPOExperiment.model_validate({"recipe": "ppo_arithmetic"})
 
 
-@dynamic(requests=LIGHT)
+@choice
 def iterate(
     config: PPOStage,
     start: Checkpoint,
@@ -26,7 +25,7 @@ def iterate(
     """Iteration after iteration, each cached, policy and critic going on from the one before."""
     checkpoint = start
     for iteration in range(1, num_iterations + 1):
-        checkpoint = ppo_iteration(
+        checkpoint = ppo_iteration.on(config.cluster)(
             config=config,
             start=checkpoint,
             reference=start,
@@ -42,7 +41,7 @@ def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → PPO iterations → evaluate → promote → export → lineage."""
     stages = plan_ppo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
-    before = evaluate(
+    before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )
     candidate = iterate(

@@ -5,17 +5,18 @@
 
 from typing import NamedTuple
 
-from flytekit import dynamic, workflow
+from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage
 from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.experiments.reward_model import (
+    RewardModelEvaluationStage,
     RewardModelExperiment,
     RewardModelStage,
     plan_reward_model,
 )
 from tasks.lineage_report import lineage_report
-from tasks.resources import LIGHT
+from tasks.stage import choice
 from tasks.train_reward_model import train_reward_model
 from workflows.common import begin, held_out, make_pairs
 
@@ -30,13 +31,23 @@ class RewardModelOutcome(NamedTuple):
     lineage: Lineage
 
 
-@dynamic(requests=LIGHT)
+@choice
 def learn(
     config: RewardModelStage, base: Checkpoint, pairs: Dataset, validation: Dataset
 ) -> Checkpoint:
     """The reward model, with held-out pairs where the recipe validates on the way."""
     seen = held_out(config.reward_model, validation)
-    return train_reward_model(config=config, base=base, pairs=pairs, **seen)
+    return train_reward_model.on(config.cluster)(config=config, base=base, pairs=pairs, **seen)
+
+
+@choice
+def measure_reward_model(
+    config: RewardModelEvaluationStage, checkpoint: Checkpoint, pairs: Dataset
+) -> Evaluation:
+    """An evaluation on pairs, on the cluster that the recipe asks for."""
+    return evaluate_reward_model.on(config.cluster)(
+        config=config, checkpoint=checkpoint, pairs=pairs
+    )
 
 
 @workflow
@@ -61,5 +72,5 @@ def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
     trained = learn(
         config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
     )
-    report = evaluate_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen)
+    report = measure_reward_model(config=stages.evaluation, checkpoint=trained, pairs=unseen)
     return RewardModelOutcome(trained, report, lineage_report(model=trained))

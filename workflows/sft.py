@@ -5,11 +5,10 @@
 
 from flytekit import workflow
 
-from tasks.evaluate import evaluate
 from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from workflows.common import Outcome, choose_questions, conclude, warm_start
+from workflows.common import Outcome, choose_questions, conclude, measure, warm_start
 
 DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
 
@@ -23,7 +22,7 @@ def sft(config: SFTExperiment = DEFAULT) -> Outcome:
     questions = choose_questions(
         config=stages.questions, tokenizer=model.tokenizer, validation=data.validation
     )
-    before = evaluate(config=stages.evaluation, checkpoint=model.base, validation=questions)
+    before = measure(config=stages.evaluation, checkpoint=model.base, validation=questions)
     candidate = warm_start(
         config=stages.sft, base=model.base, train=data.train, validation=data.validation
     )

@@ -1,34 +1,49 @@
 """The named sizes of cluster that a recipe may ask for."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
 
-ShapeName = Literal["laptop", "one_gpu", "gpus"]
+ShapeName = Literal["laptop", "one_gpu", "node_8gpu", "cluster"]
+AcceleratorName = Literal[
+    "nvidia-a10g",
+    "nvidia-l4",
+    "nvidia-l40s",
+    "nvidia-tesla-t4",
+    "nvidia-tesla-a100",
+    "nvidia-a100-80gb",
+    "nvidia-h100",
+    "nvidia-h200",
+]
+_GPUS_OF_A_NODE = 8
 
 
 class ClusterConfig(FrozenConfig):
     """A named shape, and how many ranks train on it.
 
-    The number of threads is part of the result: floating-point sums are taken in another order
-    with another number, so it is stated here, not read off the machine.
+    All of it is part of the result: floating-point sums are taken in another order with another
+    number of threads or ranks, or on another device, so it is stated here, not read off the
+    machine. What is not (memory, disks, node pools) stands in `tasks/resources.py`.
 
     Attributes:
-        shape: `laptop` has no GPU, and its workers share the cores; `one_gpu` has one; `gpus` has
-            one for each worker.
+        shape: `laptop` has no GPU, and its workers share the cores; `one_gpu` has one; `node_8gpu`
+            is one machine with eight; `cluster` has one GPU for each worker, on as many machines
+            of `num_gpus_per_node` as that takes.
         num_threads: Cores that each worker computes with.
         num_workers: Ranks that train together: whole copies of the model, each over the ranks that
-            `training` says.
-        num_gpus_per_node: How many of the workers one machine holds, in the shape `gpus`.
+            `training` says. Eight by default in the shape `node_8gpu`, else one.
+        num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
+        accelerator: The kind of GPU; None takes any that the cluster has.
     """
 
     shape: ShapeName = "laptop"
     num_threads: PositiveInt = 2
     num_workers: PositiveInt = 1
-    num_gpus_per_node: PositiveInt = 8
+    num_gpus_per_node: PositiveInt = _GPUS_OF_A_NODE
+    accelerator: AcceleratorName | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -43,13 +58,47 @@ class ClusterConfig(FrozenConfig):
         full, rest = divmod(self.num_workers, self.num_gpus_per_node)
         return [self.num_gpus_per_node] * full + [rest] * bool(rest)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_whole_node_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("shape") == "node_8gpu":
+            return {"num_workers": _GPUS_OF_A_NODE, **values}
+        return values
+
     @model_validator(mode="after")
-    def _one_gpu_holds_one_worker(self) -> Self:
-        if self.shape == "one_gpu" and self.num_workers > 1:
+    def _workers_fit_the_shape(self) -> Self:
+        room = {"one_gpu": 1, "node_8gpu": _GPUS_OF_A_NODE}.get(self.shape)
+        if room is not None and self.num_workers > room:
             raise ConfigError(
-                "the shape 'one_gpu' has room for one worker",
-                expected="cluster.num_workers: 1",
+                f"the shape {self.shape!r} has room for {_counted(room)}",
+                expected=f"cluster.num_workers: {room}" + (" or fewer" if room > 1 else ""),
                 got=str(self.num_workers),
-                fix="set cluster.shape to gpus, which has one GPU a worker",
+                fix="set cluster.shape to cluster, which has one GPU a worker",
             )
         return self
+
+    @model_validator(mode="after")
+    def _whole_nodes_have_eight_gpus(self) -> Self:
+        if self.shape == "node_8gpu" and self.num_gpus_per_node != _GPUS_OF_A_NODE:
+            raise ConfigError(
+                "the shape 'node_8gpu' is a machine with eight GPUs",
+                expected=f"cluster.num_gpus_per_node: {_GPUS_OF_A_NODE}, or not said",
+                got=str(self.num_gpus_per_node),
+                fix="set cluster.shape to cluster for machines of another size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_laptop_has_no_accelerator(self) -> Self:
+        if self.shape == "laptop" and self.accelerator is not None:
+            raise ConfigError(
+                "the shape 'laptop' has no GPU",
+                expected="no cluster.accelerator",
+                got=self.accelerator,
+                fix="set cluster.shape to one_gpu, node_8gpu or cluster, or leave it out",
+            )
+        return self
+
+
+def _counted(room: int) -> str:
+    return "one worker" if room == 1 else f"{room} workers"

@@ -8,8 +8,9 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,23 @@ def _aside(folder: Path) -> Path:
 
 def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}{_OLD}")
+
+
+_told: list[Callable[[], None]] = []
+
+
+@contextmanager
+def after_each_save(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` after every checkpoint that a manager of this process publishes meanwhile.
+
+    In the thread that publishes: the next checkpoint is begun when `tell` has returned, and an
+    error of it is one of the save.
+    """
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
 
 
 @dataclass
@@ -232,6 +250,8 @@ class CheckpointManager:
             if saved not in kept:
                 files.discard(self.path(saved))
         files.sweep_discarded(self.root)
+        for tell in list(_told):
+            tell()
 
     def _kept(self, step: int) -> set[int]:
         saved = [earlier for earlier in self.steps() if earlier <= step]

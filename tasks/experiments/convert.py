@@ -2,14 +2,13 @@
 
 from typing import NamedTuple
 
-from flytekit import task
 from pydantic import PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import MegatronTraining
 from tasks.experiments.common import DataStage, Experiment, ModelStage
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class ProofStage(FrozenConfig):
@@ -47,7 +46,7 @@ class ConvertPlan(NamedTuple):
     proof: ProofStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_convert(config: ConvertExperiment) -> ConvertPlan:
     """Deals the recipe out to the stages."""
     return ConvertPlan(

@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
@@ -19,7 +17,7 @@ from tasks.experiments.common import (
     SFTStage,
     rollout_fields,
 )
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class Teacher(FrozenConfig):
@@ -65,7 +63,7 @@ class DistillationPlan(NamedTuple):
     promotion: PromotionStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_distillation(config: DistillationExperiment) -> DistillationPlan:
     """Deals the recipe out to the stages."""
     fields: dict[str, Any] = rollout_fields(config)

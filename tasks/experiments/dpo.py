@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule, DPOSettings
 from nemo_rl_core.config.base import FrozenConfig
 from tasks.experiments.common import (
@@ -16,7 +14,7 @@ from tasks.experiments.common import (
     trainer_fields,
 )
 from tasks.experiments.pairs import PairExperiment, PairPlan, ReferenceStage
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class DPOExperiment(PairExperiment):
@@ -60,7 +58,7 @@ class DPOPlan(NamedTuple):
     promotion: PromotionStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_dpo(config: DPOExperiment) -> DPOPlan:
     """Deals the recipe out to the stages."""
     return DPOPlan(

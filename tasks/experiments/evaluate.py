@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flytekit import task
 from pydantic import Field, NonNegativeInt, field_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from tasks.experiments.common import DataStage, EvaluationStage, Experiment, ModelStage
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class EvaluateExperiment(Experiment):
@@ -80,7 +79,7 @@ class EvaluatePlan(NamedTuple):
     baseline: BaselineStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_evaluate(config: EvaluateExperiment) -> EvaluatePlan:
     """Deals the recipe out to the stages."""
     evaluation = EvaluationStage.of(config)

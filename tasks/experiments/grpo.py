@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.grpo.config import (
     GDPO,
     GRPOConfig,
@@ -25,7 +23,7 @@ from tasks.experiments.common import (
     SFTStage,
     rollout_fields,
 )
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class GRPOExperiment(Experiment):
@@ -80,7 +78,7 @@ class GRPOPlan(NamedTuple):
     promotion: PromotionStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_grpo(config: GRPOExperiment) -> GRPOPlan:
     """Deals the recipe out to the stages."""
     return GRPOPlan(

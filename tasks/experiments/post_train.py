@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
@@ -23,7 +21,7 @@ from tasks.experiments.dpo import DPOIterations
 from tasks.experiments.grpo import GRPOStage, refuse_unfit
 from tasks.experiments.pairs import PairExperiment, PairPlan
 from tasks.experiments.reward_model import RewardModelEvaluationStage, RewardModelStage
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class PostTrainExperiment(PairExperiment):
@@ -67,7 +65,7 @@ class PostTrainPlan(NamedTuple):
     promotion: PromotionStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_post_train(config: PostTrainExperiment) -> PostTrainPlan:
     """Deals the recipe out to the stages."""
     rewarded = config.replace(environment=config.grpo_reward)

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
@@ -17,7 +15,7 @@ from tasks.experiments.common import (
     SFTStage,
     rollout_fields,
 )
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class PPOExperiment(Experiment):
@@ -50,7 +48,7 @@ class PPOPlan(NamedTuple):
     promotion: PromotionStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_ppo(config: PPOExperiment) -> PPOPlan:
     """Deals the recipe out to the stages."""
     return PPOPlan(

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
 from nemo_rl_core.config.trainer import TrainerSettings, refuse_without_scalar_head
 from tasks.experiments.common import (
@@ -14,7 +12,7 @@ from tasks.experiments.common import (
     trainer_fields,
 )
 from tasks.experiments.pairs import PairExperiment, PairPlan
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class RewardModelExperiment(PairExperiment):
@@ -56,7 +54,7 @@ class RewardModelPlan(NamedTuple):
     evaluation: RewardModelEvaluationStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_reward_model(config: RewardModelExperiment) -> RewardModelPlan:
     """Deals the recipe out to the stages."""
     return RewardModelPlan(

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from flytekit import task
-
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from tasks.experiments.common import (
     DataStage,
@@ -14,7 +12,7 @@ from tasks.experiments.common import (
     QuestionStage,
     SFTStage,
 )
-from tasks.resources import LIGHT
+from tasks.stage import plan_task
 
 
 class SFTExperiment(Experiment):
@@ -34,7 +32,7 @@ class SFTPlan(NamedTuple):
     promotion: PromotionStage
 
 
-@task(requests=LIGHT)
+@plan_task
 def plan_sft(config: SFTExperiment) -> SFTPlan:
     """Deals the recipe out to the stages."""
     return SFTPlan(

@@ -64,7 +64,7 @@ def runs(store: Path) -> list[Path]:
         ({"data": {"num_train": 9}}, ["data: must say of which kind it is", "fix:"]),
         (
             {"cluster": {"shape": "lapto"}},
-            ["cluster.shape", "'laptop', 'one_gpu' or 'gpus'", "got:"],
+            ["cluster.shape", "'laptop', 'one_gpu', 'node_8gpu' or 'cluster'", "got:"],
         ),
         ({"recipe": "grpo_arithmetik"}, ["no recipe 'grpo_arithmetik'", "grpo_arithmetic"]),
         (

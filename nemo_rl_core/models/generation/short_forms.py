@@ -39,7 +39,7 @@ class NamedGeneration(Generation):
     ) -> None:
         setup = read_setup({"model_name": str(model_name), **options}, self.config_class)
         config = setup.config
-        shape: ShapeName = "gpus" if count_gpus() else "laptop"
+        shape: ShapeName = "cluster" if count_gpus() else "laptop"
         num_workers = config.num_engines * config.ranks_per_engine
         super().__init__(
             cluster or connect(ClusterConfig(shape=shape, num_workers=num_workers)),

@@ -117,7 +117,7 @@ class PretrainedPolicy(PolicyInterface):
         return self._running
 
     def _one_copy(self) -> ClusterConfig:
-        shape: ShapeName = "gpus" if count_gpus() else "laptop"
+        shape: ShapeName = "cluster" if count_gpus() else "laptop"
         return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
 
     def words(self, cluster: RayVirtualCluster | None = None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class PretrainedPolicy(PolicyInterface):
         """
         config = self._one_copy()
         if cluster is not None:
-            shape: ShapeName = "gpus" if cluster.use_gpus else "laptop"
+            shape: ShapeName = "cluster" if cluster.use_gpus else "laptop"
             config = ClusterConfig(shape=shape, num_workers=cluster.world_size)
         return {"training": self._training, "cluster": config, **self._options_given}
 

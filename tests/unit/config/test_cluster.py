@@ -14,8 +14,10 @@ from nemo_rl_core.errors import ConfigError
         (ClusterConfig(), [1], 0),
         (ClusterConfig(num_workers=12), [12], 0),
         (ClusterConfig(shape="one_gpu"), [1], 1),
-        (ClusterConfig(shape="gpus", num_workers=12), [8, 4], 12),
-        (ClusterConfig(shape="gpus", num_workers=8, num_gpus_per_node=4), [4, 4], 8),
+        (ClusterConfig(shape="node_8gpu"), [8], 8),
+        (ClusterConfig(shape="node_8gpu", num_workers=4), [4], 4),
+        (ClusterConfig(shape="cluster", num_workers=12), [8, 4], 12),
+        (ClusterConfig(shape="cluster", num_workers=8, num_gpus_per_node=4), [4, 4], 8),
     ],
 )
 def test_workers_lie_on_machines(config: ClusterConfig, bundles: list[int], num_gpus: int) -> None:
@@ -26,7 +28,26 @@ def test_workers_lie_on_machines(config: ClusterConfig, bundles: list[int], num_
 def test_one_gpu_holds_one_worker() -> None:
     with pytest.raises(ConfigError, match="room for one worker") as caught:
         ClusterConfig(shape="one_gpu", num_workers=2)
-    assert "cluster.shape to gpus" in caught.value.fix
+    assert "cluster.shape to cluster" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "expected"),
+    [
+        ({"num_workers": 9}, "room for 8 workers", "cluster.num_workers: 8 or fewer"),
+        ({"num_gpus_per_node": 4}, "eight GPUs", "cluster.num_gpus_per_node: 8, or not said"),
+        ({"shape": "laptop", "accelerator": "nvidia-h100"}, "no GPU", "no cluster.accelerator"),
+    ],
+)
+def test_what_a_shape_has_no_room_for(given: dict, message: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ClusterConfig(**{"shape": "node_8gpu", **given})
+    assert caught.value.expected == expected
+
+
+def test_a_size_is_the_same_after_a_round_trip() -> None:
+    for config in (ClusterConfig(), ClusterConfig(shape="node_8gpu")):
+        assert ClusterConfig.model_validate(config.model_dump()) == config
 
 
 def test_workers_that_hold_part_of_a_copy_are_refused() -> None:

@@ -40,6 +40,7 @@ EXPERIMENTS = {
     "grpo": GRPOExperiment,
     "post_train": PostTrainExperiment,
     "ppo": PPOExperiment,
+    "regression": EvaluateExperiment,
     "reward_model": RewardModelExperiment,
     "sft": SFTExperiment,
 }

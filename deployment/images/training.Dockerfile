@@ -1,0 +1,27 @@
+# Trainers and engines in one pod: torch, Megatron-core, vLLM and Ray for CUDA machines.
+# Built by deployment/images/build.sh from the project's folder. The code is not in it: Flyte
+# brings it with the registration, so that a change of code needs no new image.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+FROM ${PYTHON_IMAGE}
+
+# gcc: Triton compiles its launchers on first use. wget: KubeRay's probes of a Ray pod call it.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 wget \
+ && rm -rf /var/lib/apt/lists/*
+
+ARG UV_VERSION=0.13.8
+COPY deployment/requirements/gpu.txt /tmp/requirements.txt
+RUN pip install --no-cache-dir "uv==${UV_VERSION}" \
+ && uv pip install --system --no-cache --compile-bytecode --no-deps -r /tmp/requirements.txt
+
+# The driver's libraries are put in by the NVIDIA container toolkit.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NEMO_RL_HOME=/var/nemo_rl \
+    PYTHONPATH=/home/nemo \
+    PYTHONUNBUFFERED=1
+
+RUN useradd --uid 1000 --create-home nemo \
+ && install --directory --owner nemo --group nemo /var/nemo_rl
+USER 1000:1000
+WORKDIR /home/nemo

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Registers every workflow, stage and launch plan on a Flyte cluster, with the code of this checkout:
+#   deployment/register.sh --config FLYTE_CONFIG [--project P] [--domain D] [--activate]
+#   deployment/register.sh --package FILE.tgz       writes what would be registered, and stops
+# NEMO_RL_REGISTRY: where the cluster pulls images from; NEMO_RL_NOTIFY: addresses for mail.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+
+pyflyte=.venv/bin/pyflyte config='' project=nemo-rl domain=development package='' activate=''
+
+fail() {
+  printf 'register: %s\n' "$@" >&2
+  exit 2
+}
+
+while [ $# -gt 0 ]; do
+  case $1 in
+    --activate) activate=--activate-launchplans; shift; continue ;;
+    --config | --project | --domain | --package) [ $# -ge 2 ] || fail "$1 needs a value" ;;
+    *) fail "unknown option $1" "  expected: --config, --project, --domain, --package or --activate" ;;
+  esac
+  case $1 in
+    --config) config=$2 ;;
+    --project) project=$2 ;;
+    --domain) domain=$2 ;;
+    --package) package=$2 ;;
+  esac
+  shift 2
+done
+
+# Equal code has an equal version: registering twice changes nothing.
+version=$(git rev-parse --short=12 HEAD)
+if [ -n "$(git status --porcelain)" ]; then
+  version="$version-$(git diff HEAD | sha256sum | cut -c 1-8)"
+fi
+# Every task names its own image; flytekit asks for one more, which nothing runs in.
+images=(--image "unused=${NEMO_RL_REGISTRY:+$NEMO_RL_REGISTRY/}nemo-rl-unused:0")
+# Where the code is unpacked: the images' user may not write flytekit's default, /root.
+folder=/home/nemo
+
+if [ -n "$package" ]; then
+  "$pyflyte" --pkgs workflows package --copy all --force "${images[@]}" \
+    --in-container-source-path "$folder" --output "$package"
+  exit
+fi
+[ -f "$config" ] || fail "there is no configuration ${config:-(none given)}" \
+  "  expected: --config deployment/sandbox/flyte.yaml or one of your own"
+"$pyflyte" --config "$config" register --project "$project" --domain "$domain" \
+  --version "$version" --copy all --destination-dir "$folder" "${images[@]}" \
+  $activate workflows
+echo "register: version $version in $project/$domain"

@@ -1,0 +1,39 @@
+"""Stage: fails where a model is worse than the one that it was compared with."""
+
+from nemo_rl_core.errors import ConfigError, DataError
+from tasks.artifacts import CompareReport, Comparison
+from tasks.stage import plan_task
+
+
+@plan_task
+def refuse_regression(comparisons: list[Comparison]) -> Comparison:
+    """Hands a comparison on, unless the whole interval of the difference is below zero."""
+    return refuse_worse(comparisons)
+
+
+def refuse_worse(comparisons: list[CompareReport]) -> CompareReport:
+    """The comparison of a regression check.
+
+    Raises:
+        ConfigError: If there is nothing to compare with.
+        DataError: If the model is worse at the comparison's confidence.
+    """
+    if not comparisons:
+        raise ConfigError(
+            "a regression check needs a model to compare with",
+            expected="baseline: the model that must not be fallen behind",
+            got="a recipe without a baseline",
+            fix="name one, as in baseline: {name: FOLDER}",
+        )
+    (comparison,) = comparisons
+    figures = comparison.metrics
+    if figures["high"] < 0:
+        raise DataError(
+            "the model is worse than its baseline",
+            expected=f"an interval of the difference that reaches 0 at "
+            f"{100 * figures['confidence']:g} % confidence",
+            got=f"{100 * figures['difference']:+.1f} points "
+            f"[{100 * figures['low']:+.1f}, {100 * figures['high']:+.1f}]",
+            fix="look at the lost prompts in the comparison's deck; keep the baseline until then",
+        )
+    return comparison

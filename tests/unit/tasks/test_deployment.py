@@ -1,0 +1,208 @@
+"""What `deployment/` says is what Kubernetes, the stages and the formulas say."""
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+DEPLOYMENT = Path(__file__).resolve().parents[3] / "deployment"
+VALUES = {
+    "BUCKET": "bucket",
+    "CLUSTER_GPUS": "64",
+    "DATABASE_HOST": "database",
+    "DATABASE_USER": "flyte",
+    "FLYTE_ENDPOINT": "flyte.example.com",
+    "FLYTE_ROLE": "role",
+    "GCP_PROJECT": "project",
+    "LAPTOP_IMAGE": "nemo-rl-laptop:0",
+    "REGION": "region",
+    "SHARED_STORAGE_CLASS": "shared",
+    "TRAINING_IMAGE": "nemo-rl-training:0",
+}
+YAML = sorted(path.relative_to(DEPLOYMENT).as_posix() for path in DEPLOYMENT.rglob("*.yaml"))
+DOCKERFILES = sorted(path.name for path in DEPLOYMENT.glob("images/*.Dockerfile"))
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(name).stem, DEPLOYMENT / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The YAML as `envsubst` hands it on; a variable without a value is an error."""
+    text = (DEPLOYMENT / name).read_text()
+    filled = re.sub(r"\$\{(\w+)\}", lambda match: VALUES[match[1]], text)
+    return [document for document in yaml.safe_load_all(filled) if document]
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_kubernetes_knows_every_field(name: str) -> None:
+    for document in documents(name):
+        if document.get("kind") == "RayCluster":
+            spec = document["spec"]
+            for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+                assert unknown(group["template"], "V1PodTemplateSpec") is None
+        elif "kind" in document:
+            assert unknown(document, f"V1{document['kind']}") is None
+
+
+def unknown(document: dict[str, Any], model: str) -> Any:
+    """What Kubernetes' own model of the object does not hand back as it was given."""
+    from kubernetes.client import ApiClient
+
+    client = ApiClient()
+    response = SimpleNamespace(data=json.dumps(document))
+    returned = client.sanitize_for_serialization(
+        client.deserialize(response.data, model, "application/json")
+    )
+    return None if returned == document else (document, returned)
+
+
+def test_a_misspelt_field_would_be_found() -> None:
+    claim = documents("sandbox/cluster.yaml")[0]
+    assert unknown(claim, "V1PersistentVolumeClaim") is None
+    claim["spec"]["acessModes"] = claim["spec"].pop("accessModes")
+    assert unknown(claim, "V1PersistentVolumeClaim") is not None
+
+
+@pytest.mark.parametrize("name", ["sandbox/cluster.yaml", "production/cluster.yaml"])
+def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
+    from tasks.pods import STORE_CLAIM
+
+    (claim,) = [each for each in documents(name) if each["kind"] == "PersistentVolumeClaim"]
+    assert claim["metadata"]["name"] == STORE_CLAIM
+    many = claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert many == name.startswith("production"), "several machines write it"
+
+
+def test_flyte_selects_by_the_label_that_stages_use() -> None:
+    from tasks.pods import ACCELERATOR_LABEL
+    from tasks.ray_stage import CLUSTER_GPUS
+
+    inline = documents("production/values-s3.yaml")[0]["configuration"]["inline"]
+    k8s = inline["plugins"]["k8s"]
+    assert k8s["gpu-device-node-label"] == ACCELERATOR_LABEL
+    assert k8s["default-env-vars"] == [{CLUSTER_GPUS: "64"}]
+    assert "ray" in inline["tasks"]["task-plugins"]["enabled-plugins"]
+
+
+@pytest.mark.parametrize("shape", ["laptop", "one_gpu", "node_8gpu", "cluster:8"])
+def test_the_ray_clusters_are_those_of_the_shapes(shape: str) -> None:
+    written = DEPLOYMENT / "ray" / f"{shape.replace(':', '_')}.yaml"
+    assert written.read_text() == load("ray/manifest.py").text(shape), (
+        f"run python deployment/ray/manifest.py {shape} > {written}"
+    )
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_containers_are_pinned_and_not_root(name: str) -> None:
+    lines = (DEPLOYMENT / "images" / name).read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    words = [word for word, _ in steps]
+    assert set(words) <= {"ARG", "FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR"}
+    assert [rest for word, rest in steps if word == "FROM"] == ["${PYTHON_IMAGE}"]
+    (user,) = [rest for word, rest in steps if word == "USER"]
+    assert user == "1000:1000"
+    assert words.index("USER") > max(index for index, word in enumerate(words) if word == "RUN")
+    (copied,) = [rest.split()[0] for word, rest in steps if word == "COPY"]
+    assert (DEPLOYMENT.parent / copied).is_file()
+    install = " ".join(rest for word, rest in steps if word == "RUN")
+    assert "--no-deps -r /tmp/requirements.txt" in re.sub(
+        r"--torch-backend cpu\s+", "", install
+    ).replace("  ", " ")
+
+
+def test_every_image_has_a_dockerfile_and_every_dockerfile_an_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tasks.images import IMAGES, REGISTRY, image_name, sources
+
+    assert sorted(Path(sources(image)[0]).name for image in IMAGES) == DOCKERFILES
+    monkeypatch.delenv(REGISTRY, raising=False)
+    names = [image_name(image) for image in IMAGES]
+    assert all(re.fullmatch(r"nemo-rl-[a-z]+:[0-9a-f]{12}", name) for name in names)
+    monkeypatch.setenv(REGISTRY, "registry.example/team/")
+    assert image_name(IMAGES[0]) == f"registry.example/team/{names[0]}"
+
+
+def test_no_registry_is_named() -> None:
+    hosts = re.compile(r"(ghcr|docker|quay|nvcr|gcr)\.io|dkr\.ecr|pkg\.dev|registry-1")
+    for path in DEPLOYMENT.rglob("*"):
+        if path.is_file() and "requirements" not in path.parts:
+            assert not hosts.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("name", ["register.sh", "images/build.sh"])
+def test_scripts_parse(name: str) -> None:
+    subprocess.run(["bash", "-n", DEPLOYMENT / name], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sideways"], "unknown option --sideways"),
+        (["--config"], "--config needs a value"),
+        (["--config", "nowhere.yaml"], "there is no configuration nowhere.yaml"),
+        ([], "there is no configuration (none given)"),
+    ],
+)
+def test_register_says_what_it_needs(arguments: list[str], said: str) -> None:
+    ran = subprocess.run(
+        ["bash", DEPLOYMENT / "register.sh", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert said in ran.stderr
+
+
+def test_the_plan_on_paper_shows_what_is_computed() -> None:
+    scale = load("scale.py")
+    text = (DEPLOYMENT / "SCALE.md").read_text()
+    assert "\n".join(scale.model_table()) in text
+    assert "\n".join(scale.scale_table()) in text
+
+
+def test_the_formulas_by_hand() -> None:
+    scale = load("scale.py")
+    one, eight, _, largest = scale.MODELS
+    assert scale.mtbf_hours(16_384) == pytest.approx(3.093, abs=1e-3)  # "every three hours"
+    assert scale.save_seconds(eight, 8) == pytest.approx(8.03e9 * 14 / 2e9)
+    assert scale.save_seconds(largest, 1024) == pytest.approx(405.9e9 * 14 / 100e9)
+    # 16 GB at half of 50 GB/s; the largest is spread over 16 GPUs: 811.8 / 16 GB each.
+    assert scale.sync_seconds(eight, 64) == pytest.approx(16.06 / 25)
+    assert scale.sync_seconds(largest, 1024) == pytest.approx(811.8 / 16 / 25)
+    # Young: sqrt(2 * 60 * 86400) = 3220 s; Daly's terms add 1/3 sqrt(C / 2M) of it, and take C off.
+    ratio = 60 / (2 * 86_400)
+    daly = 3219.94 * (1 + ratio**0.5 / 3 + ratio / 9) - 60
+    assert scale.daly_seconds(60, 86_400) == pytest.approx(daly, rel=1e-5)
+    assert one.min_gpus == 1
+    assert eight.min_gpus == 3  # 128.5 GB in 48 GB each
+
+
+def test_the_best_interval_is_the_best() -> None:
+    scale = load("scale.py")
+    save, mtbf = 60.0, 2 * 86_400.0
+    best = scale.daly_seconds(save, mtbf)
+    at_best = scale.lost_share(save, best, mtbf)
+    assert at_best < scale.lost_share(save, best * 1.5, mtbf)
+    assert at_best < scale.lost_share(save, best / 1.5, mtbf)
+
+
+def test_engines_hold_their_weights_and_cache() -> None:
+    scale = load("scale.py")
+    for model in scale.MODELS:
+        cache = scale.SEQUENCES * scale.CONTEXT * model.kv_bytes
+        held = (2 * model.num_parameters + cache) / model.engine_gpus
+        assert held < 0.8 * scale.HBM_BYTES, model.name

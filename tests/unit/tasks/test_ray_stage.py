@@ -1,0 +1,72 @@
+"""Requests that are checked before, or given up on in time, and what a regression check refuses."""
+
+from pathlib import Path
+
+import pytest
+from flytekit import dynamic
+from flytekit.types.directory import FlyteDirectory
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.errors import ConfigError, DataError, ResourceError
+from tasks.artifacts import CompareReport
+from tasks.evaluate import evaluate
+from tasks.ray_stage import CLUSTER_GPUS, await_workers, check_offered
+from tasks.refuse_regression import refuse_worse
+from tasks.resources import cluster, laptop, node_8gpu, one_gpu
+
+
+def test_what_the_cluster_never_has_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLUSTER_GPUS, "16")
+    check_offered(cluster(2))
+    with pytest.raises(ResourceError, match="smaller than the cluster") as caught:
+        check_offered(cluster(3))
+    assert (caught.value.expected, caught.value.got) == ("24 GPUs", "16 GPUs")
+    assert CLUSTER_GPUS in caught.value.fix
+    monkeypatch.setenv(CLUSTER_GPUS, "0")
+    check_offered(laptop())
+    with pytest.raises(ResourceError):
+        check_offered(one_gpu())
+    monkeypatch.delenv(CLUSTER_GPUS)
+    check_offered(cluster(100))
+
+
+def test_workers_may_come_late() -> None:
+    joined = iter([{"CPU": 0.0}, {"CPU": 88.0, "GPU": 7.0}, {"CPU": 88.0, "GPU": 8.0}])
+    await_workers(node_8gpu(), lambda: next(joined), wait_seconds=5, pause_seconds=0)
+    assert next(joined, None) is None
+
+
+def test_workers_that_never_come_are_given_up_on() -> None:
+    with pytest.raises(ResourceError, match="the stage's Ray cluster") as caught:
+        await_workers(node_8gpu(), lambda: {"CPU": 88.0}, wait_seconds=0.05, pause_seconds=0.01)
+    assert caught.value.expected == "8 GPUs"
+    assert "kubectl describe pod" in caught.value.fix
+
+
+def report(difference: float, high: float, folder: Path) -> CompareReport:
+    metrics = {"difference": difference, "low": -0.1, "high": high, "confidence": 0.95}
+    return CompareReport(
+        directory=FlyteDirectory(str(folder)), stage="compare", content_hash="0", metrics=metrics
+    )
+
+
+def test_a_regression_is_refused_only_where_it_is_sure(tmp_path: Path) -> None:
+    unsure = report(-0.02, 0.01, tmp_path)
+    assert refuse_worse([unsure]) is unsure
+    with pytest.raises(DataError, match="worse than its baseline") as caught:
+        refuse_worse([report(-0.05, -0.01, tmp_path)])
+    assert caught.value.got == "-5.0 points [-10.0, -1.0]"
+    with pytest.raises(ConfigError, match="needs a model to compare with"):
+        refuse_worse([])
+
+
+@dynamic
+def name_on(shape: str) -> str:
+    """What a workflow's choice of a shape comes to in a local run."""
+    config = ClusterConfig.model_validate({"shape": shape})
+    return str(evaluate.on(config).name)
+
+
+def test_a_local_run_keeps_one_task_whatever_the_shape() -> None:
+    for shape in ("laptop", "one_gpu", "node_8gpu"):
+        assert name_on(shape=shape) == evaluate.name == "tasks.evaluate.evaluate"

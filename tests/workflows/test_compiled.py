@@ -1,0 +1,470 @@
+"""What Flyte would be given: every workflow, task and launch plan, as flytekit serializes it."""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import tarfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyteidl.admin import launch_plan_pb2, workflow_pb2
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan as LaunchPlanProto
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.tasks_pb2 import Resources
+from flytekit import LaunchPlan
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.core.base_task import PythonTask
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager, FlyteEntities
+from flytekit.core.workflow import WorkflowBase
+from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
+from flytekit.tools.translator import get_serializable
+from google.protobuf.json_format import MessageToDict
+
+ResourceName = Resources.ResourceName
+REPOSITORY = Path(__file__).resolve().parents[2]
+ADDRESSES = ["one@example.com", "two@example.com"]
+REGISTRY = "registry.invalid/team"
+SETTINGS = SerializationSettings(
+    image_config=ImageConfig(default_image=Image("default", "unused", "1"), images=[]),
+    project="flow",
+    domain="development",
+    version="v1",
+)
+WORKFLOWS = {
+    "workflows.common.begin",
+    "workflows.common.conclude",
+    "workflows.convert.convert_model",
+    "workflows.distill.distill",
+    "workflows.dpo.dpo",
+    "workflows.evaluate.evaluate_model",
+    "workflows.grpo.grpo",
+    "workflows.post_train.post_train",
+    "workflows.ppo.ppo",
+    "workflows.regression.check_regression",
+    "workflows.reward_model.reward_model",
+    "workflows.sft.sft",
+}
+PLANS = {
+    "convert_on_demand",
+    "nightly_grpo",
+    "weekly_evaluation",
+    "weekly_regression_check",
+}
+# Stage: image, cores and memory of its own container, retries, hours an attempt may take.
+STAGES = {
+    "cache_reference_logprobs": ("laptop", "2", "8Gi", 2, 12),
+    "convert": ("light", "8", "64Gi", 2, 6),
+    "dpo_iteration": ("laptop", "2", "8Gi", 5, 72),
+    "evaluate": ("laptop", "2", "8Gi", 2, 12),
+    "evaluate_comparison.compare": ("light", "1", "2Gi", 2, 0.5),
+    "evaluate_questions": ("light", "2", "16Gi", 2, 4),
+    "evaluate_reward_model": ("laptop", "2", "8Gi", 2, 12),
+    "export": ("light", "8", "64Gi", 2, 6),
+    "grpo_iteration": ("laptop", "2", "8Gi", 5, 72),
+    "lineage_report": ("light", "1", "2Gi", 2, 0.5),
+    "ppo_iteration": ("laptop", "2", "8Gi", 5, 72),
+    "prepare_data": ("light", "2", "16Gi", 2, 4),
+    "prepare_model": ("light", "8", "64Gi", 2, 6),
+    "promote": ("light", "1", "2Gi", 2, 0.5),
+    "sample_pairs": ("laptop", "2", "8Gi", 2, 12),
+    "to_megatron": ("light", "8", "64Gi", 2, 6),
+    "tokenize_pairs": ("light", "2", "16Gi", 2, 4),
+    "train_reward_model": ("laptop", "2", "8Gi", 5, 72),
+    "train_sft": ("laptop", "2", "8Gi", 5, 72),
+    "train_student": ("laptop", "2", "8Gi", 5, 72),
+}
+ON_RAY = {name for name, (image, *_) in STAGES.items() if image == "laptop"}
+
+
+@dataclass(frozen=True)
+class Package:
+    """What is registered, by name."""
+
+    tasks: dict[str, TaskSpec]
+    workflows: dict[str, WorkflowSpec]
+    plans: dict[str, LaunchPlanProto]
+
+    def stage(self, name: str) -> Any:
+        """The template of a stage, by the name in `STAGES`."""
+        module, _, function = name.partition(".")
+        return self.tasks[f"tasks.{module}.{function or module}"].template
+
+
+@pytest.fixture(scope="module")
+def package() -> Iterator[Package]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEMO_RL_REGISTRY", REGISTRY)
+        patch.setenv("NEMO_RL_NOTIFY", ", ".join(ADDRESSES))
+        import workflows
+
+        for module in pkgutil.iter_modules(workflows.__path__):
+            importlib.import_module(f"workflows.{module.name}")
+        yield _serialize()
+
+
+def _serialize() -> Package:
+    """As `pyflyte package` does, but for tasks of other tests and those made for a shape."""
+    from tasks.ray_stage import by_shape
+
+    found: OrderedDict[Any, Any] = OrderedDict()
+    for entity in [*FlyteEntities.entities, *LaunchPlan.CACHE.values()]:
+        declared = getattr(entity, "task_resolver", None) is not by_shape
+        if entity.name.split(".")[0] in {"tasks", "workflows", *PLANS} and declared:
+            get_serializable(found, SETTINGS, entity)
+    package = Package({}, {}, {})
+    for entity, model in found.items():
+        if isinstance(entity, PythonTask):
+            package.tasks[entity.name] = model.to_flyte_idl()
+        elif isinstance(entity, WorkflowBase):
+            package.workflows[entity.name] = model.to_flyte_idl()
+        elif isinstance(entity, LaunchPlan):
+            package.plans[entity.name] = model.to_flyte_idl()
+    return package
+
+
+def test_every_workflow_and_launch_plan_is_there(package: Package) -> None:
+    assert set(package.workflows) == WORKFLOWS
+    # Beside those with a name, every workflow has the plan that flytekit makes for it.
+    assert set(package.plans) >= PLANS
+    assert set(package.plans) <= PLANS | WORKFLOWS
+
+
+def test_every_cached_stage_is_known_to_the_table(package: Package) -> None:
+    cached = {
+        name.removeprefix("tasks.")
+        for name, spec in package.tasks.items()
+        if spec.template.metadata.discoverable
+    }
+    assert {name.split(".")[0] for name in cached} == {name.split(".")[0] for name in STAGES}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_reserves_what_its_kind_needs(package: Package, name: str) -> None:
+    from tasks.images import IMAGES, image_name
+
+    image, cores, memory, retries, hours = STAGES[name]
+    template = package.stage(name)
+    (spec,) = [each for each in IMAGES if each.name == f"nemo-rl-{image}"]
+    assert template.container.image == image_name(spec)
+    assert template.container.image.startswith(f"{REGISTRY}/nemo-rl-{image}:")
+    requests = {entry.name: entry.value for entry in template.container.resources.requests}
+    assert (requests[ResourceName.CPU], requests[ResourceName.MEMORY]) == (cores, memory)
+    assert template.metadata.retries.retries == retries
+    assert template.metadata.timeout.ToSeconds() == hours * 3600
+    assert template.metadata.interruptible == (retries != 5), "a gang that trains is not for spot"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_is_cached_by_its_source(package: Package, name: str) -> None:
+    from tasks.caching import source_digest
+
+    metadata = package.stage(name).metadata
+    assert metadata.discoverable
+    assert metadata.discovery_version == source_digest(f"tasks.{name.split('.', maxsplit=1)[0]}")
+    assert metadata.cache_serializable == (STAGES[name][4] != 0.5)
+    assert metadata.generates_deck.value
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_only_stages_with_workers_have_a_ray_cluster(package: Package, name: str) -> None:
+    template = package.stage(name)
+    assert template.type == ("ray" if name in ON_RAY else "python-task")
+    assert (len(template.custom) > 0) == (name in ON_RAY)
+
+
+def test_the_interface_is_typed(package: Package) -> None:
+    interface = package.stage("grpo_iteration").interface
+    assert set(interface.inputs.variables) == {
+        "config", "start", "reference", "train", "iteration", "reward_model", "validation",
+    }  # fmt: skip
+    assert interface.inputs.variables["iteration"].type.simple == 1  # INTEGER
+    checkpoint = MessageToDict(interface.outputs.variables["o0"].type)
+    assert checkpoint["metadata"]["title"] == "CheckpointArtifact"
+    config = MessageToDict(interface.inputs.variables["config"].type)
+    assert config["metadata"]["additionalProperties"] is False
+    assert "cluster" in config["metadata"]["properties"]
+
+
+def test_the_graph_of_the_main_job(package: Package) -> None:
+    nodes = package.workflows["workflows.grpo.grpo"].template.nodes
+    names = {
+        node.id: (node.task_node.reference_id.name or node.workflow_node.sub_workflow_ref.name)
+        for node in nodes
+        if node.id not in {"start-node", "end-node"}
+    }
+    edges = {(names[up], names[node.id]) for node in nodes for up in node.upstream_node_ids}
+    assert edges == {
+        ("tasks.experiments.grpo.plan_grpo", "workflows.common.begin"),
+        ("tasks.experiments.grpo.plan_grpo", "workflows.common.measure"),
+        ("tasks.experiments.grpo.plan_grpo", "workflows.grpo.iterate"),
+        ("tasks.experiments.grpo.plan_grpo", "workflows.common.conclude"),
+        ("workflows.common.begin", "workflows.common.measure"),
+        ("workflows.common.begin", "workflows.grpo.iterate"),
+        ("workflows.common.begin", "workflows.common.conclude"),
+        ("workflows.common.measure", "workflows.common.conclude"),
+        ("workflows.grpo.iterate", "workflows.common.conclude"),
+    }
+
+
+def test_dynamic_stages_carry_the_images_of_what_they_start(package: Package) -> None:
+    from tasks.images import IMAGES, image_name
+
+    images = _carried(package).image_config.images
+    assert {(image.name, image.full) for image in images} >= {
+        (spec.id, image_name(spec)) for spec in IMAGES
+    }
+
+
+def _carried(package: Package) -> SerializationSettings:
+    """What the container of a dynamic stage knows of its registration."""
+    container = package.tasks["workflows.grpo.iterate"].template.container
+    (carried,) = [entry.value for entry in container.env if entry.key == "_F_SS_C"]
+    return SerializationSettings.from_transport(carried)
+
+
+SHAPES: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, str], str]]]] = {
+    "laptop": ({}, [("workers", 1, {"cpu": "2", "memory": "16Gi"}, "6Gi")]),
+    "one_gpu": (
+        {"shape": "one_gpu", "accelerator": "nvidia-l4"},
+        [("gpus-1", 1, {"cpu": "11", "memory": "120Gi", "nvidia.com/gpu": "1"}, "48Gi")],
+    ),
+    "node_8gpu": (
+        {"shape": "node_8gpu"},
+        [("gpus-8", 1, {"cpu": "88", "memory": "960Gi", "nvidia.com/gpu": "8"}, "384Gi")],
+    ),
+    "cluster": (
+        {"shape": "cluster", "num_workers": 36, "accelerator": "nvidia-h100"},
+        [
+            ("gpus-8", 4, {"cpu": "88", "memory": "960Gi", "nvidia.com/gpu": "8"}, "384Gi"),
+            ("gpus-4", 1, {"cpu": "44", "memory": "480Gi", "nvidia.com/gpu": "4"}, "192Gi"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: str) -> None:
+    """The dynamic stage is compiled as its container does it, and gives the RayJob asked for."""
+    from nemo_rl_core.config.cluster import ClusterConfig
+    from workflows.grpo import GRPOExperiment
+
+    section, groups = SHAPES[shape]
+    recipe = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "cluster": section})
+    config = ClusterConfig.model_validate(section)
+    template = _stage_in_a_dynamic(recipe, _carried(package))
+    ray = MessageToDict(template.custom)["rayCluster"]
+    assert MessageToDict(template.custom)["shutdownAfterJobFinishes"]
+    assert not ray.get("enableAutoscaling")
+
+    head = ray["headGroupSpec"]
+    assert head["rayStartParams"] == {"num-cpus": "0"}
+    head_pod = head["k8sPod"]["podSpec"]
+    assert "nvidia.com/gpu" not in head_pod["containers"][0]["resources"]["requests"]
+    assert "nodeSelector" not in head_pod
+    assert _requests(template) == ["2", "8Gi"], "it reaches the head and the submitter: small"
+
+    assert len(ray["workerGroupSpec"]) == len(groups)
+    for group, (name, replicas, requests, shared) in zip(
+        ray["workerGroupSpec"], groups, strict=True
+    ):
+        assert (group["groupName"], group["replicas"]) == (name, replicas)
+        assert group["minReplicas"] == group["maxReplicas"] == replicas
+        assert group["k8sPod"]["primaryContainerName"] == "ray-worker"
+        _check_worker_pod(group["k8sPod"]["podSpec"], requests, shared, config.accelerator)
+    image = "laptop" if shape == "laptop" else "training"
+    assert template.container.image.startswith(f"{REGISTRY}/nemo-rl-{image}:")
+
+
+def _check_worker_pod(
+    pod: dict[str, Any], requests: dict[str, str], shared: str, accelerator: str | None
+) -> None:
+    container = pod["containers"][0]
+    assert requests.items() <= container["resources"]["requests"].items()
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": shared}
+    assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {
+        "shared-memory": "/dev/shm",
+        "store": "/var/nemo_rl",
+    }
+    assert pod["securityContext"]["runAsNonRoot"]
+    on_gpus = "nvidia.com/gpu" in requests
+    tolerated = [each["key"] for each in pod.get("tolerations", [])]
+    assert tolerated == (["nvidia.com/gpu"] if on_gpus else [])
+    selector = {"k8s.amazonaws.com/accelerator": accelerator} if accelerator else None
+    assert pod.get("nodeSelector") == selector
+
+
+def _requests(template: Any) -> list[str]:
+    return [entry.value for entry in template.container.resources.requests]
+
+
+def _stage_in_a_dynamic(recipe: Any, settings: SerializationSettings) -> Any:
+    """The template of the training stage in what `workflows.grpo.iterate` compiles to."""
+    from tasks.artifacts import CheckpointArtifact, DatasetArtifact
+    from tasks.experiments.grpo import plan_grpo
+    from workflows.grpo import iterate
+
+    folder = {"directory": {"path": "s3://bucket/folder"}, "stage": "x", "content_hash": "0" * 64}
+    checkpoint = CheckpointArtifact.model_validate(folder)
+    rows = DatasetArtifact.model_validate(folder)
+    stage = plan_grpo.task_function(config=recipe).grpo
+    iterate._wf = None  # a container compiles its dynamic stage once, and flytekit keeps that
+    ctx = FlyteContextManager.current_context()
+    on_cluster = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    context = ctx.with_execution_state(on_cluster).with_serialization_settings(settings)
+    with FlyteContextManager.with_context(context) as inner:
+        spec = iterate.compile_into_workflow(
+            inner,
+            iterate.task_function,
+            config=stage,
+            start=checkpoint,
+            train=rows,
+            validation=rows,
+            num_iterations=3,
+        )
+    assert [node.id for node in spec.nodes] == ["dn0", "dn1", "dn2"]
+    (template,) = {task.id.name: task for task in spec.tasks}.values()
+    assert spec.nodes[0].task_node.reference_id.name == template.id.name
+    return template.to_flyte_idl()
+
+
+def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> None:
+    from flytekit.core.base_task import TaskResolverMixin
+    from flytekit.tools.module_loader import load_object_from_module
+
+    from tasks.evaluate import evaluate
+    from tasks.resources import cluster, laptop, node_8gpu, one_gpu
+
+    for shape in (one_gpu("nvidia-h100"), node_8gpu(), cluster(128, "nvidia-h200"), laptop(4)):
+        stage = evaluate.on_shape(shape)
+        command = stage.get_default_command(SETTINGS)
+        location, arguments = command[command.index("--resolver") + 1], command[-6:]
+        assert all(word == word.strip("'\"{} ") for word in arguments), "KubeRay joins them"
+        resolver = load_object_from_module(location)
+        assert isinstance(resolver, TaskResolverMixin)
+        assert resolver.load_task(arguments) is stage
+        assert stage.shape == shape
+        assert stage.metadata.cache_version == evaluate.metadata.cache_version
+    assert cluster(128).num_gpus == 1024
+    assert evaluate.shape == laptop()
+
+
+def test_a_shape_is_asked_for_only_where_the_recipe_is_known() -> None:
+    from nemo_rl_core.errors import ConfigError
+    from tasks.evaluate import evaluate
+
+    with pytest.raises(ConfigError, match="before its recipe is known") as caught:
+        evaluate.on(object())
+    assert "@dynamic" in caught.value.fix
+
+
+def test_accelerators_are_those_of_flytekit() -> None:
+    from typing import get_args
+
+    from flytekit.extras import accelerators
+
+    from nemo_rl_core.config.cluster import AcceleratorName
+
+    known = {
+        each.to_flyte_idl().device
+        for each in vars(accelerators).values()
+        if isinstance(each, accelerators.BaseAccelerator)
+    }
+    assert set(get_args(AcceleratorName)) <= known
+
+
+def test_every_scheduled_plan_binds_all_inputs(package: Package) -> None:
+    """flytekit registers one that does not, and Flyte then never starts it."""
+    for name, plan in package.plans.items():
+        if not plan.spec.entity_metadata.schedule.cron_schedule.schedule:
+            continue
+        workflow = package.workflows[plan.spec.workflow_id.name].template
+        bound = set(plan.spec.fixed_inputs.literals) | {
+            key
+            for key, parameter in plan.spec.default_inputs.parameters.items()
+            if parameter.HasField("default")
+        }
+        assert bound == set(workflow.interface.inputs.variables), name
+
+
+SCHEDULES = {
+    "nightly_grpo": ("workflows.grpo.grpo", "0 2 * * *", True, 4),
+    "weekly_evaluation": ("workflows.evaluate.evaluate_model", "0 6 * * 1", True, 4),
+    "weekly_regression_check": ("workflows.regression.check_regression", "0 8 * * 1", True, 4),
+    "convert_on_demand": ("workflows.convert.convert_model", "", False, 8),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_launch_plans(package: Package, name: str) -> None:
+    workflow, cron, bounded, parallelism = SCHEDULES[name]
+    spec = package.plans[name].spec
+    assert spec.workflow_id.name == workflow
+    assert spec.entity_metadata.schedule.cron_schedule.schedule == cron
+    assert spec.max_parallelism == parallelism
+    assert spec.concurrency_policy.max == (1 if bounded else 0)
+    assert spec.concurrency_policy.behavior == (
+        launch_plan_pb2.CONCURRENCY_LIMIT_BEHAVIOR_SKIP if bounded else 0
+    )
+    (notification,) = spec.entity_metadata.notifications
+    assert list(notification.email.recipients_email) == ADDRESSES
+    assert set(notification.phases) >= {Phase.FAILED, Phase.TIMED_OUT, Phase.ABORTED}
+    assert (Phase.SUCCEEDED in notification.phases) == (name == "nightly_grpo")
+    assert spec.labels.values["app.kubernetes.io/part-of"] == "nemo-rl-flow"
+    assert spec.annotations.values["nemo-rl-flow/about"]
+    assert set(spec.fixed_inputs.literals) == ({"config"} if name == "nightly_grpo" else set())
+
+
+def test_no_stage_names_a_machine_of_ours(package: Package) -> None:
+    for spec in [*package.tasks.values(), *package.workflows.values()]:
+        assert str(REPOSITORY) not in str(spec.template)
+
+
+@pytest.mark.slow
+def test_the_package_command(tmp_path: Path) -> None:
+    """`make package` writes what the other tests look at, with the code beside it."""
+    target = tmp_path / "flow.tgz"
+    environment = {
+        **os.environ,
+        "NEMO_RL_REGISTRY": REGISTRY,
+        "NEMO_RL_HOME": str(tmp_path / "store"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    subprocess.run(
+        ["bash", "deployment/register.sh", "--package", str(target)],
+        cwd=REPOSITORY,
+        env=environment,
+        check=True,
+        timeout=500,
+    )
+    plans, workflows = set(), set()
+    with tarfile.open(target) as tar:
+        for member in tar.getmembers():
+            content = tar.extractfile(member)
+            assert content is not None
+            if member.name.endswith("_3.pb"):
+                plans.add(launch_plan_pb2.LaunchPlan.FromString(content.read()).id.name)
+            elif member.name.endswith("_2.pb"):
+                spec = workflow_pb2.WorkflowSpec.FromString(content.read())
+                workflows.add(spec.template.id.name)
+            elif "grpo_iteration" in member.name:
+                arguments = list(TaskSpec.FromString(content.read()).template.container.args)
+                folder = arguments[arguments.index("--dest-dir") + 1]
+                assert folder == "/home/nemo", "the images' user may write there"
+                assert arguments[0] == "pyflyte-fast-execute"
+            elif member.name.startswith("fast"):
+                with tarfile.open(fileobj=content) as code:
+                    names = {name.removeprefix("./") for name in code.getnames()}
+    assert plans == PLANS | WORKFLOWS
+    assert workflows == WORKFLOWS
+    assert {"workflows/grpo.py", "workflows/recipes/grpo_arithmetic.yaml"} <= names
+    assert not any(name.startswith((".venv", ".git/")) for name in names)

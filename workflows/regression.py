@@ -1,0 +1,30 @@
+"""A model against the one it must not fall behind; the run fails where it is worse.
+
+`pyflyte run workflows/regression.py check_regression --config RECIPE`
+"""
+
+from typing import NamedTuple
+
+from flytekit import workflow
+
+from tasks.artifacts import Comparison, Evaluation
+from tasks.experiments.evaluate import EvaluateExperiment
+from tasks.refuse_regression import refuse_regression
+from workflows.evaluate import evaluate_model
+
+DEFAULT = EvaluateExperiment.model_validate({"recipe": "regression_arithmetic"})
+
+
+class Checked(NamedTuple):
+    """The figures of the model, and how it compares."""
+
+    report: Evaluation
+    comparison: Comparison
+
+
+@workflow
+def check_regression(config: EvaluateExperiment = DEFAULT) -> Checked:
+    """prepare → questions → evaluate both → compare → refuse what is worse."""
+    measured = evaluate_model(config=config)
+    comparison = refuse_regression(comparisons=measured.comparison)
+    return Checked(measured.report, comparison)
