@@ -8,7 +8,7 @@ from itertools import count
 from typing import TypeVar
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
-from nemo_rl_core.environments.replies import judge
+from nemo_rl_core.environments.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.conversation import Conversation
@@ -194,7 +194,7 @@ class RolloutStream:
         if not talking:
             return
         assert self._environment is not None
-        replies = judge(
+        replies = checked_replies(
             self._environment,
             [list(each.messages) for each in talking],
             [each.metadata for each in talking],
