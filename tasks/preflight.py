@@ -59,13 +59,13 @@ def _check(experiment: Experiment) -> None:
         "evaluation.generation" if own.generation else "generation",
     )
     _check_tasks(experiment.environment, experiment.data)
-    _check_tasks(experiment.judge, own.data or experiment.data)
+    _check_tasks(experiment.measure, own.data or experiment.data)
     experiment.refuse_contradictions()
     for reward in experiment.rewards:
         for environment in single_environments(reward):
             _check_environment(environment)
-    for judge in _by_rows(experiment.judge):
-        _check_judge(judge)
+    for measure in _by_rows(experiment.measure):
+        _check_measure(measure)
 
 
 def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:
@@ -74,10 +74,10 @@ def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:
     return [environment]
 
 
-def _check_judge(judge: EnvironmentConfig) -> None:
-    if isinstance(judge, RewardModelScore | WeightedSum):
+def _check_measure(measure: EnvironmentConfig) -> None:
+    if isinstance(measure, RewardModelScore | WeightedSum):
         raise ConfigError(
-            f"the environment {judge.kind!r} gives scores, which do not say what is right",
+            f"the environment {measure.kind!r} gives scores, which do not say what is right",
             expected="an environment whose reward is 1 for a right completion, to evaluate with",
             got="no evaluation.environment",
             fix="say, for example, evaluation: {environment: {kind: exact}}",

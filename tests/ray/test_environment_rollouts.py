@@ -8,6 +8,7 @@ import json
 import string
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,13 +23,14 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids, supervised_example
 from nemo_rl_core.data.collate import collate
-from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.llm_judge import question
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.batch import rollout_batch
+from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.quarantine import judged
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -283,22 +285,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Sent = dict[tuple[int, ...], list[Any]]
+"""By the tokens of requests: tokens and log-probabilities of the answers."""
+
+
 class WatchedGeneration(Generation):
     """The engine, and a note of what it was asked and what it sent."""
 
-    sent: defaultdict[Said, list[Any]]
+    sent: Sent
 
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
         output = super().generate(data, greedy)
         for row, end in enumerate(output["unpadded_sequence_lengths"].tolist()):
             start = int(data["input_lengths"][row])
             asked = tuple(data["input_ids"][row, :start].tolist())
-            ids, logprobs = (output[name][row, start:end].tolist() for name in SENT)
-            self.sent[asked].append((tuple(ids), tuple(logprobs)))
+            ids, logprobs = output["output_ids"][row], output["logprobs"][row]
+            self.sent[asked].append(
+                (tuple(ids[start:end].tolist()), tuple(logprobs[start:end].tolist()))
+            )
         return output
-
-
-SENT = ("output_ids", "logprobs")
 
 
 class WatchedSampler(Sampler):
@@ -311,18 +316,14 @@ class Played:
     """What came of a kind of environment."""
 
     kind: str
-    prompts: list[Prompt]
     rollouts: list[Rollout]
-    sent: Mapping[Said, list[Any]]
+    sent: Sent
     tokenizer: Any
 
 
-@pytest.fixture(scope="module", params=sorted(ROWS))
-def played(
-    request: pytest.FixtureRequest, session: ClusterSession, folder: Path
-) -> Iterator[Played]:
-    """A step's rollouts of one kind; the engine is the same for all kinds."""
-    kind, tokenizer = request.param, load_tokenizer(folder / "model")
+@contextmanager
+def sampling(kind: str, session: ClusterSession, folder: Path) -> Iterator[WatchedSampler]:
+    """The sampler of one kind; the engine is the same for all kinds."""
     environment = TypeAdapter(EnvironmentConfig).validate_python(config_of(kind, folder))
     settings = RolloutSettings(
         environment=environment,
@@ -332,15 +333,23 @@ def played(
         dtype="float32",
         seed=5,
     )
-    prompts = [as_prompt(row, tokenizer) for row in ROWS[kind]]
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         with WatchedSampler(session, settings, folder / "model") as sampler:
             sampler.generation.sent = defaultdict(list)
-            rollouts = sampler.score(
-                sampler.engine.run(prompts, num_generations_per_prompt=GROUP, step=1)
-            )
-            yield Played(kind, prompts, rollouts, sampler.generation.sent, tokenizer)
+            yield sampler
+
+
+@pytest.fixture(scope="module", params=sorted(ROWS))
+def played(
+    request: pytest.FixtureRequest, session: ClusterSession, folder: Path
+) -> Iterator[Played]:
+    """A step's rollouts of one kind."""
+    with sampling(request.param, session, folder) as sampler:
+        prompts = [as_prompt(row, sampler.tokenizer) for row in ROWS[request.param]]
+        made = sampler.engine.run(prompts, num_generations_per_prompt=GROUP, step=1)
+        sent = sampler.generation.sent
+        yield Played(request.param, sampler.score(made), sent, sampler.tokenizer)
     session.discard("judge")
 
 
@@ -454,3 +463,22 @@ def test_what_is_trained_on_is_what_the_policy_wrote(played: Played) -> None:
         several = [each for each in rollouts if len(said_by_the_policy(each)) > 1]
         assert several
         assert all(False in each.completion.token_mask for each in several)
+
+
+@pytest.mark.slow
+def test_a_game_goes_on_after_a_turn_that_the_engine_cut(
+    session: ClusterSession, folder: Path
+) -> None:
+    bounds = Bounds(max_turns=3, max_tokens=160, max_new_tokens=1)
+    with sampling("guess_number", session, folder) as sampler:
+        engine, tokenizer = sampler.generation, sampler.tokenizer
+        cut = MultiTurnRollouts(engine, tokenizer, sampler.environment, seed=5, bounds=bounds)
+        rollouts = cut.run([as_prompt(GUESS, tokenizer)], num_generations_per_prompt=GROUP, step=1)
+    # 77 is cut to 7, which wins; 4 is cut before its stop token, and answered as ever.
+    said = {said_by_the_policy(each): each for each in rollouts}
+    assert {("7",), ("4", "7")} <= said.keys()
+    assert said["7",].turn_rewards == (1,)
+    rollout = said["4", "7"]
+    assert rollout.turn_rewards == (0, 1)
+    assert tokenizer.decode(rollout.completion.token_ids) == "4<eos>5-9=7"
+    assert rollout.completion.token_mask == (True, *(False,) * 5, True)
