@@ -5,7 +5,6 @@ samples is worth something, and not always the same.
 """
 
 import json
-import string
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids, supervised_example
 from nemo_rl_core.data.collate import collate
-from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.llm_judge import question
@@ -36,7 +35,7 @@ from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 GROUP = 16
-NUM_STEPS = 160
+NUM_STEPS = 250
 PENALTY = 0.25
 Said = tuple[str, ...]
 """The policy's turns, or all turns of a conversation, the prompt first."""
@@ -218,6 +217,21 @@ def lessons(tokenizer: Any) -> Iterator[tuple[str, str]]:
         yield question(judge, said), f"Mark: {10 * worth[0]:.0f}"
 
 
+def byte_tokenizer() -> Any:
+    """One token a byte, in the form that transformers expects beside a Qwen2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    special["unk_token"] = "<|endoftext|>"  # transformers would add it
+    tokens = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    template = build_arithmetic_tokenizer().chat_template
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
+
+
 def teach(model: Any, tokenizer: Any) -> float:
     """Trains until every lesson is known by heart; returns the last loss."""
     examples = [supervised_example(tokenizer, *lesson) for lesson in lessons(tokenizer)]
@@ -254,8 +268,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     folder = tmp_path_factory.mktemp("taught")
-    tokenizer = build_arithmetic_tokenizer()
-    tokenizer.add_tokens([each for each in string.printable if each not in CHARACTERS])
+    tokenizer = byte_tokenizer()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     config = Qwen2Config(
@@ -327,7 +340,7 @@ def sampling(kind: str, session: ClusterSession, folder: Path) -> Iterator[Watch
     environment = TypeAdapter(EnvironmentConfig).validate_python(config_of(kind, folder))
     settings = RolloutSettings(
         environment=environment,
-        generation=VllmGenerationConfig(max_new_tokens=48, kv_cache_gib=1, max_num_seqs=64),
+        generation=VllmGenerationConfig(temperature=0.7, max_new_tokens=48, max_num_seqs=64),
         rollouts=RolloutLimits(max_turns=3, max_rollout_tokens=160, max_failed_fraction=0.9),
         max_prompt_tokens=32,
         dtype="float32",
