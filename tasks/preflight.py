@@ -1,6 +1,7 @@
 """What can be refused before anything starts: missing models and files, resources, rewards."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
+from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.infra.resources import ResourceManager
 from tasks.experiments.common import Experiment
@@ -49,15 +51,21 @@ def _check(experiment: Experiment) -> None:
     for data in (experiment.data, experiment.evaluation.data):
         if isinstance(data, FileData):
             _check_files(data)
-    _check_context(experiment)
+    own = experiment.evaluation
+    _check_sampling(experiment, "data", "generation")
+    _check_sampling(
+        experiment,
+        "evaluation.data" if own.data else "data",
+        "evaluation.generation" if own.generation else "generation",
+    )
     _check_tasks(experiment.environment, experiment.data)
-    _check_tasks(experiment.judge, experiment.evaluation.data or experiment.data)
+    _check_tasks(experiment.measure, own.data or experiment.data)
     experiment.refuse_contradictions()
     for reward in experiment.rewards:
         for environment in single_environments(reward):
             _check_environment(environment)
-    for judge in _by_rows(experiment.judge):
-        _check_judge(judge)
+    for measure in _by_rows(experiment.measure):
+        _check_measure(measure)
 
 
 def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:
@@ -66,10 +74,10 @@ def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:
     return [environment]
 
 
-def _check_judge(judge: EnvironmentConfig) -> None:
-    if isinstance(judge, RewardModelScore | WeightedSum):
+def _check_measure(measure: EnvironmentConfig) -> None:
+    if isinstance(measure, RewardModelScore | WeightedSum):
         raise ConfigError(
-            f"the environment {judge.kind!r} gives scores, which do not say what is right",
+            f"the environment {measure.kind!r} gives scores, which do not say what is right",
             expected="an environment whose reward is 1 for a right completion, to evaluate with",
             got="no evaluation.environment",
             fix="say, for example, evaluation: {environment: {kind: exact}}",
@@ -116,19 +124,22 @@ def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
         )
 
 
-def _check_context(experiment: Experiment) -> None:
+def _check_sampling(experiment: Experiment, data_section: str, sampling_section: str) -> None:
+    """What these sections ask of the engine: workers, and room in the model's context."""
+    data: DataConfig = attrgetter(data_section)(experiment)
+    generation: SamplingConfig = attrgetter(sampling_section)(experiment)
+    refuse_more_than(experiment.cluster.num_workers, generation)
     model = experiment.model
     limit = None
     if isinstance(model, ModelFromConfig):
         limit = model.max_position_embeddings
     elif isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
         limit = context_length(Path(model.name).expanduser())
-    prompt = experiment.data.max_prompt_tokens
-    completion = experiment.rollouts.max_rollout_tokens or experiment.generation.max_new_tokens
+    prompt, completion = data.max_prompt_tokens, experiment.rollouts.room(generation)
     if limit is not None and prompt + completion > limit:
         raise ConfigError(
             "prompts and completions may be longer than the model's context",
-            expected="data.max_prompt_tokens + generation.max_new_tokens (or "
+            expected=f"{data_section}.max_prompt_tokens + {sampling_section}.max_new_tokens (or "
             f"rollouts.max_rollout_tokens) <= {limit}",
             got=f"{prompt} + {completion}",
             fix="lower one of the two, or take a model with a longer context",

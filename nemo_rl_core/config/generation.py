@@ -134,6 +134,23 @@ GenerationConfig = Annotated[
 ]
 
 
+def refuse_more_than(num_workers: int, generation: SamplingConfig) -> None:
+    """Refuses engines that need more workers than there are.
+
+    Raises:
+        ConfigError: Says how many there are, and how many it takes.
+    """
+    engines, ranks = generation.num_engines, generation.ranks_per_engine
+    if engines * ranks > num_workers:
+        raise ConfigError(
+            f"{engines} engines of {ranks} workers do not fit the cluster",
+            expected=f"at most {num_workers} workers (cluster.num_workers)",
+            got=f"{engines * ranks}",
+            fix="raise cluster.num_workers, or lower generation.num_engines or the sizes over "
+            "which an engine is spread",
+        )
+
+
 def refuse_for_training(generation: SamplingConfig) -> None:
     """Refuses sampling whose logprobs the trainer cannot compute as well.
 

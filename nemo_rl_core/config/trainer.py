@@ -7,7 +7,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
-from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
+from nemo_rl_core.config.generation import (
+    GenerationConfig,
+    SamplingConfig,
+    VllmGenerationConfig,
+    refuse_more_than,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
 from nemo_rl_core.errors import ConfigError
@@ -107,14 +112,19 @@ class RolloutLimits(FrozenConfig):
 
     `max_turns` of the policy are played with an environment that answers. `max_rollout_tokens` is
     the room behind the prompt for all turns together, the environment's too; left out, it is
-    `generation.max_new_tokens`, which is the bound of one turn. A rollout that cannot be judged is
-    set aside: it is counted, and not trained on. Where more than `max_failed_fraction` of those
-    judged at once are, or all, the run stops.
+    `generation.max_new_tokens`, which is the bound of one turn: a turn that is cut there is heard
+    as it is, and the next one follows. A rollout that cannot be judged is set aside: it is counted,
+    and not trained on. Where more than `max_failed_fraction` of those judged at once are, or all,
+    the run stops.
     """
 
     max_turns: PositiveInt = 16
     max_rollout_tokens: PositiveInt | None = None
     max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
+
+    def room(self, generation: SamplingConfig) -> int:
+        """The most tokens that can stand behind a prompt."""
+        return self.max_rollout_tokens or generation.max_new_tokens
 
 
 class RolloutSettings(TrainerSettings):
@@ -129,4 +139,9 @@ class RolloutSettings(TrainerSettings):
     @property
     def max_rollout_tokens(self) -> int:
         """The most tokens that can stand behind a prompt."""
-        return self.rollouts.max_rollout_tokens or self.generation.max_new_tokens
+        return self.rollouts.room(self.generation)
+
+    @model_validator(mode="after")
+    def _engines_fit_the_cluster(self) -> Self:
+        refuse_more_than(self.cluster.num_workers, self.generation)
+        return self

@@ -12,7 +12,7 @@ from nemo_rl_core.environments.interfaces import (
     Scorer,
     failure,
 )
-from nemo_rl_core.environments.replies import Reply, failed, joined, judge, source_of
+from nemo_rl_core.environments.replies import Reply, checked_replies, failed, joined, source_of
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -72,7 +72,7 @@ class EnvironmentScorer(Scorer):
         that it cannot judge have no score.
         """
         logs, metadata = [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
-        replies = judge(self.environment, logs, metadata)
+        replies = checked_replies(self.environment, logs, metadata)
         return [self._outcome(*pair) for pair in zip(rollouts, replies, strict=True)]
 
     @property

@@ -32,13 +32,13 @@ class ByTaskScorer(Scorer):
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
 
-        def judge(task: str, rows: list[Rollout]) -> list[float | RewardError]:
+        def score(task: str, rows: list[Rollout]) -> list[float | RewardError]:
             scorer = self._scorers.get(task)
             if scorer is None:
                 return [_unknown(task, self._scorers)] * len(rows)
             return scorer.outcomes(rows)
 
-        return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], judge)
+        return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], score)
 
     def close(self) -> None:
         """Closes every scorer, also when one of them fails to."""
@@ -70,7 +70,7 @@ class ByTaskEnvironment:
     ) -> EnvironmentReturn:
         """Answers to the last turn of each of `B` conversations."""
 
-        def judge(task: str, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
+        def answer(task: str, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
             environment = self._environments.get(task)
             if environment is None:
                 return [failed(_unknown(task, self._environments))] * len(rows)
@@ -79,7 +79,7 @@ class ByTaskEnvironment:
             return [_of_task(task, reply) for reply in replies]
 
         rows = list(zip(message_log_batch, metadata, strict=True))
-        return joined(_routed(rows, [about["task"] for about in metadata], judge))
+        return joined(_routed(rows, [about["task"] for about in metadata], answer))
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
@@ -97,13 +97,13 @@ class ByTaskEnvironment:
 
 
 def _routed(
-    rows: Sequence[Row], tasks: Sequence[str], judge: Callable[[str, list[Row]], list[Judged]]
+    rows: Sequence[Row], tasks: Sequence[str], ask_task: Callable[[str, list[Row]], list[Judged]]
 ) -> list[Judged]:
-    """What `judge` says of the rows of each task, in the order of the rows."""
+    """What `ask_task` says of the rows of each task, in the order of the rows."""
     found: dict[int, Judged] = {}
     for task in dict.fromkeys(tasks):
         places = [place for place, each in enumerate(tasks) if each == task]
-        found |= zip(places, judge(task, [rows[place] for place in places]), strict=True)
+        found |= zip(places, ask_task(task, [rows[place] for place in places]), strict=True)
     return [found[place] for place in range(len(rows))]
 
 

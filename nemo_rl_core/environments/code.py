@@ -32,7 +32,7 @@ from nemo_rl_core.types import Rollout
 
 _FENCE = "```"
 _LANGUAGES = {"", "python", "py", "python3"}
-_FOLDER = "nemo_rl_core/environments/unit_tests"
+_FOLDER = "nemo_rl_core/environments/code_checker"
 
 
 def extract_program(completion: str) -> str:
@@ -196,7 +196,7 @@ def _pipe(closing: ExitStack) -> tuple[int, int]:
 @cache
 def _harness(name: str) -> dict[str, str]:
     """The files of one of the two sandboxes, found there under the names they have here."""
-    folder = Path(__file__).with_name("unit_tests")
+    folder = Path(__file__).with_name("code_checker")
     files = {
         f"{_FOLDER}/{each}.py": (folder / f"{each}.py").read_text() for each in (name, "plain")
     }

@@ -2,9 +2,10 @@
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_rl_core.config.environment import JsonSchemaMatch, RegexMatch
 from nemo_rl_core.environments.interfaces import Scorer, attempt
@@ -14,7 +15,29 @@ from nemo_rl_core.types import Rollout
 _FENCE = re.compile(r"^```[^\n`]*$", re.MULTILINE)
 
 
-class RegexScorer(Scorer):
+class _FormScorer(Scorer):
+    """A scorer for which the completion's text alone decides."""
+
+    _source: ClassVar[str]
+    """Who scores, in messages."""
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout."""
+        return [
+            attempt(
+                partial(self._score, rollout.text),
+                prompt=rollout.prompt.text,
+                completion=rollout.text,
+                source=self._source,
+            )
+            for rollout in rollouts
+        ]
+
+    @abstractmethod
+    def _score(self, completion: str) -> float: ...
+
+
+class RegexScorer(_FormScorer):
     """1.0 when a regular expression matches, else 0.0; one that runs out of time has no score.
 
     Of the `regex` library, which can stop: `re` would backtrack for years over `(a+)+b`.
@@ -25,6 +48,8 @@ class RegexScorer(Scorer):
     Raises:
         ConfigError: If the expression is none.
     """
+
+    _source = "the regular expression"
 
     def __init__(self, config: RegexMatch) -> None:
         import regex
@@ -41,25 +66,13 @@ class RegexScorer(Scorer):
         self._match = compiled.fullmatch if config.match == "whole" else compiled.search
         self._timeout_seconds = config.timeout_seconds
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
-        return [
-            attempt(
-                partial(self._score, rollout.text),
-                prompt=rollout.prompt.text,
-                completion=rollout.text,
-                source="the regular expression",
-            )
-            for rollout in rollouts
-        ]
-
     def _score(self, completion: str) -> float:
         # Without `concurrent` it would hold the interpreter's lock, up to the deadline.
         found = self._match(completion.strip(), concurrent=True, timeout=self._timeout_seconds)
         return float(found is not None)
 
 
-class JsonSchemaScorer(Scorer):
+class JsonSchemaScorer(_FormScorer):
     """1.0 when the completion is JSON that the schema accepts, else 0.0.
 
     `NaN`, `Infinity` and objects that name a key twice are no JSON here: what reads the completion
@@ -72,21 +85,11 @@ class JsonSchemaScorer(Scorer):
         ConfigError: If the schema is none, or refers to another document.
     """
 
+    _source = "the JSON schema"
+
     def __init__(self, config: JsonSchemaMatch) -> None:
         self._validator = _validator(config.json_schema)
         self._where = config.where
-
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout."""
-        return [
-            attempt(
-                partial(self._score, rollout.text),
-                prompt=rollout.prompt.text,
-                completion=rollout.text,
-                source="the JSON schema",
-            )
-            for rollout in rollouts
-        ]
 
     def _score(self, completion: str) -> float:
         text = completion if self._where == "whole" else last_code_block(completion)

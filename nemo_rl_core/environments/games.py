@@ -15,10 +15,13 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 class GameEnvironment:
     """Plays by the rules of one kind of position; holds nothing between two calls.
 
-    A row's metadata says `game` (the position's state) and `num_turns`, as the data sets of the
+    A row's metadata says `game` (the position's state) and `max_turns`, as the data sets of the
     same name write them. A turn is a move: the whole completion, or what stands between
     `<answer>` and `</answer>`. It is answered with the text of the new position, in the form of the
     prompt. Winning is worth 1.0 and ends the game, as does the last turn.
+
+    A player who leaves no room for another turn forfeits the penalties of all turns that are left:
+    with less, one who sees no legal move would do well to ramble until the room is used up.
 
     Args:
         rules: What a position is.
@@ -49,7 +52,7 @@ class GameEnvironment:
     def _reply(self, log: Sequence[Message], metadata: Any) -> Reply:
         try:
             position = self._rules.from_state(metadata["game"])
-            turns_left = int(metadata["num_turns"]) - 1
+            turns_left = int(metadata["max_turns"]) - 1
         except (KeyError, TypeError, ValueError) as error:
             return Reply(
                 error=f"the row has no game of the kind {self._rules.__name__} in its metadata "
@@ -61,8 +64,14 @@ class GameEnvironment:
         position = reached or position
         if position.is_won or turns_left <= 0:
             return Reply(reward, terminated=True, metadata=metadata)
-        kept = {**metadata, "game": position.state, "num_turns": turns_left}
-        return Reply(reward, terminated=False, observation=position.text, metadata=kept)
+        kept = {**metadata, "game": position.state, "max_turns": turns_left}
+        return Reply(
+            reward,
+            terminated=False,
+            observation=position.text,
+            metadata=kept,
+            forfeit=-self._illegal_penalty * turns_left,
+        )
 
 
 def read_move(text: str) -> int | None:

@@ -72,6 +72,10 @@ class EnvironmentReturn:
         answers: The answers found in the completions, or None where none were looked for.
         errors: Why a conversation could not be judged, one (or None) a conversation. It ends, its
             reward is not read, and it is not trained on: an error is not a score of 0.
+        forfeits: `[B]` float, or None for zeros: what is added to the reward of a conversation that
+            goes on, if the policy has left no room for another turn. An environment that takes
+            something off for bad turns says here what the turns to come could cost, or using up
+            the room would be the cheapest way out.
     """
 
     observations: list[dict[str, str]]
@@ -81,6 +85,7 @@ class EnvironmentReturn:
     terminateds: "torch.Tensor"
     answers: list[str | None] | None = None
     errors: list[str | None] | None = None
+    forfeits: "torch.Tensor | None" = None
 
 
 class EnvironmentInterface(Protocol):

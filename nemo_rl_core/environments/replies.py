@@ -30,6 +30,7 @@ class Reply:
         answer: What was found in the completion.
         error: Why it could not be judged; it has ended then.
         role: Of the observation.
+        forfeit: What is added to the reward if there is no room for another turn.
     """
 
     reward: float = 0.0
@@ -40,6 +41,7 @@ class Reply:
     answer: str | None = None
     error: str | None = None
     role: str = ROLE
+    forfeit: float = 0.0
 
 
 def failed(error: RewardError) -> Reply:
@@ -94,7 +96,7 @@ def ask(
     return [reply for log, about in pairs for reply in ask(environment, [log], [about])]
 
 
-def judge(
+def checked_replies(
     environment: EnvironmentInterface,
     message_log_batch: Sequence[Sequence[Message]],
     metadata: Sequence[Any],
@@ -113,8 +115,12 @@ def _judged(reply: Reply, log: Sequence[Message], source: str) -> Reply | Reward
     about = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
         return failure("could not judge", reply.error, **about)
-    reward = checked(reply.reward, **about)
-    return reward if isinstance(reward, RewardError) else replace(reply, reward=reward)
+    reward, forfeit = checked(reply.reward, **about), checked(reply.forfeit, **about)
+    if isinstance(reward, RewardError):
+        return reward
+    if isinstance(forfeit, RewardError):
+        return forfeit
+    return replace(reply, reward=reward, forfeit=forfeit)
 
 
 def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
@@ -129,6 +135,7 @@ def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
         terminateds=torch.tensor([each.terminated for each in replies], dtype=torch.bool),
         answers=[each.answer for each in replies],
         errors=[each.error for each in replies],
+        forfeits=torch.tensor([each.forfeit for each in replies], dtype=torch.float32),
     )
 
 
@@ -145,6 +152,7 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
     """
     rewards, ended = returned.rewards.tolist(), returned.terminateds.tolist()
     nothing: list[None] = [None] * num_rows
+    forfeits = [0.0] * num_rows if returned.forfeits is None else returned.forfeits.tolist()
     silence = [{"role": ROLE, "content": ""}] * num_rows
     if not returned.observations and not all(ended):
         raise ValueError("the environment says nothing to conversations that go on")
@@ -156,11 +164,12 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
         returned.next_stop_strings or nothing,
         returned.answers or nothing,
         returned.errors or nothing,
+        forfeits,
         strict=True,
     )
     replies = [
-        Reply(reward, done, said["content"], kept, stops, answer, error, said["role"])
-        for reward, done, said, kept, stops, answer, error in rows
+        Reply(reward, done, said["content"], kept, stops, answer, error, said["role"], forfeit)
+        for reward, done, said, kept, stops, answer, error, forfeit in rows
     ]
     if len(replies) != num_rows:
         raise ValueError(f"{len(replies)} rewards for {num_rows} conversations")

@@ -45,6 +45,13 @@ class Bounds:
 class Conversation:
     """A prompt, the policy's turns, and the environment's between them.
 
+    A turn that is cut at `max_new_tokens` is a turn like any other: the environment hears what was
+    said, and goes on if it wants to (NeMo RL does the same). If it were the last, a game that takes
+    something off for each bad turn would reward whoever rambles, for that ends the game before the
+    next penalty. What cuts a conversation is a bound on all of it: the number of turns, which the
+    policy cannot change, or the room for tokens, which it can use up. There the environment's
+    `forfeit` is added to the last reward, so that using it up is no way out either.
+
     Args:
         prompt: What is asked first.
         place: Which rollout it is.
@@ -117,16 +124,12 @@ class Conversation:
         self._is_cut = answer.truncated
 
     def hear_environment(self, reply: Reply | RewardError) -> None:
-        """Takes the reward of the policy's turn, and what the environment says to it.
-
-        A turn that was cut is judged, and is the last: what would follow is no answer to what the
-        policy wanted to say.
-        """
+        """Takes the reward of the policy's turn, and what the environment says to it."""
         if isinstance(reply, RewardError):
             self._error, self.is_over = reply.in_one_line, True
             return
         self._rewards.append(reply.reward)
-        if reply.terminated or self._is_cut:
+        if reply.terminated:
             self.is_over = True
             return
         message = {"role": reply.role, "content": reply.observation}
@@ -137,9 +140,12 @@ class Conversation:
             message,
             last_token=self._token_ids[-1] if self._token_ids else None,
         )
-        too_long = len(self._token_ids) + len(new) >= self._bounds.max_tokens
-        if too_long or len(self._texts) == self._bounds.max_turns:
+        has_turns = len(self._texts) < self._bounds.max_turns
+        has_room = len(self._token_ids) + len(new) < self._bounds.max_tokens
+        if not (has_turns and has_room):
             self._is_cut = self.is_over = True
+            if has_turns:
+                self._rewards[-1] += reply.forfeit
             return
         self._append(new, [0.0] * len(new), generated=False)
         if self._weight_versions:

@@ -4,9 +4,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from nemo_rl_core.rollouts.requests import Answer, Request
+from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.rollouts.requests import Answer, Request, answers_to
 from nemo_rl_core.types import Prompt, Rollout
 
 
@@ -48,18 +49,36 @@ class Dialogue(Protocol):
         ...
 
 
-class RolloutEngine(ABC):
+D = TypeVar("D", bound=Dialogue)
+
+
+class RolloutEngine(ABC, Generic[D]):
     """Samples groups of rollouts of the same prompt, each under a seed of its own.
 
     A request's seed depends on the run's seed, the step, the prompt's place, the sample's place
-    and the turn alone, so that a rerun, or a resumed run, draws the same tokens.
+    and the turn alone, so that a rerun, or a resumed run, draws the same tokens. Dialogues go on in
+    step with each other, one call of the engine for all that are not over, but what one becomes
+    does not depend on which others there are.
+
+    Args:
+        generation: The engine.
+        tokenizer: Decodes what it says.
+        seed: The run's seed.
     """
 
+    def __init__(self, generation: GenerationInterface, tokenizer: Any, *, seed: int) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._seed = seed
+
     @abstractmethod
-    def dialogue(self, prompt: Prompt, place: Place) -> Dialogue:
+    def dialogue(self, prompt: Prompt, place: Place) -> D:
         """A rollout that has not begun."""
 
     @abstractmethod
+    def _answer(self, dialogues: Sequence[D]) -> None:
+        """What follows when the policy has spoken in each of these, if anything does."""
+
     def run(
         self,
         prompts: Sequence[Prompt],
@@ -83,6 +102,18 @@ class RolloutEngine(ABC):
             say which they are. Where an environment has answered, each has a reward or an error;
             else neither.
         """
+        dialogues = [
+            self.dialogue(prompt, Place(self._seed, step, group, sample))
+            for group, prompt in enumerate(prompts, start=first_place)
+            for sample in range(num_generations_per_prompt)
+        ]
+        while live := [each for each in dialogues if not each.is_over]:
+            requests = [each.request() for each in live]
+            answers = answers_to(requests, self._generation, greedy=greedy)
+            for dialogue, answer in zip(live, answers, strict=True):
+                dialogue.hear_policy(answer)
+            self._answer(live)
+        return [each.rollout() for each in dialogues]
 
 
 def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -> int:

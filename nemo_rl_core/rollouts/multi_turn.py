@@ -5,20 +5,18 @@ from typing import Any
 
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
-from nemo_rl_core.environments.replies import judge
+from nemo_rl_core.environments.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
 from nemo_rl_core.rollouts.engine import Place, RolloutEngine
-from nemo_rl_core.rollouts.requests import answers_to
-from nemo_rl_core.types import Prompt, Rollout
+from nemo_rl_core.types import Prompt
 
 
-class MultiTurnRollouts(RolloutEngine):
-    """Plays conversations, all that go on in step with each other.
+class MultiTurnRollouts(RolloutEngine[Conversation]):
+    """Plays conversations: each round asks the engine once, and then the environment once.
 
-    Each round asks the engine once, and then the environment once, for every conversation that is
-    not over. What a conversation becomes does not depend on which others there are: its requests
-    have seeds of their own, and the environment judges each by its own turns.
+    The environment judges each conversation by its own turns, and their rollouts have a reward, or
+    say why they have none.
 
     Args:
         generation: The engine.
@@ -43,10 +41,8 @@ class MultiTurnRollouts(RolloutEngine):
     ) -> None:
         # A template that cannot do it is better refused here than after the first answers.
         reply_token_ids(tokenizer, "1", {"role": "user", "content": "2"}, last_token=None)
-        self._generation = generation
-        self._tokenizer = tokenizer
+        super().__init__(generation, tokenizer, seed=seed)
         self._environment = environment
-        self._seed = seed
         self._bounds = bounds
         self._first_stops: tuple[str, ...] = ()
         if isinstance(environment, StopsFirstTurn):
@@ -62,31 +58,11 @@ class MultiTurnRollouts(RolloutEngine):
             stop_strings=self._first_stops,
         )
 
-    def run(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_generations_per_prompt: int,
-        step: int,
-        first_place: int = 0,
-        greedy: bool = False,
-    ) -> list[Rollout]:
-        """As `RolloutEngine.run`; each rollout has a reward, or says why it has none."""
-        conversations = [
-            self.dialogue(prompt, Place(self._seed, step, group, sample))
-            for group, prompt in enumerate(prompts, start=first_place)
-            for sample in range(num_generations_per_prompt)
-        ]
-        while live := [each for each in conversations if not each.is_over]:
-            requests = [each.request() for each in live]
-            answers = answers_to(requests, self._generation, greedy=greedy)
-            for conversation, answer in zip(live, answers, strict=True):
-                conversation.hear_policy(answer)
-            replies = judge(
-                self._environment,
-                [list(each.messages) for each in live],
-                [each.metadata for each in live],
-            )
-            for conversation, reply in zip(live, replies, strict=True):
-                conversation.hear_environment(reply)
-        return [each.rollout() for each in conversations]
+    def _answer(self, dialogues: Sequence[Conversation]) -> None:
+        replies = checked_replies(
+            self._environment,
+            [list(each.messages) for each in dialogues],
+            [each.metadata for each in dialogues],
+        )
+        for dialogue, reply in zip(dialogues, replies, strict=True):
+            dialogue.hear_environment(reply)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.trainer import RolloutSettings
@@ -64,7 +64,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
         self.engine = self._rollout_engine(settings)
 
-    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine:
+    def _rollout_engine(self, settings: RolloutSettings) -> RolloutEngine[Any]:
         if self.environment is None:
             return SingleTurnRollouts(self.generation, self.tokenizer, seed=settings.seed)
         return MultiTurnRollouts(

@@ -15,7 +15,7 @@ from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import make_remote_scorer, make_scorer
+from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface

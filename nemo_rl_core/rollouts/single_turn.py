@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.engine import Place, RolloutEngine, request_seed
-from nemo_rl_core.rollouts.requests import Answer, Request, answers_to
+from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
@@ -57,41 +56,12 @@ class Exchange:
         )
 
 
-class SingleTurnRollouts(RolloutEngine):
-    """Samples completions, which somebody else scores.
-
-    Args:
-        generation: The engine.
-        tokenizer: Decodes completions.
-        seed: The run's seed.
-    """
-
-    def __init__(self, generation: GenerationInterface, tokenizer: Any, *, seed: int) -> None:
-        self._generation = generation
-        self._tokenizer = tokenizer
-        self._seed = seed
+class SingleTurnRollouts(RolloutEngine[Exchange]):
+    """Samples completions, which somebody else scores."""
 
     def dialogue(self, prompt: Prompt, place: Place) -> Exchange:
         """A rollout that has not begun."""
         return Exchange(prompt, place, tokenizer=self._tokenizer)
 
-    def run(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_generations_per_prompt: int,
-        step: int,
-        first_place: int = 0,
-        greedy: bool = False,
-    ) -> list[Rollout]:
-        """As `RolloutEngine.run`; the rollouts are unscored."""
-        exchanges = [
-            self.dialogue(prompt, Place(self._seed, step, group, sample))
-            for group, prompt in enumerate(prompts, start=first_place)
-            for sample in range(num_generations_per_prompt)
-        ]
-        requests = [each.request() for each in exchanges]
-        answers = answers_to(requests, self._generation, greedy=greedy)
-        for exchange, answer in zip(exchanges, answers, strict=True):
-            exchange.hear_policy(answer)
-        return [each.rollout() for each in exchanges]
+    def _answer(self, dialogues: Sequence[Exchange]) -> None:
+        """Nobody does: each is over."""

@@ -15,7 +15,7 @@ from itertools import count
 from typing import TypeVar
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
-from nemo_rl_core.environments.replies import judge
+from nemo_rl_core.environments.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.conversation import Conversation
@@ -253,7 +253,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             (each, each.dialogue) for each in heard if isinstance(each.dialogue, Conversation)
         ]
         with self._speech:
-            replies = judge(
+            replies = checked_replies(
                 environment,
                 [list(dialogue.messages) for _, dialogue in talking],
                 [dialogue.metadata for _, dialogue in talking],

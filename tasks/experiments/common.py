@@ -35,7 +35,7 @@ class Experiment(Recipe):
     promotion: PromotionConfig = PromotionConfig()
 
     @property
-    def judge(self) -> EnvironmentConfig:
+    def measure(self) -> EnvironmentConfig:
         """What says whether a completion is right."""
         return self.evaluation.environment or self.environment
 
@@ -47,7 +47,7 @@ class Experiment(Recipe):
     @property
     def rewards(self) -> list[EnvironmentConfig]:
         """Every environment that must be able to score."""
-        return [self.environment, self.judge]
+        return [self.environment, self.measure]
 
     def refuse_contradictions(self) -> None:
         """Refuses settings that are right by themselves and do not go together.
@@ -119,7 +119,7 @@ class EvaluationStage(RolloutSettings):
         asked = config.evaluation.data or config.data
         sampling = config.evaluation.generation or config.generation
         fields = rollout_fields(
-            config.replace(environment=config.judge, data=asked, generation=sampling)
+            config.replace(environment=config.measure, data=asked, generation=sampling)
         )
         del fields["training"]  # evaluation trains nothing, whatever the backend
         # Said once, here and in `QuestionStage`.

@@ -11,7 +11,7 @@ from nemo_rl_core.algorithms.grpo.config import (
     refuse_sampling_ahead,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
-from nemo_rl_core.config.generation import SamplingConfig, refuse_for_training
+from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.errors import ConfigError
 from tasks.experiments.common import (
     DataStage,
@@ -33,19 +33,24 @@ class GRPOExperiment(Experiment):
 
     def refuse_contradictions(self) -> None:
         """GRPO must fit what it samples and what scores."""
-        refuse_unfit(self.grpo, self.environment, self.generation)
+        refuse_unfit(self.grpo, self.environment, self)
 
 
-def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, generation: SamplingConfig) -> None:
+def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: Experiment) -> None:
     """Refuses settings of GRPO that what it samples and what scores do not fit.
+
+    Args:
+        grpo: The settings.
+        reward: What scores in it.
+        recipe: Says what is sampled.
 
     Raises:
         ConfigError: For the first such setting.
     """
-    refuse_for_training(generation)
-    refuse_sampling_ahead(grpo, generation)
+    refuse_for_training(recipe.generation)
+    refuse_sampling_ahead(grpo, recipe.generation)
     try:
-        refuse_overlong(grpo, generation)
+        refuse_overlong(grpo, longest=recipe.rollouts.room(recipe.generation))
     except ValueError as error:
         raise ConfigError(str(error), fix="set grpo.overlong in the recipe") from error
     if isinstance(grpo.advantage, GDPO):

@@ -39,7 +39,7 @@ class PostTrainExperiment(PairExperiment):
     def refuse_contradictions(self) -> None:
         """GRPO must fit what it samples and what scores; a reward model needs a scalar head."""
         refuse_without_scalar_head(self.training)
-        refuse_unfit(self.grpo, self.grpo_reward, self.generation)
+        refuse_unfit(self.grpo, self.grpo_reward, self)
 
     @property
     def rewards(self) -> list[EnvironmentConfig]:

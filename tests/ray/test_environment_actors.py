@@ -20,7 +20,8 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
 )
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import actor_pool, make_remote_scorer, make_scorer
+from nemo_rl_core.environments import actor_pool
+from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
@@ -163,7 +164,7 @@ def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -
     for guess in range(7):
         logs.append([{"role": "user", "content": "0-6="}, {"role": "a", "content": str(guess)}])
         secret = {"secret": 3, "low": 0, "high": 6}
-        metadata.append({"game": secret, "num_turns": 3} if guess != 4 else {})
+        metadata.append({"game": secret, "max_turns": 3} if guess != 4 else {})
     replies = split(there.step(logs, metadata), 7)
     assert replies == split(here.step(logs, metadata), 7)
     assert [reply.observation for reply in replies] == [

@@ -7,7 +7,7 @@ import pytest
 from nemo_rl_core.config.environment import JudgeModel, LLMJudge
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.llm_judge import ChatModel
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.models.generation import VllmGeneration

@@ -411,7 +411,7 @@ class GRPOSettings(RolloutSettings):
     @model_validator(mode="after")
     def _fits_what_is_sampled(self) -> "GRPOSettings":
         refuse_for_training(self.generation)
-        refuse_overlong(self.grpo, self.generation)
+        refuse_overlong(self.grpo, longest=self.max_rollout_tokens)
         refuse_sampling_ahead(self.grpo, self.generation)
         return self
 
@@ -434,15 +434,20 @@ def refuse_sampling_ahead(grpo: GRPOConfig, generation: SamplingConfig) -> None:
         )
 
 
-def refuse_overlong(grpo: GRPOConfig, generation: SamplingConfig) -> None:
+def refuse_overlong(grpo: GRPOConfig, *, longest: int) -> None:
     """Refuses a buffer of the overlong penalty that is longer than a completion can be.
+
+    Args:
+        grpo: Has the penalty.
+        longest: Tokens that a completion can have, all its turns together.
 
     Raises:
         ValueError: Says both.
     """
-    overlong, longest = grpo.overlong, generation.max_new_tokens
+    overlong = grpo.overlong
     if isinstance(overlong, OverlongPenalty) and overlong.buffer_tokens > longest:
         raise ValueError(
             f"overlong.buffer_tokens ({overlong.buffer_tokens}) is more than "
-            f"generation.max_new_tokens ({longest}); take about a fifth of it, or overlong: null"
+            f"generation.max_new_tokens or rollouts.max_rollout_tokens ({longest}); take about a "
+            "fifth of it, or overlong: null"
         )

@@ -11,7 +11,7 @@ from nemo_rl_core.types import Row
 def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
     """Different bounds, in an order that depends on the seed alone, as do the secrets.
 
-    A row's metadata is `{"game": STATE, "num_turns": guesses of a binary search + spare_turns}`;
+    A row's metadata is `{"game": STATE, "max_turns": guesses of a binary search + spare_turns}`;
     its answer and completion are an optimal next guess. Behind an opening, the state is what it has
     come to, and the prompt is the JSON of the turns so far.
     """
@@ -58,7 +58,7 @@ def _row(start: NumberGuess, opening: list[tuple[int, NumberGuess]], spare_turns
         "completion": guess,
         "task": "guess_number",
         "metadata": json.dumps(
-            {"game": position.state, "num_turns": num_guesses(low, high) + spare_turns}
+            {"game": position.state, "max_turns": num_guesses(low, high) + spare_turns}
         ),
     }
 

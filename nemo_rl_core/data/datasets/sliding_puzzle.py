@@ -12,7 +12,7 @@ from nemo_rl_core.types import Row
 def load(config: SlidingPuzzleData, *, seed: int) -> tuple[list[Row], list[Row]]:
     """Different positions, in an order that depends on the seed alone.
 
-    A row's metadata is `{"game": STATE, "num_turns": the fewest moves + spare_turns}`; its answer
+    A row's metadata is `{"game": STATE, "max_turns": the fewest moves + spare_turns}`; its answer
     and completion are an optimal first move.
 
     Raises:
@@ -43,6 +43,6 @@ def _row(position: SlidingPuzzle, known: dict[SlidingPuzzle, int], spare_turns: 
         "completion": move,
         "task": "sliding_puzzle",
         "metadata": json.dumps(
-            {"game": position.state, "num_turns": known[position] + spare_turns}
+            {"game": position.state, "max_turns": known[position] + spare_turns}
         ),
     }

@@ -16,13 +16,13 @@ from nemo_rl_core.config.generation import (
     SamplingConfig,
     SplitEngine,
     VllmGenerationConfig,
+    refuse_more_than,
 )
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import (
-    ConfigError,
     ConsistencyError,
     DataError,
     TransferError,
@@ -227,15 +227,8 @@ class Generation(GenerationInterface):
 
 def _sharding(config: SamplingConfig, num_workers: int) -> NamedSharding:
     """Engines over the cluster's first bundles; ranks that talk most lie side by side."""
+    refuse_more_than(num_workers, config)
     engines, ranks = config.num_engines, config.ranks_per_engine
-    if engines * ranks > num_workers:
-        raise ConfigError(
-            f"{engines} engines of {ranks} workers do not fit the cluster",
-            expected=f"at most {num_workers} workers (cluster.num_workers)",
-            got=f"{engines * ranks}",
-            fix="raise cluster.num_workers, or lower generation.num_engines or the sizes over "
-            "which an engine is spread",
-        )
     pipeline, tensor = 1, 1
     if isinstance(config, SplitEngine):
         pipeline, tensor = config.pipeline_parallel_size, config.tensor_parallel_size

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_core.config.environment import ExactMatch
-from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment, as_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.replies import Reply, joined

@@ -4,9 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl_core.config.environment import ByTask, answers_back, single_environments
-from nemo_rl_core.environments import make_scorer
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.by_task import ByTaskEnvironment
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import RewardError
 
@@ -71,7 +71,7 @@ def conversation(text, task, **metadata):
 def test_games_and_single_turns_run_side_by_side():
     scorer = make_scorer(by_task(*SINGLE, GAME))
     assert isinstance(scorer, EnvironmentScorer)
-    game = {"game": {"secret": 3, "low": 0, "high": 9}, "num_turns": 4}
+    game = {"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 4}
     rows = [
         conversation("5", "guess_number", **game),
         conversation("46", "sums"),
@@ -96,7 +96,7 @@ def test_an_environment_that_raises_takes_no_other_task_with_it():
                 raise LookupError("no such row")
             return make_scorer(by_task(GAME)).environment.step(logs, metadata)
 
-    game = {"game": {"secret": 3, "low": 0, "high": 9}, "num_turns": 4}
+    game = {"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 4}
     environment = ByTaskEnvironment(
         {"odd": Raises(), "guess_number": make_scorer(by_task(GAME)).environment}
     )
@@ -119,6 +119,6 @@ def test_the_first_turn_stops_where_any_task_wants_it_to():
 
 def test_the_single_turn_view_scores_a_game_of_one_turn(rollout):
     scorer = make_scorer(by_task(*SINGLE, GAME))
-    about = json.dumps({"game": {"secret": 3, "low": 0, "high": 9}, "num_turns": 1})
+    about = json.dumps({"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 1})
     rows = [rollout("3", task="guess_number", metadata=about), rollout("46", task="sums")]
     assert scorer.score(rows) == [1.0, 1.0]

@@ -1,7 +1,7 @@
 from collections.abc import Callable
 
 from nemo_rl_core.config.environment import ExactMatch
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.types import Rollout
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from nemo_rl_core.config.environment import ExactMatch, JsonSchemaMatch, RegexMatch
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.errors import ConfigError, RewardError
 
 

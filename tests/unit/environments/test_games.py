@@ -9,7 +9,7 @@ from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.data.turns import turns_of
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.games.guess_number import NumberGuess, best_guess
@@ -57,7 +57,7 @@ def test_an_optimal_player_wins_every_row_in_time(data, game, player):
     for row in train + validation:
         rewards = play(environment, row, player)
         assert rewards == [*[0.0] * (len(rewards) - 1), 1.0]
-        assert len(rewards) <= json.loads(row["metadata"])["num_turns"]
+        assert len(rewards) <= json.loads(row["metadata"])["max_turns"]
         assert row["completion"] == player(row["prompt"])
 
 
@@ -79,7 +79,7 @@ def test_puzzles_are_as_far_from_solved_as_asked_and_say_how_many_turns_they_all
         metadata = json.loads(row["metadata"])
         fewest = known[SlidingPuzzle.from_state(metadata["game"])]
         assert 1 <= fewest <= 3
-        assert metadata["num_turns"] == fewest + 2
+        assert metadata["max_turns"] == fewest + 2
 
 
 def test_more_rows_than_there_are_positions_are_refused():
@@ -94,29 +94,29 @@ def test_more_rows_than_there_are_positions_are_refused():
 
 def test_a_turn_that_is_no_legal_move_is_lost_and_costs_the_penalty():
     environment = make_scorer(SlidingPuzzleGame(illegal_penalty=0.25)).environment
-    metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "num_turns": 2, "own": "kept"}
+    metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "max_turns": 2, "own": "kept"}
     moves = ("2", "up", "13", "", "3 3")
     logs = [[{"role": "user", "content": "12-03="}, turn(move)] for move in moves]
     replies = split(environment.step(logs, [metadata] * 5), 5)
     for reply in replies:
         assert (reply.reward, reply.terminated, reply.observation) == (-0.25, False, "12-03=")
-        assert reply.metadata == {**metadata, "num_turns": 1}
+        assert reply.metadata == {**metadata, "max_turns": 1}
     (last,) = split(environment.step([[*logs[0]]], [replies[0].metadata]), 1)
     assert (last.reward, last.terminated) == (-0.25, True)
 
 
 def test_legal_moves_that_do_not_solve_it_in_time_are_worth_nothing():
     environment = make_scorer(SlidingPuzzleGame(illegal_penalty=0.25)).environment
-    metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "num_turns": 1}
+    metadata = {"game": SlidingPuzzle((1, 2, 0, 3), 2).state, "max_turns": 1}
     (reply,) = split(environment.step([[turn("1")]], [metadata]), 1)
     assert (reply.reward, reply.terminated, reply.error) == (0.0, True, None)
 
 
 def test_a_row_without_a_game_is_an_error_of_that_row_alone():
     environment = make_scorer(GuessNumberGame()).environment
-    good = {"game": {"secret": 3, "low": 0, "high": 9}, "num_turns": 1}
-    bad = [{}, {"game": good["game"]}, {"game": {"tiles": [1, 0]}, "num_turns": 1}, None]
-    bad.append({"game": {"secret": 12, "low": 0, "high": 9}, "num_turns": 1})
+    good = {"game": {"secret": 3, "low": 0, "high": 9}, "max_turns": 1}
+    bad = [{}, {"game": good["game"]}, {"game": {"tiles": [1, 0]}, "max_turns": 1}, None]
+    bad.append({"game": {"secret": 12, "low": 0, "high": 9}, "max_turns": 1})
     replies = split(environment.step([[turn("3")]] * 6, [good, *bad]), 6)
     assert (replies[0].reward, replies[0].error) == (1.0, None)
     for reply in replies[1:]:

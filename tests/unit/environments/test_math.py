@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nemo_rl_core.config.environment import MathVerify
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.math import MathScorer
 from nemo_rl_core.environments.math_worker import equal
 from nemo_rl_core.errors import RewardError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.environments.replies import Reply, judge
+from nemo_rl_core.environments.replies import Reply, checked_replies
 from nemo_rl_core.errors import RewardError
 
 LOGS = [
@@ -36,7 +36,7 @@ def said(returned):
                 raise returned
             return returned
 
-    return judge(Environment(), LOGS, [1, 2])
+    return checked_replies(Environment(), LOGS, [1, 2])
 
 
 def test_what_is_said_is_read_row_by_row():

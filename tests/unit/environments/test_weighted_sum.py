@@ -2,7 +2,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch, WeightedSum
-from nemo_rl_core.environments import make_scorer
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.weighted_sum import WeightedSumScorer

@@ -115,7 +115,10 @@ def ask(tokenizer: Any):
 
 @pytest.fixture
 def play(tokenizer: Any):
-    """Rolls prompts out against `Countdown`; also returns the engine and the environment."""
+    """Rolls prompts out against `Countdown`, or another environment.
+
+    Also returns the engine and the environment.
+    """
 
     def run(
         prompts: list[Prompt],
@@ -124,9 +127,10 @@ def play(tokenizer: Any):
         bounds: Bounds,
         group: int = 1,
         first_stops: list[str] | None = None,
+        environment: Any = None,
         **asked: Any,
     ):
-        engine, game = Scripted(tokenizer, answer), Countdown()
+        engine, game = Scripted(tokenizer, answer), environment or Countdown()
         if first_stops is not None:
             game.first_stop_strings = first_stops
         rollouts = MultiTurnRollouts(engine, tokenizer, game, seed=3, bounds=bounds)

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nemo_rl_core.config.environment import GuessNumberGame
+from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import request_seed
 
@@ -67,6 +69,52 @@ def test_the_first_turn_stops_where_the_environment_says(play, ask):
     assert [row["stop"] for (row,) in engine.asked] == [["=", "+"], ["-"], ["-"]]
 
 
+def test_a_turn_that_is_cut_is_heard_as_it_is_and_the_conversation_goes_on(play, ask, tokenizer):
+    bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=1)
+    (rollout,), engine, _ = play([ask("6=", "6")], digits, bounds=bounds)
+    # 5 and no <eos>, which the template writes behind it: not the policy's, and not trained on
+    assert tokenizer.decode(rollout.completion.token_ids) == "5<eos>1=2"
+    assert rollout.completion.token_mask == (True, False, False, False, True)
+    assert [row["text"] for (row,) in engine.asked] == ["<bos>6=", "<bos>6=5<eos>1="]
+    assert rollout.turn_rewards == (0.5, 0.5)
+    # The last turn was cut as well.
+    assert rollout.completion.truncated
+
+
+@pytest.mark.parametrize(
+    ("bounds", "turn_rewards"),
+    [
+        # Every game below has 5 turns, whose penalty is 0.25 each; `77` is out of its bounds.
+        # All are played, whether each is cut or not:
+        (Bounds(max_turns=9, max_tokens=90, max_new_tokens=6), [-0.25] * 5),
+        (Bounds(max_turns=9, max_tokens=90, max_new_tokens=1), [-0.25] * 5),
+        # the room is used up after two turns: 77<eos>0-6= are 7 tokens, and 77<eos> are 10.
+        # The three turns that are left cost as much as if they had been lost.
+        (Bounds(max_turns=9, max_tokens=11, max_new_tokens=6), [-0.25, -0.25 - 3 * 0.25]),
+        (Bounds(max_turns=9, max_tokens=5, max_new_tokens=6), [-0.25 - 4 * 0.25]),
+        # The bound on turns is not of the policy's making, and costs nothing.
+        (Bounds(max_turns=2, max_tokens=90, max_new_tokens=6), [-0.25, -0.25]),
+        (Bounds(max_turns=2, max_tokens=11, max_new_tokens=6), [-0.25, -0.25]),
+    ],
+)
+def test_no_way_of_being_cut_saves_penalties(play, ask, bounds, turn_rewards):
+    game = {"game": {"secret": 3, "low": 0, "high": 6}, "max_turns": 5}
+    environment = make_scorer(GuessNumberGame(illegal_penalty=0.25)).environment
+    prompts = [ask("0-6=", "3", **game)]
+    (rollout,), _, _ = play(prompts, lambda _: "77", bounds=bounds, environment=environment)
+    assert list(rollout.turn_rewards) == turn_rewards
+    assert rollout.reward == sum(turn_rewards)
+
+
+def test_a_game_won_on_the_last_token_forfeits_nothing(play, ask):
+    game = {"game": {"secret": 3, "low": 0, "high": 6}, "max_turns": 5}
+    environment = make_scorer(GuessNumberGame(illegal_penalty=0.25)).environment
+    bounds = Bounds(max_turns=9, max_tokens=1, max_new_tokens=6)
+    prompts = [ask("0-6=", "3", **game)]
+    (rollout,), _, _ = play(prompts, lambda _: "3", bounds=bounds, environment=environment)
+    assert rollout.turn_rewards == (1.0,)
+
+
 @pytest.mark.parametrize(
     ("bounds", "turns", "num_tokens"),
     [
@@ -75,8 +123,6 @@ def test_the_first_turn_stops_where_the_environment_says(play, ask):
         (Bounds(max_turns=9, max_tokens=5, max_new_tokens=6), 2, 5),
         # the environment's 3= would leave nothing to the policy
         (Bounds(max_turns=9, max_tokens=4, max_new_tokens=6), 1, 2),
-        # a turn that is cut is the last, though the environment would go on
-        (Bounds(max_turns=9, max_tokens=40, max_new_tokens=1), 1, 1),
     ],
 )
 def test_bounds_cut(play, ask, bounds, turns, num_tokens):

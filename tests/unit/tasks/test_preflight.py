@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl_core.errors import ConfigError
 from tasks.experiments.common import Experiment
+from tasks.experiments.grpo import GRPOExperiment
 from tasks.preflight import preflight
 
 SUMS = {"task": "arithmetic", "environment": {"kind": "exact"}}
@@ -77,3 +78,46 @@ def test_scores_of_a_task_that_do_not_say_what_is_right_are_no_evaluation() -> N
     tasks = [{"task": "arithmetic", "environment": weighted}]
     with pytest.raises(ConfigError, match="'weighted_sum' gives scores"):
         check(environment={"kind": "by_task", "tasks": tasks})
+
+
+CONTEXT = {"model": {"kind": "from_config", "max_position_embeddings": 24}}
+PROMPTS = {"kind": "arithmetic", "num_train": 8, "num_validation": 2, "max_prompt_tokens": 16}
+
+
+def test_what_evaluation_samples_must_fit_the_context_too() -> None:
+    check(**CONTEXT, data=PROMPTS, evaluation={"generation": {"max_new_tokens": 8}})
+    with pytest.raises(ConfigError, match="longer than the model's context") as refused:
+        check(**CONTEXT, data=PROMPTS, evaluation={"generation": {"max_new_tokens": 9}})
+    assert refused.value.expected is not None
+    assert "data.max_prompt_tokens + evaluation.generation.max_new_tokens" in refused.value.expected
+    assert refused.value.got == "16 + 9"
+    longer = {**PROMPTS, "max_prompt_tokens": 17}
+    with pytest.raises(ConfigError, match="longer than the model's context") as refused:
+        check(**CONTEXT, data=PROMPTS, evaluation={"data": longer})
+    assert refused.value.got == "17 + 8"
+
+
+@pytest.mark.parametrize("section", ["generation", "evaluation"])
+def test_engines_that_do_not_fit_the_cluster_are_refused(section: str) -> None:
+    two = {"num_engines": 2}
+    recipe = {section: two if section == "generation" else {"generation": two}}
+    check(**recipe, cluster={"num_workers": 2})
+    with pytest.raises(ConfigError, match="2 engines of 1 workers do not fit") as refused:
+        check(**recipe)
+    assert (refused.value.expected, refused.value.got) == (
+        "at most 1 workers (cluster.num_workers)",
+        "2",
+    )
+
+
+def test_a_penalty_for_length_is_held_next_to_all_turns_of_a_rollout() -> None:
+    recipe = {
+        "grpo": {"overlong": {"buffer_tokens": 20}},
+        "generation": {"max_new_tokens": 8},
+    }
+    preflight({"config": GRPOExperiment(**recipe, rollouts={"max_rollout_tokens": 40})})
+    with pytest.raises(ConfigError, match="20") as refused:
+        preflight({"config": GRPOExperiment(**recipe)})
+    assert "(8)" in refused.value.problem
+    with pytest.raises(ConfigError, match=r"\(19\)"):
+        preflight({"config": GRPOExperiment(**recipe, rollouts={"max_rollout_tokens": 19})})

@@ -36,7 +36,11 @@ def test_what_cannot_be_sampled_ahead_is_refused(grpo: dict[str, Any], words: st
 
 @pytest.mark.parametrize("generation", [{"backend": "hf"}, {"num_engines": 2}])
 def test_an_engine_that_cannot_take_weights_meanwhile_is_refused(generation: Any) -> None:
-    settings = {"grpo": {"asynchronous": {}}, "generation": generation}
+    settings = {
+        "grpo": {"asynchronous": {}},
+        "generation": generation,
+        "cluster": {"num_workers": 2},
+    }
     with pytest.raises(ConfigError, match="takes weights while it generates"):
         GRPOSettings.model_validate(settings)
     GRPOSettings.model_validate({**settings, "grpo": {}})

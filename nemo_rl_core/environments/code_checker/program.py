@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.environments.unit_tests.plain import Encoded, decode, encode
+from nemo_rl_core.environments.code_checker.plain import Encoded, decode, encode
 
 
 def main() -> None:

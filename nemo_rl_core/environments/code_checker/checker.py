@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from nemo_rl_core.environments.unit_tests.plain import Encoded, decode, encode
+from nemo_rl_core.environments.code_checker.plain import Encoded, decode, encode
 
 _MOST_BYTES = 2**20
 """Of one reply."""

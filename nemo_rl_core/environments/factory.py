@@ -1,0 +1,222 @@
+"""The scorer or environment that a config describes, found by its `kind`.
+
+An implementation is imported where it is made: a run pays for the libraries of its own kind alone.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from nemo_rl_core.config.environment import (
+    ByTask,
+    CodeTests,
+    ConversationConfig,
+    EnvironmentConfig,
+    EnvironmentWorkers,
+    ExactMatch,
+    GuessNumberGame,
+    JsonSchemaMatch,
+    JudgeModel,
+    LLMJudge,
+    MathVerify,
+    MultipleChoice,
+    ReasoningGymScore,
+    RegexMatch,
+    RewardFunction,
+    RewardModelScore,
+    SlidingPuzzleGame,
+    ToolUse,
+    WeightedSum,
+    answers_back,
+)
+from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
+from nemo_rl_core.environments.llm_judge import ChatModel
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.games import Position
+
+StartJudge = Callable[[JudgeModel, int], ChatModel]
+"""Starts a model of this run as a judge that writes at most so many tokens."""
+
+
+def make_scorer(
+    config: EnvironmentConfig,
+    reward_model: Path | None = None,
+    *,
+    policy: Path | None = None,
+    start_judge: StartJudge | None = None,
+) -> Scorer:
+    """A scorer that is ready; close it when done.
+
+    Args:
+        config: What it is to be. An environment with several turns becomes an `EnvironmentScorer`,
+            whose `environment` answers to conversations.
+        reward_model: The folder for every `reward_model` in the config that names no model.
+        policy: The folder of a model whose completions are scored; a reward model reads their token
+            ids, so it must have the same vocabulary.
+        start_judge: For judges that are models of this run.
+
+    Raises:
+        ConfigError: When a reward function cannot be imported or called, when the config has a
+            reward model and one of the folders is missing, or a judge that cannot be started here.
+        ModelError: When a reward model is none, or has another vocabulary than the policy.
+        ResourceError: When programs must run, and this machine gives no sandbox.
+    """
+    make = partial(make_scorer, reward_model=reward_model, policy=policy, start_judge=start_judge)
+    match config:
+        case WeightedSum(parts=parts):
+            from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
+
+            scorers = [make(each.environment) for each in parts]
+            return WeightedSumScorer(scorers, [each.weight for each in parts])
+        case ByTask(tasks=tasks):
+            by_task = {each.task: make(each.environment) for each in tasks}
+            return _by_task(by_task, has_turns=answers_back(config))
+        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse():
+            from nemo_rl_core.environments.adapt import EnvironmentScorer
+
+            return EnvironmentScorer(_conversation(config))
+        case LLMJudge():
+            return _judge(config, start_judge)
+        case RewardModelScore():
+            return _reward_model_scorer(config, reward_model, policy)
+    return _single_scorer(config)
+
+
+def make_remote_scorer(
+    config: EnvironmentConfig,
+    workers: EnvironmentWorkers,
+    reward_model: Path | None = None,
+    *,
+    policy: Path | None = None,
+) -> Scorer:
+    """As `make_scorer`, in Ray actors.
+
+    Raises:
+        WorkerError: When the actors do not start.
+        NemoRLError: As `make_scorer` in an actor.
+    """
+    from nemo_rl_core.environments.adapt import EnvironmentScorer
+    from nemo_rl_core.environments.remote import RemoteEnvironment, RemoteScorer
+
+    make = partial(make_scorer, config, reward_model, policy=policy)
+    if not answers_back(config):
+        return RemoteScorer(make, workers)
+    return EnvironmentScorer(RemoteEnvironment(partial(_environment_of, make), workers))
+
+
+def _single_scorer(
+    config: ExactMatch
+    | MathVerify
+    | ReasoningGymScore
+    | RewardFunction
+    | RegexMatch
+    | JsonSchemaMatch
+    | MultipleChoice
+    | CodeTests,
+) -> Scorer:
+    match config:
+        case MathVerify():
+            from nemo_rl_core.environments.math import MathScorer
+
+            return MathScorer(timeout_seconds=config.timeout_seconds)
+        case ReasoningGymScore():
+            from nemo_rl_core.environments.reasoning_gym import ReasoningGymScorer
+
+            return ReasoningGymScorer()
+        case RewardFunction():
+            from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
+
+            return FunctionalRewardWrapper.from_target(config.target)
+        case CodeTests():
+            from nemo_rl_core.environments.code import CodeScorer
+
+            return CodeScorer.from_config(config)
+    return _text_scorer(config)
+
+
+def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleChoice) -> Scorer:
+    from nemo_rl_core.environments.exact import ExactScorer
+    from nemo_rl_core.environments.formats import JsonSchemaScorer, RegexScorer
+    from nemo_rl_core.environments.multiple_choice import MultipleChoiceScorer
+
+    match config:
+        case ExactMatch():
+            return ExactScorer(config)
+        case RegexMatch():
+            return RegexScorer(config)
+        case JsonSchemaMatch():
+            return JsonSchemaScorer(config)
+        case MultipleChoice():
+            return MultipleChoiceScorer(num_choices=config.num_choices)
+
+
+def _conversation(config: ConversationConfig) -> EnvironmentInterface:
+    if isinstance(config, ToolUse):
+        from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
+
+        return ToolEnvironment(config, make_tools(config.tools), make_scorer(config.answer))
+    from nemo_rl_core.environments.games import GameEnvironment
+    from nemo_rl_core.games.guess_number import NumberGuess
+    from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle
+
+    rules: type[Position] = SlidingPuzzle
+    if isinstance(config, GuessNumberGame):
+        rules = NumberGuess
+    return GameEnvironment(rules, illegal_penalty=config.illegal_penalty)
+
+
+def _by_task(scorers: Mapping[str, Scorer], *, has_turns: bool) -> Scorer:
+    from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment
+    from nemo_rl_core.environments.by_task import ByTaskEnvironment, ByTaskScorer
+
+    if not has_turns:
+        return ByTaskScorer(scorers)
+    environments = {task: as_environment(scorer) for task, scorer in scorers.items()}
+    return EnvironmentScorer(ByTaskEnvironment(environments))
+
+
+def _judge(config: LLMJudge, start_judge: StartJudge | None) -> Scorer:
+    from nemo_rl_core.environments.chat_endpoint import EndpointChat
+    from nemo_rl_core.environments.llm_judge import LLMJudgeScorer
+
+    if not isinstance(config.judge, JudgeModel):
+        endpoint = EndpointChat(config.judge, max_new_tokens=config.max_new_tokens)
+        return LLMJudgeScorer(config, endpoint)
+    if start_judge is None:
+        raise ConfigError(
+            "a judge that is a model of this run cannot be started here",
+            expected="an environment that runs beside the engine",
+            got="judge.kind model, inside an actor or outside of a run",
+            fix="leave environment_workers out, or use judge.kind endpoint",
+        )
+    return LLMJudgeScorer(config, start_judge(config.judge, config.max_new_tokens))
+
+
+def _environment_of(make: Callable[[], Scorer]) -> EnvironmentInterface:
+    from nemo_rl_core.environments.adapt import as_environment
+
+    return as_environment(make())
+
+
+def _reward_model_scorer(
+    config: RewardModelScore, reward_model: Path | None, policy: Path | None
+) -> Scorer:
+    name = config.model or reward_model
+    if name is None:
+        raise ConfigError(
+            "the environment 'reward_model' has no model",
+            expected="the name or folder of a reward model",
+            got="no environment.model, and no reward model from a stage before",
+            fix="set environment.model, or run a workflow that trains a reward model first",
+        )
+    if policy is None:
+        raise ConfigError(
+            "the environment 'reward_model' cannot tell whose token ids it would read",
+            expected="the folder of the model that makes the completions",
+            got="no policy",
+            fix="pass make_scorer(..., policy=FOLDER)",
+        )
+    from nemo_rl_core.environments.reward_model import RewardModelScorer
+
+    limit = config.max_tokens_per_batch
+    return RewardModelScorer(str(name), policy=policy, max_tokens_per_batch=limit)
