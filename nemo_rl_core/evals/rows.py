@@ -53,19 +53,37 @@ def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
 
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes the rows of an evaluation as parquet; equal rows give equal bytes."""
+    """Writes the rows of an evaluation as parquet; equal rows give equal bytes.
+
+    Raises:
+        DataError: Names the rows that are not of `EvalSchema`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    _check(rows, path)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def load_rows(path: Path) -> list[dict[str, Any]]:
-    """What `save_rows` wrote; missing rewards are None again, as pandas would not have them."""
+    """What `save_rows` wrote; missing rewards are None again, as pandas would not have them.
+
+    Raises:
+        DataError: Names the rows that are not of `EvalSchema`.
+    """
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    _check(rows, path)
     return rows
+
+
+def _check(rows: Sequence[Row], path: Path) -> None:
+    import pandas as pd
+
+    from nemo_rl_core.data.frames import EvalSchema, check_frame
+
+    check_frame(EvalSchema, pd.DataFrame(list(rows)), name=f"evaluation's {path.name}")
 
 
 def changed_rows(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
