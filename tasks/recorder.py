@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 
 import click
@@ -22,6 +23,7 @@ from rich.console import Console
 from nemo_rl_core.distributed import session
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.infra.display import choose_display, show_on, summary_table
+from nemo_rl_core.infra.lineage import Cost
 from nemo_rl_core.infra.logging import (
     RunLog,
     StageRecord,
@@ -80,6 +82,7 @@ class Recorder:
             tokens=sum(cost.tokens for cost in costs),
             peak_memory_gib=max((cost.peak_memory_gib for cost in costs), default=0.0),
             note=", ".join(artifact.summary for artifact in made if artifact.summary),
+            cost=costs[0] if len(costs) == 1 else reduce(Cost.plus, costs, Cost()),
         )
         self.artifacts += made
         self._add(record)
