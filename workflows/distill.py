@@ -5,6 +5,7 @@
 
 from flytekit import dynamic, workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.evaluate import evaluate
 from tasks.experiments.distillation import (
@@ -38,7 +39,7 @@ def learn(
     )
 
 
-@workflow
+@workflow(on_failure=failures.distill)
 def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
 from tasks.evaluate import evaluate
 from tasks.evaluate_reward_model import evaluate_reward_model
@@ -30,7 +31,7 @@ class PostTrainOutcome(NamedTuple):
     lineage: Lineage
 
 
-@workflow
+@workflow(on_failure=failures.post_train)
 def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)

@@ -5,6 +5,7 @@
 
 from flytekit import dynamic, workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.evaluate import evaluate
 from tasks.experiments.ppo import PPOExperiment, PPOStage, plan_ppo
@@ -37,7 +38,7 @@ def iterate(
     return checkpoint
 
 
-@workflow
+@workflow(on_failure=failures.ppo)
 def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → PPO iterations → evaluate → promote → export → lineage."""
     stages = plan_ppo(config=config)

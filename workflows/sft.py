@@ -5,6 +5,7 @@
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.evaluate import evaluate
 from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
@@ -14,7 +15,7 @@ from workflows.common import Outcome, choose_questions, conclude, warm_start
 DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
 
 
-@workflow
+@workflow(on_failure=failures.sft)
 def sft(config: SFTExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → evaluate → promote → export → lineage."""
     stages = plan_sft(config=config)

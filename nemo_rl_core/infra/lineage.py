@@ -95,8 +95,8 @@ class Cost(_Record):
     def plus(self, other: "Cost") -> "Cost":
         """Both together, one after the other; the share of the peak is that of neither alone."""
         money = [each.money for each in (self, other) if each.money is not None]
-        added = ("wall_seconds", "cpu_seconds", "gpu_seconds", "flops")
-        added += ("tokens", "generated_tokens", "trained_tokens")
+        added = ["wall_seconds", "cpu_seconds", "gpu_seconds", "flops"]
+        added += ["tokens", "generated_tokens", "trained_tokens"]
         summed = {name: getattr(self, name) + getattr(other, name) for name in added}
         return Cost(
             **summed,

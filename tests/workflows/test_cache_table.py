@@ -165,6 +165,12 @@ GRAPH: dict[str, Node] = {
         "convert.proof", {"checkpoint": "to_megatron", "rows": "prepare_data.validation"}
     ),
     "evaluate_questions": Node("evaluate.questions", {"tokenizer": "prepare_model.tokenizer"}),
+    "sweep_point": Node(
+        "post_train",
+        {"start": START, "train": "prepare_data.train"}
+        | {"validation": "prepare_data.validation", "questions": "prepare_data.validation"},
+    ),
+    "summarize_sweep": Node("sweep.summary", {}, {"reports": []}),
     "compare": Node("evaluate.baseline.comparison", {"before": "evaluate", "after": "evaluate"}),
 }
 """Every stage once, after those that it reads."""
