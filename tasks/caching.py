@@ -7,7 +7,6 @@ reach it.
 """
 
 import ast
-import copy
 import hashlib
 import re
 from collections.abc import Iterator
@@ -77,7 +76,9 @@ def _tree(module: str) -> ast.Module:
 
 @cache
 def _module_digest(module: str) -> str:
-    tree = copy.deepcopy(_tree(module))
+    path = _path(module)
+    assert path is not None, module
+    tree = ast.parse(path.read_text())  # anew: quicker than a copy of the tree that is kept
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             _drop_docstring(node)
@@ -95,7 +96,7 @@ def _drop_docstring(
 def _imports(module: str) -> list[str]:
     """Modules named by imports and by registry strings, with the packages that hold them."""
     names: set[str] = set()
-    for node in _executed(_tree(module)):
+    for node in _executed(module):
         for name in _named(node):
             parts = name.split(".")
             if parts[0] in _PACKAGES:
@@ -107,7 +108,7 @@ def _imports(module: str) -> list[str]:
 def _external(module: str) -> frozenset[str]:
     """Top-level names of other projects' packages that a module imports, anywhere in its code."""
     found: set[str] = set()
-    for node in _executed(_tree(module)):
+    for node in _executed(module):
         if isinstance(node, ast.Import):
             found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -115,16 +116,25 @@ def _external(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
-    waiting = [tree]
+@cache
+def _executed(module: str) -> list[ast.AST]:
+    """All nodes that may name a module, but for those that only a type checker reads."""
+    waiting: list[ast.AST] = [_tree(module)]
+    found: list[ast.AST] = []
     while waiting:
         node = waiting.pop()
-        yield node
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant):
+            found.append(node)
+        if isinstance(node, ast.If) and _is_for_types(node.test):
             waiting += node.orelse
         else:
             waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
 
 
 def _named(node: ast.AST) -> Iterator[str]:

@@ -33,8 +33,10 @@ from tasks import artifacts, caching
 from tasks.experiments.convert import ConvertExperiment, plan_convert
 from tasks.experiments.distillation import DistillationExperiment, plan_distillation
 from tasks.experiments.evaluate import EvaluateExperiment, plan_evaluate
+from tasks.experiments.grpo import GRPOExperiment
 from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
 from tasks.experiments.ppo import PPOExperiment, plan_ppo
+from tasks.experiments.sweep import SweepExperiment, plan_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -76,6 +78,7 @@ PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "distill": (DistillationExperiment, plan_distillation),
     "convert": (ConvertExperiment, plan_convert),
     "evaluate": (EvaluateExperiment, plan_evaluate),
+    "sweep": (SweepExperiment, plan_sweep),
 }
 START = "train_sft"
 
@@ -166,11 +169,11 @@ GRAPH: dict[str, Node] = {
     ),
     "evaluate_questions": Node("evaluate.questions", {"tokenizer": "prepare_model.tokenizer"}),
     "sweep_point": Node(
-        "post_train",
+        "sweep.points.0.point",
         {"start": START, "train": "prepare_data.train"}
         | {"validation": "prepare_data.validation", "questions": "prepare_data.validation"},
     ),
-    "summarize_sweep": Node("sweep.summary", {}, {"reports": []}),
+    "summarize_sweep": Node("sweep.summary", {"reports": "sweep_point"}),
     "compare": Node("evaluate.baseline.comparison", {"before": "evaluate", "after": "evaluate"}),
 }
 """Every stage once, after those that it reads."""
@@ -244,6 +247,11 @@ def _plans(words_as_json: str) -> dict[str, Any]:
         words = {key: value for key, value in recipe.items() if key in experiment.model_fields}
         if name == "convert":
             words = {**words, "training": {"backend": "megatron"}}
+        if name == "sweep":
+            base = {
+                key: value for key, value in recipe.items() if key in GRPOExperiment.model_fields
+            }
+            words = {"base": base, "over": {"grpo.num_iterations": [1, 2]}}
         dealt[name] = plan(config=experiment.model_validate(words))
     return dealt
 
@@ -256,12 +264,14 @@ def _inputs(
         plan, *fields = node.config.split(".")
         value = plans[plan]
         for each in fields:
-            value = getattr(value, each)
+            value = value[int(each)] if each.isdecimal() else getattr(value, each)
         config["config"] = value
     reads = {
         role: Promise(role, _literal(source, keys[source.partition(".")[0]].whole, folder))
         for role, source in node.reads.items()
     }
+    if "reports" in reads:  # what `map_task` hands on: one for each point
+        reads["reports"] = [reads["reports"]]
     return {**config, **node.given, **reads}
 
 
@@ -278,6 +288,8 @@ def _literal(source: str, key: str, folder: Path) -> Literal:
     fields: dict[str, Any] = {"directory": directory, "stage": stage}
     if model is artifacts.EvalReport:
         fields |= {"metrics": {}, "measured": stage}
+    if model is artifacts.PointReport:
+        fields |= {"metrics": {}, "steps": [], "rewards": []}
     if model is artifacts.PromotionDecision:
         fields |= {"promoted": True, "difference": 0.0, "low": 0.0, "high": 0.0}
     artifact = model(content_hash=content, **fields)
@@ -322,28 +334,28 @@ PACKAGES = {
 DISPLAY = {"how the terminal looks": {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "40"}}
 
 TABLE: dict[str, str] = {
-    "a comment elsewhere": "... ...... ... .... ....",
-    "a comment in each stage's source": "... ...... ... .... ....",
-    "a docstring of the GRPO loss": "... ...... ... .... ....",
-    "the GRPO loss": "... ...... M.. uuuu ...u",
-    "the DPO loss": "... ...M.. ... .... ....",
-    "the SFT loss": "..M u.uuuu uuu uuuu ...u",
-    "an environment's source": "... M.uuuu MMM Muuu ...u",
-    "the engine's source": "... M.uuuu MMM Muuu ...u",
-    "what rows say": ".Mu uuuuuu uuu uuuu .uMu",
-    "the order of the rows": ".Mu uuuuuu uuu uuuu .uMu",
-    "the data files written anew": "... ...... ... .... ....",
-    "the seed": "M.M M.uMMu MMM MMuu uu.M",
-    "the learning rate of GRPO": "... ...... M.. uuuu ...u",
-    "the learning rate of SFT": "..M u.uuuu uuu uuuu ...u",
-    "evaluation's number of samples": "... ...... ... Muuu ...u",
-    "promotion's margin": "... ...... ... .Muu ....",
-    "a section that another workflow reads": "... ...... ..M .... ....",
-    "cluster.num_threads": "..M M.MMMM MMM Muuu ...u",
-    "another version of torch": "MMM MMMMMM MMM MMMM MMMM",
-    "another version of vLLM": "... M.uuuu MMM Muuu ...u",
-    "another version of math-verify": "... M.uuuu MMM Muuu ...u",
-    "how the terminal looks": "... ...... ... .... ....",
+    "a comment elsewhere": "... ...... ... .... ... .. .",
+    "a comment in each stage's source": "... ...... ... .... ... .. .",
+    "a docstring of the GRPO loss": "... ...... ... .... ... .. .",
+    "the GRPO loss": "... ...... M.. uuuu ... Mu u",
+    "the DPO loss": "... ...M.. ... .... ... .. .",
+    "the SFT loss": "..M u.uuuu uuu uuuu ... uu u",
+    "an environment's source": "... M.uuuu MMM Muuu ... Mu u",
+    "the engine's source": "... M.uuuu MMM Muuu ... Mu u",
+    "what rows say": ".Mu uuuuuu uuu uuuu .uM uu u",
+    "the order of the rows": ".Mu uuuuuu uuu uuuu .uM uu u",
+    "the data files written anew": "... ...... ... .... ... .. .",
+    "the seed": "M.M M.uMMu MMM MMuu uu. Mu M",
+    "the learning rate of GRPO": "... ...... M.. uuuu ... Mu u",
+    "the learning rate of SFT": "..M u.uuuu uuu uuuu ... uu u",
+    "evaluation's number of samples": "... ...... ... Muuu ... Mu u",
+    "promotion's margin": "... ...... ... .Muu ... .. .",
+    "a section that another workflow reads": "... ...... ..M .... ... .. .",
+    "cluster.num_threads": "..M M.MMMM MMM Muuu ... Mu u",
+    "another version of torch": "MMM MMMMMM MMM MMMM MMM MM M",
+    "another version of vLLM": "... M.uuuu MMM Muuu ... Mu u",
+    "another version of math-verify": "... M.uuuu MMM Muuu ... Mu u",
+    "how the terminal looks": "... ...... ... .... ... .. .",
 }
 """A letter a stage, in the order of GRAPH: `.` is a hit, `M` a miss because of what the stage reads
 itself, its settings and its source; `u` one only because a stage before it has made a new input."""
