@@ -96,4 +96,4 @@ def point(place: int, accuracy: float) -> PointReport:
 def test_the_points_are_one_mapped_task_that_may_lose_some() -> None:
     mapped = map_task(sweep_point, concurrency=2, min_success_ratio=0.5)
     assert get_args(mapped.python_interface.inputs["config"]) == (PointStage,)
-    assert "None" in str(mapped.python_interface.outputs["o0"])
+    assert "Optional" in str(mapped.python_interface.outputs["o0"])
