@@ -6,7 +6,7 @@ ARGUMENTS ?=
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train evaluate regression smollm2 package register images test test-slow parity lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-slow parity lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -20,6 +20,9 @@ grpo: setup ## Run the main job: SFT, GRPO, evaluation, export (CONFIG=recipe.ya
 
 sft dpo reward-model ppo distill post-train: setup ## Run another pipeline
 	$(bin)/pyflyte run workflows/$(subst -,_,$@).py $(subst -,_,$@) $(if $(CONFIG),--config '$(CONFIG)')
+
+sweep: setup ## Run GRPO over seeds and learning rates, and lay the results side by side
+	$(bin)/pyflyte run workflows/sweep.py sweep $(if $(CONFIG),--config '$(CONFIG)')
 
 evaluate: setup ## Measure a model, or compare two on the same prompts (CONFIG=recipe.yaml)
 	$(bin)/pyflyte run workflows/evaluate.py evaluate_model $(if $(CONFIG),--config '$(CONFIG)')

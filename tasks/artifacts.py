@@ -114,6 +114,24 @@ class CompareReport(Artifact):
     metrics: dict[str, float]
 
 
+class PointReport(Artifact):
+    """`point.json`: a point of a sweep, run and measured.
+
+    Attributes:
+        metrics: As of its `EvalReport`.
+        steps: The numbers of its steps.
+        rewards: The mean reward of each.
+    """
+
+    metrics: dict[str, float]
+    steps: list[int]
+    rewards: list[float]
+
+
+class SweepReport(Artifact):
+    """`sweep.json`: a row a setting: its fields, `num_points`, `mean`, `low` and `high`."""
+
+
 class LineageReport(Artifact):
     """`lineage.html` and `lineage.json`: a checkpoint and all it came from."""
 
@@ -131,4 +149,6 @@ Checkpoint = Annotated[CheckpointArtifact, _by_content]
 Evaluation = Annotated[EvalReport, _by_content]
 Comparison = Annotated[CompareReport, _by_content]
 Promotion = Annotated[PromotionDecision, _by_content]
+Report = Annotated[PointReport, _by_content]
+Summary = Annotated[SweepReport, _by_content]
 Lineage = Annotated[LineageReport, _by_content]

@@ -25,7 +25,7 @@ def evaluate_questions(config: QuestionsStage, tokenizer: Tokenizer) -> Dataset:
         from nemo_rl_core.data.schemas import validate_rows
 
         data = config.questions.data
-        _, rows = load_rows(data, seed=config.questions.seed)
+        _, rows = load_rows(data, seed=config.questions.seed or 0)
         frame = validate_rows(
             rows,
             tokenizer=load_tokenizer(tokenizer.folder),

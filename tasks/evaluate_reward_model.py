@@ -22,6 +22,7 @@ def evaluate_reward_model(
     def work(folder: Path) -> Made:
         import pandas as pd
 
+        from nemo_rl_core.data.frames import PairEvalSchema, check_frame
         from nemo_rl_core.evals.reward_model import evaluate_reward_model as evaluate
 
         result = evaluate(
@@ -31,7 +32,9 @@ def evaluate_reward_model(
             settings=config,
             confidence=config.confidence,
         )
-        pd.DataFrame(result.rows).to_parquet(folder / "rows.parquet", index=False)
+        frame = pd.DataFrame(result.rows)
+        check_frame(PairEvalSchema, frame, name="scored pairs")
+        frame.to_parquet(folder / "rows.parquet", index=False)
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
         metrics = result.metrics
         summary = (

@@ -28,6 +28,7 @@ from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.infra.resources import ResourceManager
 from tasks.experiments.common import Experiment
+from tasks.experiments.sweep import SweepExperiment
 
 
 def preflight(inputs: Mapping[str, Any]) -> None:
@@ -39,6 +40,9 @@ def preflight(inputs: Mapping[str, Any]) -> None:
     for value in inputs.values():
         if isinstance(value, Experiment):
             _check(value)
+        if isinstance(value, SweepExperiment):
+            for point in value.points:
+                _check(value.experiment(point))
 
 
 def _check(experiment: Experiment) -> None:

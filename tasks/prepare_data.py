@@ -29,7 +29,7 @@ def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
     from nemo_rl_core.data.pretrained import load_tokenizer
     from nemo_rl_core.data.schemas import check_disjoint, validate_rows
 
-    train, validation = load_rows(config.data, seed=config.seed)
+    train, validation = load_rows(config.data, seed=config.seed or 0)
     loaded_tokenizer = load_tokenizer(tokenizer.folder)
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:

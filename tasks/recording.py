@@ -211,6 +211,7 @@ class Recorder:
             tokens=cost.tokens,
             peak_memory_gib=cost.peak_memory_gib,
             note=note,
+            cost=cost,
         )
         self.records.append(record)
         publish(record)

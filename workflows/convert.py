@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint
 from tasks.convert import convert
 from tasks.experiments.convert import ConvertExperiment, plan_convert
@@ -24,7 +25,7 @@ class Converted(NamedTuple):
     transformers: Checkpoint
 
 
-@workflow
+@workflow(on_failure=failures.convert_model)
 def convert_model(config: ConvertExperiment = DEFAULT) -> Converted:
     """prepare → to Megatron → back, with proof."""
     stages = plan_convert(config=config)

@@ -5,6 +5,7 @@
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.experiments.distillation import (
     DistillationExperiment,
@@ -37,7 +38,7 @@ def learn(
     )
 
 
-@workflow
+@workflow(on_failure=failures.distill)
 def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)

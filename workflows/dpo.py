@@ -7,6 +7,7 @@ from typing import Any
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset, Tokenizer
 from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
@@ -62,7 +63,7 @@ def iterate(
     return checkpoint
 
 
-@workflow
+@workflow(on_failure=failures.dpo)
 def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → n times (pairs → reference logprobs → DPO) → evaluate → promote → export."""
     stages = plan_dpo(config=config)

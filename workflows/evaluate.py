@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Comparison, Dataset, Evaluation
 from tasks.evaluate_comparison import compare
 from tasks.evaluate_questions import evaluate_questions
@@ -35,7 +36,7 @@ def compare_with(config: BaselineStage, questions: Dataset, after: Evaluation) -
     return [compare(config=config.comparison, before=before, after=after)]
 
 
-@workflow
+@workflow(on_failure=failures.evaluate_model)
 def evaluate_model(config: EvaluateExperiment = DEFAULT) -> Evaluated:
     """prepare → questions → evaluate → compare, where there is a baseline."""
     stages = plan_evaluate(config=config)

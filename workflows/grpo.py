@@ -6,6 +6,7 @@
 from flytekit import workflow
 
 from nemo_rl_core.config.environment import reads_reward_model
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
 from tasks.grpo_iteration import grpo_iteration
@@ -40,7 +41,7 @@ def iterate(
     return checkpoint
 
 
-@workflow
+@workflow(on_failure=failures.grpo)
 def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
 from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
 from workflows import dpo, grpo, reward_model
@@ -28,7 +29,7 @@ class PostTrainOutcome(NamedTuple):
     lineage: Lineage
 
 
-@workflow
+@workflow(on_failure=failures.post_train)
 def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)

@@ -5,6 +5,7 @@
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
 from tasks.experiments.ppo import PPOExperiment, PPOStage, plan_ppo
 from tasks.ppo_iteration import ppo_iteration
@@ -36,7 +37,7 @@ def iterate(
     return checkpoint
 
 
-@workflow
+@workflow(on_failure=failures.ppo)
 def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → PPO iterations → evaluate → promote → export → lineage."""
     stages = plan_ppo(config=config)

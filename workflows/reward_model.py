@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage
 from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.experiments.reward_model import (
@@ -50,7 +51,7 @@ def measure_reward_model(
     )
 
 
-@workflow
+@workflow(on_failure=failures.reward_model)
 def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
     """prepare → SFT → pairs → reward model → accuracy on held-out pairs → lineage."""
     stages = plan_reward_model(config=config)

@@ -5,6 +5,7 @@
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
@@ -13,7 +14,7 @@ from workflows.common import Outcome, choose_questions, conclude, measure, warm_
 DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
 
 
-@workflow
+@workflow(on_failure=failures.sft)
 def sft(config: SFTExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → evaluate → promote → export → lineage."""
     stages = plan_sft(config=config)

@@ -8,11 +8,9 @@ from typing import Any
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data.chat import examples_of, prompt_token_ids
+from nemo_rl_core.data.frames import Faults
 from nemo_rl_core.data.turns import as_turns, fault, stored, turns_of
 from nemo_rl_core.errors import DataError
-
-Faults = dict[str, list[int]]
-"""Rows, counted from 0, by what is wrong with them."""
 
 Records = Sequence[Mapping[str, Any]]
 

@@ -85,10 +85,17 @@ def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
 
     Returns:
         The file that was written.
+
+    Raises:
+        DataError: Names the rows that are not of the schema that the columns tell.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from nemo_rl_core.data.frames import check_frame, schema_of
+
+    columns = [str(column) for column in frame.columns]
+    check_frame(schema_of(columns), frame.reset_index(drop=True), name=folder.name)
     folder.mkdir(parents=True, exist_ok=True)
     # pandas' own metadata would carry its version into the content hash.
     table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
@@ -100,14 +107,16 @@ def load_frame(folder: Path) -> "pd.DataFrame":
     """The rows of a data set folder.
 
     Raises:
-        DataError: When the folder holds no readable rows.
+        DataError: When the folder holds no readable rows, or names those that fail their schema.
     """
     import pandas as pd
     import pyarrow as pa
 
+    from nemo_rl_core.data.frames import check_frame, schema_of
+
     path = Path(folder) / ROWS_FILE
     try:
-        return pd.read_parquet(path)
+        frame = pd.read_parquet(path)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"the data set folder {folder} cannot be read",
@@ -115,6 +124,9 @@ def load_frame(folder: Path) -> "pd.DataFrame":
             got=f"{type(error).__name__}: {str(error)[:160]}",
             fix="run the stage prepare_data again",
         ) from error
+    columns = [str(column) for column in frame.columns]
+    check_frame(schema_of(columns), frame, name=str(folder))
+    return frame
 
 
 def load_records(folder: Path) -> list[Row]:

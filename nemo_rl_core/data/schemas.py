@@ -1,29 +1,63 @@
-"""What a row must hold, and messages that name the rows that do not.
+"""What rows of a data set must hold, and messages that name the rows that do not.
 
-A frame is checked in two steps: its columns by a pandera schema a kind of row, then what a row
-means (`checks.py`): roles, lengths, equal answers, what is left to train on.
+A frame is checked in two steps: its columns by a pandera schema a kind of row (`frames.py`, whose
+schemas of all stages' tables can be imported from here), then what a row means (`checks.py`):
+roles, lengths, equal answers, what is left to train on.
 """
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
-import pandera.pandas as pa
-from pandera.errors import SchemaErrors
-from pandera.typing import Series
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data import checks
-from nemo_rl_core.data.checks import Faults
+from nemo_rl_core.data.frames import (
+    ConversationSchema,
+    EvalSchema,
+    Faults,
+    PairEvalSchema,
+    PreferenceSchema,
+    PromptSchema,
+    ReferenceLogprobSchema,
+    RolloutSchema,
+    RowKind,
+    RowSchema,
+    Schema,
+    SftSchema,
+    TextSchema,
+    TokenPairSchema,
+    check_frame,
+    describe_faults,
+    numbers,
+    row_kind,
+    schema_faults,
+)
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "COLUMNS",
+    "ConversationSchema",
+    "EvalSchema",
+    "PairEvalSchema",
+    "PreferenceSchema",
+    "PromptSchema",
+    "ReferenceLogprobSchema",
+    "RolloutSchema",
+    "RowKind",
+    "RowSchema",
+    "SftSchema",
+    "TextSchema",
+    "TokenPairSchema",
+    "check_disjoint",
+    "check_frame",
+    "row_kind",
+    "validate_rows",
+]
 
-RowKind = Literal["prompts", "conversations", "text", "preferences"]
-"""What a row is; `row_kind` tells it from the columns."""
+logger = logging.getLogger(__name__)
 
 COLUMNS = ("id", "prompt", "answer", "completion", "task", "metadata")
 """The columns of prompts, in the order in which they are stored."""
@@ -36,116 +70,12 @@ _COLUMNS: dict[RowKind, tuple[str, ...]] = {
 }
 _OPTIONAL = ("margin", "max_tokens")
 
-_NUM_NAMED_ROWS = 5
-_NUM_NAMED_CHECKS = 6
-
-
-def _is_json_object(text: Any) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (TypeError, ValueError):
-        return False
-
-
-def _has_text(column: "Series[str]") -> "pd.Series[bool]":
-    # What is no text at all fails the check of its type, with its row, and not this one.
-    return column.map(lambda value: not isinstance(value, str) or bool(value.strip()))
-
-
-class RowSchema(pa.DataFrameModel):
-    """What every row has.
-
-    Its checks bear no names, as pandera 0.35 gives those to the first subclass alone; `_WORDS` says
-    what their methods' names mean.
-    """
-
-    id: Series[str]
-    task: Series[str]
-    metadata: Series[str]
-
-    @pa.check("id")
-    def _unique(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805 (pandera binds the class)
-        return ~column.duplicated()
-
-    @pa.check("metadata")
-    def _json(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return column.map(_is_json_object)
-
-
-class PromptSchema(RowSchema):
-    """A row that can be sampled from and scored."""
-
-    prompt: Series[str]
-    answer: Series[str]
-    completion: Series[str]
-
-    @pa.check("prompt", "answer")
-    def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return _has_text(column)
-
-
-class SftSchema(PromptSchema):
-    """A row that can also be trained on with supervision."""
-
-    @pa.check("completion")
-    def _completion_not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return _has_text(column)
-
-
-class ConversationSchema(RowSchema):
-    """A conversation to train on: `messages` is the JSON of its turns."""
-
-    messages: Series[str]
-    mask: Series[str] = pa.Field(isin=("all_assistant_turns", "final_turn"))
-
-
-class TextSchema(RowSchema):
-    """A text to train on whole."""
-
-    text: Series[str]
-
-    @pa.check("text")
-    def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return _has_text(column)
-
-
-class PreferenceSchema(RowSchema):
-    """Two answers to one prompt, each a text or the JSON of turns.
-
-    `margin`, where given, is by how much the chosen answer is better, in the units of the scores
-    of a reward model.
-    """
-
-    prompt: Series[str]
-    chosen: Series[str]
-    rejected: Series[str]
-    margin: Series[float] | None = pa.Field(coerce=True, ge=0, lt=float("inf"))
-
-    @pa.check("prompt", "chosen", "rejected")
-    def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return _has_text(column)
-
-
-_SCHEMAS: dict[RowKind, type[RowSchema]] = {
+_SCHEMAS: dict[RowKind, Schema] = {
     "prompts": SftSchema,
     "conversations": ConversationSchema,
     "text": TextSchema,
     "preferences": PreferenceSchema,
 }
-
-
-def row_kind(columns: Mapping[str, Any] | Sequence[str]) -> RowKind:
-    """What rows with these columns are; prompts, where nothing else fits.
-
-    Example:
-        >>> row_kind(["id", "prompt", "chosen", "rejected"])
-        'preferences'
-    """
-    if "chosen" in columns:
-        return "preferences"
-    if "messages" in columns:
-        return "conversations"
-    return "text" if "text" in columns else "prompts"
 
 
 def validate_rows(
@@ -201,7 +131,7 @@ def validate_rows(
     refused |= longer if policy.overlong == "refuse" else Faults()
     refused |= twice if policy.duplicates == "refuse" else Faults()
     if faults or refused:
-        raise _describe(faults | refused, name)
+        raise describe_faults(faults | refused, name)
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
@@ -222,7 +152,7 @@ def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
             f"{len(shared)} of {len(validation)} validation prompts are in the training data too, "
             "so accuracy would be measured on what was trained on",
             expected="no prompt in both",
-            got=f"validation rows {_numbers(shared)}; the first is {example[:80]!r}",
+            got=f"validation rows {numbers(shared)}; the first is {example[:80]!r}",
             fix="remove these rows from one of the two",
         )
 
@@ -271,53 +201,5 @@ def _num_rows(faults: Faults) -> int:
     return len({place for rows in faults.values() for place in rows})
 
 
-_WORDS = {
-    "column_in_dataframe": "is missing from every row",
-    "not_nullable": "is missing or null",
-    "_unique": "occurs twice",
-    "_not_empty": "is empty",
-    "_completion_not_empty": "is empty",
-    "_json": "is not a JSON object",
-}
-
-
 def _schema_faults(frame: pd.DataFrame) -> Faults:
-    schema = _SCHEMAS[row_kind(frame.columns.tolist())]
-    try:
-        schema.validate(frame, lazy=True)
-    except SchemaErrors as error:
-        return _faults_of(error)
-    return {}
-
-
-def _faults_of(error: SchemaErrors) -> Faults:
-    cases = error.failure_cases
-    found: Faults = {}
-    for column, check, case, index in zip(
-        cases["column"], cases["check"], cases["failure_case"], cases["index"], strict=True
-    ):
-        subject = case if check == "column_in_dataframe" else column
-        said = "is not text" if str(check).startswith("dtype") else _WORDS.get(check, str(check))
-        rows = found.setdefault(f"{subject} {said}", [])
-        if pd.notna(index) and int(index) not in rows:
-            rows.append(int(index))
-    return found
-
-
-def _describe(failures: Faults, name: str) -> DataError:
-    lines = [
-        text + (f": rows {_numbers(sorted(rows))}" if rows else "")
-        for text, rows in list(failures.items())[:_NUM_NAMED_CHECKS]
-    ]
-    count = f"{len(failures)} checks" if len(failures) > 1 else "a check"
-    more = f", of which the first {len(lines)} are" if len(failures) > len(lines) else ""
-    return DataError(
-        f"the {name} data set fails {count}{more}:\n    " + "\n    ".join(lines),
-        fix="mend or remove these rows (counted from 0)",
-    )
-
-
-def _numbers(rows: list[int]) -> str:
-    named = ", ".join(str(row) for row in rows[:_NUM_NAMED_ROWS])
-    hidden = len(rows) - _NUM_NAMED_ROWS
-    return f"{named} and {hidden} more" if hidden > 0 else named
+    return schema_faults(_SCHEMAS[row_kind(frame.columns.tolist())], frame)

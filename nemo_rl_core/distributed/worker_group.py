@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.distributed.results import wait_for_all
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ResourceError, WorkerLostError
+from nemo_rl_core.infra import usage
 
 
 class RayWorkerGroup:
@@ -71,6 +73,11 @@ class RayWorkerGroup:
             ).remote(**(worker_kwargs or {}))
             for bundle, environment in zip(bundles, environments, strict=True)
         ]
+        usage.watch(self)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds of each worker that answers soon, by its name; others count as before."""
+        return read_cpu_seconds(self._workers)
 
     def _environments(self, count: int, common: dict[str, str]) -> list[dict[str, str]]:
         if count == 1:
@@ -185,6 +192,7 @@ class RayWorkerGroup:
         """Ends the workers, also those that hang; may be called again."""
         import ray
 
+        usage.unwatch(self)
         for worker in self._workers:
             ray.kill(worker)
         if self._workers:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import NemoRLError, WorkerError
+from nemo_rl_core.infra import usage
 
 _LOG = logging.getLogger(__name__)
 _START_SECONDS = 300.0
@@ -121,6 +123,7 @@ class ActorPool:
         """Ends all actors, those that hang too; the next call of `run` starts others."""
         import ray
 
+        usage.unwatch(self)
         closing = [actor.close.remote() for actor in self._idle]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
@@ -128,7 +131,12 @@ class ActorPool:
             ray.kill(actor)
         self._idle, self._busy = [], {}
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds of each idle actor, by its name; others count as before."""
+        return read_cpu_seconds(self._idle)
+
     def _start(self) -> None:
+        usage.watch(self)
         try:
             for _ in range(self._workers.num_workers):
                 self._start_one()

@@ -57,7 +57,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
     file = path / "rows.parquet" if path.is_dir() else path
     try:
-        rows = load_rows(file)
+        return load_rows(file)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"there is no evaluation in {str(path)!r}",
@@ -65,15 +65,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
             got=str(error).splitlines()[0][:200],
             fix="use the folder that the run printed after `completions:`",
         ) from error
-    missing = {"prompt_id", "mode", "completion", "correct"} - set(rows[0] if rows else ())
-    if missing:
-        raise DataError(
-            f"{str(file)!r} holds no completions of an evaluation",
-            expected="the columns prompt_id, mode, completion, correct",
-            got=f"no {', '.join(sorted(missing))}",
-            fix="use the folder of a stage `evaluate`",
-        )
-    return rows
 
 
 def _completions(rows: Sequence[Row], given: argparse.Namespace) -> Iterator[str]:

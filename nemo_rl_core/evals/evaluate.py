@@ -10,12 +10,12 @@ from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.evals.consensus import extractor
+from nemo_rl_core.evals.judged import rows_of
 from nemo_rl_core.evals.metrics import (
     accuracy_metrics,
     category_metrics,
     evaluation_metrics,
 )
-from nemo_rl_core.evals.rows import rows_of
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Prompt, Rollout
 

@@ -1,50 +1,12 @@
-"""The completions of an evaluation as rows: made, saved, read back, compared."""
+"""The completions of an evaluation as rows: saved, read back, compared."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.evals.consensus import ExtractAnswer
-from nemo_rl_core.evals.metrics import category_of, is_correct
-from nemo_rl_core.types import Rollout
-
 Row = Mapping[str, Any]
 """`prompt_id`, `mode` (greedy or sampled), `sample`, `category`, `prompt`, `completion`, `answer`,
 `extracted` (what it votes for), `reward`, `correct`, `truncated`, `error`."""
-
-
-def rows_of(
-    rollouts: Sequence[Rollout], mode: str, *, category: str, extract: ExtractAnswer
-) -> list[dict[str, Any]]:
-    """One row a rollout.
-
-    Args:
-        rollouts: Judged completions; those of one prompt in the order they were drawn.
-        mode: `greedy` or `sampled`.
-        category: As of `EvaluationConfig`.
-        extract: Reads the answer that a completion votes for.
-    """
-    seen: dict[str, int] = {}
-    rows = []
-    for rollout in rollouts:
-        sample = seen[rollout.prompt.id] = seen.get(rollout.prompt.id, -1) + 1
-        rows.append(
-            {
-                "prompt_id": rollout.prompt.id,
-                "mode": mode,
-                "sample": sample,
-                "category": category_of(rollout, category),
-                "prompt": rollout.prompt.text,
-                "completion": rollout.text,
-                "answer": rollout.prompt.answer,
-                "extracted": extract(rollout.text),
-                "reward": rollout.reward,
-                "correct": is_correct(rollout),
-                "truncated": rollout.completion.truncated,
-                "error": rollout.error,
-            }
-        )
-    return rows
 
 
 def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
@@ -53,19 +15,37 @@ def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
 
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes the rows of an evaluation as parquet; equal rows give equal bytes."""
+    """Writes the rows of an evaluation as parquet; equal rows give equal bytes.
+
+    Raises:
+        DataError: Names the rows that are not of `EvalSchema`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    _check(rows, path)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def load_rows(path: Path) -> list[dict[str, Any]]:
-    """What `save_rows` wrote; missing rewards are None again, as pandas would not have them."""
+    """What `save_rows` wrote; missing rewards are None again, as pandas would not have them.
+
+    Raises:
+        DataError: Names the rows that are not of `EvalSchema`.
+    """
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    _check(rows, path)
     return rows
+
+
+def _check(rows: Sequence[Row], path: Path) -> None:
+    import pandas as pd
+
+    from nemo_rl_core.data.frames import EvalSchema, check_frame
+
+    check_frame(EvalSchema, pd.DataFrame(list(rows)), name=f"evaluation's {path.name}")
 
 
 def changed_rows(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:

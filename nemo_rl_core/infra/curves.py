@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 408, 28, 176
 _MAX_CHARACTERS = 400
+_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#bf8700", "#0a7ea4", "#bf3989", "#57606a")
 
 _Point = tuple[float, float]
 
@@ -30,11 +31,30 @@ def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:
         parts += [_axes(points), *_lines(runs, points)]
     else:
         parts.append(_label(_WIDTH / 2, _HEIGHT / 2, "no values", anchor="middle"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-family="sans-serif">'
-        f"{''.join(parts)}</svg>"
-    )
+    return _svg(parts)
+
+
+def curves_svg(title: str, lines: Mapping[str, Sequence[_Point]]) -> str:
+    """An inline SVG of several curves on the same axes, with a legend below them.
+
+    Args:
+        title: Shown above.
+        lines: Points by the name of the curve; values that are not finite leave a gap.
+    """
+    runs = {
+        name: _finite_runs([x for x, _ in points], [y for _, y in points])
+        for name, points in lines.items()
+    }
+    every = [point for each in runs.values() for run in each for point in run]
+    parts = [_label(_LEFT, 16, title, size=13)]
+    parts += [_axes(every, last=False)] if every else []
+    for place, (name, each) in enumerate(runs.items()):
+        colour = _COLOURS[place % len(_COLOURS)]
+        parts += _lines(each, every, colour) if each else []
+        y = _HEIGHT + 14 * (place + 1)
+        parts.append(f'<path d="M{_LEFT},{y - 4} h16" stroke="{colour}" stroke-width="3"/>')
+        parts.append(_label(_LEFT + 22, y, name))
+    return _svg(parts, height=_HEIGHT + 14 * len(lines) + 8)
 
 
 def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
@@ -59,6 +79,14 @@ def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
     return f'<table style="border-collapse:collapse;font-size:12px">{body}</table>'
 
 
+def _svg(parts: Sequence[str], *, height: int = _HEIGHT) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="sans-serif">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
 def _finite_runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[_Point]]:
     runs: list[list[_Point]] = [[]]
     for x, y in zip(xs, ys, strict=True):
@@ -69,20 +97,21 @@ def _finite_runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[_Point]]
     return [run for run in runs if run]
 
 
-def _axes(points: list[_Point]) -> str:
+def _axes(points: list[_Point], *, last: bool = True) -> str:
     xs, ys = zip(*points, strict=True)
     labels = [
         _label(_LEFT - 6, _TOP + 4, f"{max(ys):.4g}", anchor="end"),
         _label(_LEFT - 6, _BOTTOM, "" if min(ys) == max(ys) else f"{min(ys):.4g}", anchor="end"),
         _label(_LEFT, _BOTTOM + 16, f"{min(xs):.6g}"),
         _label(_RIGHT, _BOTTOM + 16, f"{max(xs):.6g}", anchor="end"),
-        _label(_RIGHT, 16, f"last {ys[-1]:.4g}", anchor="end"),
     ]
+    if last:
+        labels.append(_label(_RIGHT, 16, f"last {ys[-1]:.4g}", anchor="end"))
     frame = f'<path d="M{_LEFT},{_TOP} V{_BOTTOM} H{_RIGHT}" fill="none" stroke="#999"/>'
     return frame + "".join(labels)
 
 
-def _lines(runs: list[list[_Point]], points: list[_Point]) -> list[str]:
+def _lines(runs: list[list[_Point]], points: list[_Point], colour: str = _COLOURS[0]) -> list[str]:
     xs, ys = zip(*points, strict=True)
 
     def place(x: float, y: float) -> str:
@@ -93,7 +122,7 @@ def _lines(runs: list[list[_Point]], points: list[_Point]) -> list[str]:
     # A run of one point has no length: a round cap is what shows it.
     return [
         f'<polyline points="{" ".join(place(x, y) for x, y in [run[0], *run])}" fill="none" '
-        'stroke="#1f6feb" stroke-width="2" stroke-linecap="round"/>'
+        f'stroke="{colour}" stroke-width="2" stroke-linecap="round"/>'
         for run in runs
     ]
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_core.infra.lineage import Cost
 from nemo_rl_core.infra.logging import Event, Note, StageRecord, StageStarted, subscribe
 from nemo_rl_core.types import StepReport
 
@@ -163,12 +165,24 @@ class RichDisplay:
         self._console.size = os.get_terminal_size(self._stream.fileno())
 
 
+_COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
+    ("CPU s", lambda cost: f"{cost.cpu_seconds:.1f}" if cost.cpu_seconds else ""),
+    ("GPU s", lambda cost: f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else ""),
+    ("TFLOPs", lambda cost: f"{cost.flops / 1e12:.3g}" if cost.flops else ""),
+    ("MFU", lambda cost: f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else ""),
+    ("money", lambda cost: f"{cost.money:.4f} {cost.currency}" if cost.money is not None else ""),
+)
+
+
 def summary_table(records: Sequence[StageRecord]) -> Table:
-    """The table at the end of a run: a line a stage, and the sums."""
+    """The table at the end of a run: a line a stage, and the sums; only columns with a figure."""
     table = Table(title="stages")
     for heading in ("stage", "state"):
         table.add_column(heading)
-    for heading in ("seconds", "tokens", "peak GiB"):
+    total = reduce(Cost.plus, (record.cost for record in records), Cost())
+    costs = [total, *(record.cost for record in records)]
+    shown = [column for column in _COST_COLUMNS if any(map(column[1], costs))]
+    for heading in ("seconds", "tokens", "peak GiB", *(name for name, _ in shown)):
         table.add_column(heading, justify="right")
     table.add_column("note")
     for record in records:
@@ -178,6 +192,7 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
             f"{record.seconds:.1f}",
             f"{record.tokens:,}" if record.tokens else "",
             f"{record.peak_memory_gib:.2f}" if record.peak_memory_gib else "",
+            *(say(record.cost) for _, say in shown),
             Text(record.note),
         )
     table.add_section()
@@ -187,6 +202,7 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
         f"{sum(record.seconds for record in records):.1f}",
         f"{sum(record.tokens for record in records):,}",
         f"{max((record.peak_memory_gib for record in records), default=0.0):.2f}",
+        *(say(total) for _, say in shown),
         "",
     )
     return table

@@ -60,13 +60,51 @@ class ParentRef(_Record):
 
 
 class Cost(_Record):
-    """What making an artifact took, without what its parents took."""
+    """What making an artifact took, without what its parents took.
+
+    Of a stage that was killed and went on, `tokens` are all; the rest is what the attempt took that
+    finished it.
+
+    Attributes:
+        wall_seconds: From its start to its end.
+        cpu_seconds: That its processes have computed, workers included.
+        gpu_seconds: That it held GPUs: their number times the wall seconds.
+        tokens: That the loss was taken of, or that were generated where nothing was trained.
+        generated_tokens: Drawn by engines.
+        trained_tokens: Of all sequences that were trained on, prompts included.
+        flops: That the model needs for these; see `nemo_rl_core.infra.cost`.
+        mfu: The share of the GPUs' peak; None without GPUs, or of a kind whose peak is not known.
+        device: The kind of GPU; empty without any.
+        peak_memory_gib: Of all workers, summed.
+        money: In `currency`; None without a price table.
+    """
 
     wall_seconds: float = 0.0
-    tokens: int = 0
-    peak_memory_gib: float = 0.0
+    cpu_seconds: float = 0.0
     gpu_seconds: float = 0.0
+    tokens: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
     flops: float = 0.0
+    mfu: float | None = None
+    device: str = ""
+    peak_memory_gib: float = 0.0
+    money: float | None = None
+    currency: str = ""
+
+    def plus(self, other: "Cost") -> "Cost":
+        """Both together, one after the other; the share of the peak is that of neither alone."""
+        money = [each.money for each in (self, other) if each.money is not None]
+        added = ["wall_seconds", "cpu_seconds", "gpu_seconds", "flops"]
+        added += ["tokens", "generated_tokens", "trained_tokens"]
+        summed = {name: getattr(self, name) + getattr(other, name) for name in added}
+        return Cost(
+            **summed,
+            peak_memory_gib=max(self.peak_memory_gib, other.peak_memory_gib),
+            money=sum(money) if money else None,
+            currency=self.currency or other.currency,
+            device=self.device or other.device,
+        )
 
 
 class Machine(_Record):

@@ -15,12 +15,13 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol, Self, TextIO
 
 from nemo_rl_core.infra.files import storage_errors
+from nemo_rl_core.infra.lineage import Cost
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.types import StepReport
 
@@ -48,6 +49,7 @@ class StageRecord:
         tokens: How many it generated and trained on.
         peak_memory_gib: Of all its processes, summed.
         note: A short remark, such as an accuracy.
+        cost: Of what it made in this run; nothing where that was there already.
     """
 
     name: str
@@ -56,6 +58,7 @@ class StageRecord:
     tokens: int = 0
     peak_memory_gib: float = 0.0
     note: str = ""
+    cost: Cost = field(default_factory=Cost)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.infra import usage
+from nemo_rl_core.infra.cost import Prices, gpu_name, model_flops_utilization
+from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import hash_folder
 from nemo_rl_core.infra.lineage import (
     MANIFEST,
@@ -106,17 +110,64 @@ def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
         if artifact is not None:
             return artifact
         start = time.monotonic()
-        made = work(folder)
-        manifest = _manifest(inputs, made, folder, wall_seconds=time.monotonic() - start)
+        with usage.measured() as spent:
+            made = work(folder)
+        cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
+        manifest = _manifest(inputs, made, folder, cost)
         manifest.write(folder)
-        (folder / "deck.html").write_text(made.deck)
+        (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
         # The key goes into the name: equal content made from other inputs has other parents.
         name = config_hash({"content": manifest.content_hash, "key": key})
         return store.publish(folder, stage=stage, content_hash=name)
 
 
-def _manifest(inputs: Inputs, made: Made, folder: Path, *, wall_seconds: float) -> Manifest:
+def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:
+    cluster = inputs.settings.get("cluster")
+    num_gpus = ClusterConfig.model_validate(cluster).num_gpus if cluster else 0
+    device = gpu_name() if num_gpus else ""
+    seconds: dict[str, Any] = {
+        "cpu_seconds": round(spent.cpu_seconds, 3),
+        "gpu_seconds": round(num_gpus * wall_seconds, 3),
+    }
+    prices = Prices.here()
+    return Cost(
+        wall_seconds=round(wall_seconds, 3),
+        tokens=made.num_tokens,
+        generated_tokens=spent.generated_tokens,
+        trained_tokens=spent.trained_tokens,
+        flops=spent.flops,
+        mfu=model_flops_utilization(
+            spent.flops,
+            gpu_seconds=seconds["gpu_seconds"],
+            device=device,
+            dtype=str(inputs.settings.get("dtype", "")),
+        ),
+        device=device,
+        peak_memory_gib=round(made.peak_memory_gib, 3),
+        money=prices.of(**seconds, device=device) if prices else None,
+        currency=prices.currency if prices else "",
+        **seconds,
+    )
+
+
+def cost_html(cost: Cost) -> str:
+    """What a stage has cost, as a small table for its deck."""
+    shown = {
+        "wall seconds": f"{cost.wall_seconds:.1f}",
+        "CPU seconds": f"{cost.cpu_seconds:.1f}",
+        "GPU seconds": f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else "",
+        "generated tokens": f"{cost.generated_tokens:,}" if cost.generated_tokens else "",
+        "trained tokens": f"{cost.trained_tokens:,}" if cost.trained_tokens else "",
+        "TFLOPs": f"{cost.flops / 1e12:.3g}" if cost.flops else "",
+        "MFU": f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else "",
+        "peak GiB": f"{cost.peak_memory_gib:.2f}" if cost.peak_memory_gib else "",
+        "money": f"{cost.money:.4f} {cost.currency}" if cost.money is not None else "",
+    }
+    return completions_html([{name: value for name, value in shown.items() if value}])
+
+
+def _manifest(inputs: Inputs, made: Made, folder: Path, cost: Cost) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
     weights = folder / "model"
     return Manifest(
@@ -134,9 +185,5 @@ def _manifest(inputs: Inputs, made: Made, folder: Path, *, wall_seconds: float) 
         source_digest=inputs.source,
         packages=package_versions(),
         parents=tuple(Manifest.read(path).ref(path) for path in inputs.parents.values()),
-        cost=Cost(
-            wall_seconds=round(wall_seconds, 3),
-            tokens=made.num_tokens,
-            peak_memory_gib=round(made.peak_memory_gib, 3),
-        ),
+        cost=cost,
     )

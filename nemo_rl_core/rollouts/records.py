@@ -71,6 +71,9 @@ def save_rollouts(
         rollouts: `B`, among them those that could not be judged.
         path: The file.
         advantages: One for each rollout that was judged, where the algorithm has such.
+
+    Raises:
+        DataError: Names the rollouts that are not of `RolloutSchema`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -79,6 +82,7 @@ def save_rollouts(
         rollouts = _with_advantages(rollouts, advantages.tolist())
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [_row(rollout) for rollout in rollouts]
+    _check(rows, path)
     pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), path)
 
 
@@ -108,7 +112,18 @@ def load_rollouts(path: Path) -> list[Rollout]:
             got=f"none called {', '.join(missing)}",
             fix="sample again: the file was written by an earlier version, or by something else",
         )
-    return [_rollout(row) for row in table.to_pylist()]
+    rows = table.to_pylist()
+    _check(rows, path)
+    return [_rollout(row) for row in rows]
+
+
+def _check(rows: list[dict[str, Any]], path: Path) -> None:
+    import pandas as pd
+
+    from nemo_rl_core.data.frames import RolloutSchema, check_frame
+
+    if rows:
+        check_frame(RolloutSchema, pd.DataFrame(rows), name=f"rollouts {path.stem}")
 
 
 def _with_advantages(rollouts: Sequence[Rollout], advantages: list[float]) -> list[Rollout]:

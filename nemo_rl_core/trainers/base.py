@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -22,7 +22,6 @@ from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.timer import Timer
 from nemo_rl_core.models.policy import Policy
@@ -36,6 +35,9 @@ from nemo_rl_core.trainers.validation import ValidationRunner
 # (readers of data, makers of models, short forms) must not make a stage that calls `run` run again.
 from ..models.policy.short_forms import PretrainedPolicy
 from .fitting import FitRequest, TrainResult, fit
+
+if TYPE_CHECKING:  # what only scores must not make a stage run again that trains on rows
+    from nemo_rl_core.environments.interfaces import Scorer
 
 S = TypeVar("S", bound=TrainerSettings)
 C = TypeVar("C", bound=LoopConfig)
@@ -70,7 +72,7 @@ class Job:
     reference_logprobs: Path | None = None
     resume: Path | None = None
     iteration: int = 1
-    scorer: Scorer | None = None
+    scorer: "Scorer | None" = None
     reward_model: Path | None = None
     replay: Path | None = None
 
@@ -239,7 +241,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         """As `fit`, by the name that it has beside a policy: `DPOTrainer(policy).train(rows)`."""
         return self.fit(dataset, **options)
 
-    def job(self, artifacts: Mapping[str, Path], work: Path, *, scorer: Scorer | None) -> Job:
+    def job(self, artifacts: Mapping[str, Path], work: Path, *, scorer: "Scorer | None") -> Job:
         """The job of a first iteration on artifacts by role, as `fit` has them."""
         base = artifacts["base"] / "model"
         return Job(

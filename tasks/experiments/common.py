@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.data import ArithmeticData, DataConfig
+from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
@@ -72,16 +72,17 @@ class ModelStage(FrozenConfig):
 
 
 class DataStage(FrozenConfig):
-    """What `prepare_data` reads."""
+    """What `prepare_data` reads; the seed only where rows are drawn or held out."""
 
     data: DataConfig
     content: str
-    seed: int
+    seed: int | None
 
     @classmethod
     def of(cls, config: Experiment) -> "DataStage":
         """The recipe's share."""
-        return cls(data=config.data, content=data_content(config.data), seed=config.seed)
+        seed = None if isinstance(config.data, FileData) else config.seed
+        return cls(data=config.data, content=data_content(config.data), seed=seed)
 
 
 class QuestionStage(FrozenConfig):

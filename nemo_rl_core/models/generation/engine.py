@@ -28,6 +28,8 @@ from nemo_rl_core.errors import (
     TransferError,
     WorkerLostError,
 )
+from nemo_rl_core.infra import usage
+from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.weight_line import close_line, transfer_weights
@@ -120,6 +122,12 @@ class Generation(GenerationInterface):
             batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
         )
         whole = BatchedDataDict.from_batches(answers)
+        usage.count(
+            "generation",
+            model_shape(self._setup.model_folder),
+            whole["unpadded_sequence_lengths"].tolist(),
+            num_generated=int(whole["generation_lengths"].sum()),
+        )
         width = torch.arange(whole["output_ids"].shape[1])
         is_padding = width >= whole["unpadded_sequence_lengths"][:, None]
         whole["output_ids"][is_padding] = self._setup.pad_token_id

@@ -10,6 +10,8 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
+from nemo_rl_core.infra import usage
+from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.types import Completion
@@ -41,6 +43,7 @@ class StreamingGeneration(Generation):
                 fix="change the section generation, or leave out asynchronous",
             )
         self._weight_version = 0
+        self._prompt_lengths: dict[int, int] = {}
         super().__init__(cluster, setup)
 
     @property
@@ -64,6 +67,8 @@ class StreamingGeneration(Generation):
             WorkerLostError: If the worker is lost; see `restart`.
         """
         self._ask("submit", names=list(names), batch=requests)
+        lengths = requests["input_lengths"].tolist()
+        self._prompt_lengths |= dict(zip(names, lengths, strict=True))
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         """Completions that are done and were not returned before, by name.
@@ -75,6 +80,11 @@ class StreamingGeneration(Generation):
             WorkerLostError: If the worker is lost; see `restart`.
         """
         found: list[tuple[int, Completion]] = self._ask("poll", wait_seconds=wait_seconds)
+        for name, completion in found:
+            drawn = len(completion.token_ids)
+            lengths = [self._prompt_lengths.pop(name, 0) + drawn]
+            shape = model_shape(self._setup.model_folder)
+            usage.count("generation", shape, lengths, num_generated=drawn)
         return found
 
     def cancel(self, names: Sequence[int]) -> None:

@@ -18,6 +18,8 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.sharding import Shards, shard_for_training
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.infra import usage
+from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.interfaces import PolicyInterface
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
@@ -65,6 +67,7 @@ class Policy(PolicyInterface):
         self._shares_rows = shares_rows(
             json.loads((setup.model_folder / "config.json").read_text())
         )
+        self._shape = model_shape(setup.model_folder)
         self.workers.run_all_workers_single_data("setup", setup)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
@@ -94,6 +97,7 @@ class Policy(PolicyInterface):
             common_kwargs={"loss_fn": loss_fn},
             batch=self._shards(data),
         )
+        usage.count("training", self._shape, data["input_lengths"].tolist())
         metrics: dict[str, Any] = answers[0]
         return metrics
 
@@ -110,6 +114,7 @@ class Policy(PolicyInterface):
             common_kwargs=options,
             batch=shards,
         )
+        usage.count("scoring", self._shape, data["input_lengths"].tolist())
         columns = [answer if len(names) > 1 else (answer,) for answer in answers]
         return shards.restored(
             [BatchedDataDict(zip(names, values, strict=True)) for values in columns]

@@ -180,15 +180,19 @@ def test_logprobs_of_other_pairs_are_refused(tmp_path):
         load_pairs(tmp_path / "pairs", None, reference_logprobs=tmp_path / "logprobs")
 
 
+ROW = {"task": "sums", "metadata": "{}"}
+
+
 def test_rows_of_another_kind_are_no_pairs(tmp_path):
     tokenizer = build_arithmetic_tokenizer()
-    rows = [{"id": "1", "prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}]
+    rows = [{"id": "1", "prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5} | ROW]
     save_frame(pd.DataFrame(rows), tmp_path / "text")
     (pair,) = load_pairs(tmp_path / "text", tokenizer)
     # Digit d is token 4 + d, plus is 14 and equals is 17, between <bos> (1) and <eos> (2).
     assert pair.chosen.token_ids == (1, 5, 14, 5, 17, 6, 2)
     assert pair.rejected.token_ids == (1, 5, 14, 5, 17, 7, 2)
     assert (pair.id, pair.margin) == ("1", 0.5)
-    save_frame(pd.DataFrame([{"id": "1", "prompt": "1+1=", "answer": "2"}]), tmp_path / "prompts")
+    prompt = {"id": "1", "prompt": "1+1=", "answer": "2", "completion": "2"} | ROW
+    save_frame(pd.DataFrame([prompt]), tmp_path / "prompts")
     with pytest.raises(DataError, match="no preference pairs"):
         load_pairs(tmp_path / "prompts", tokenizer)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from nemo_rl_core.evals.__main__ import main
-from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, rows_of, save_rows
+from nemo_rl_core.evals.judged import rows_of
+from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, save_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
@@ -86,6 +88,6 @@ def test_what_is_no_evaluation_is_explained(
 ) -> None:
     assert main([str(tmp_path / "nowhere")]) == 1
     assert "there is no evaluation in" in capsys.readouterr().err
-    save_rows([{"prompt": "1+1="}], tmp_path / "rows.parquet")
+    pd.DataFrame([{"prompt": "1+1="}]).to_parquet(tmp_path / "rows.parquet")
     assert main([str(tmp_path)]) == 1
-    assert "holds no completions" in capsys.readouterr().err
+    assert "prompt_id is missing from every row" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.infra.curves import completions_html, curve_svg
+from nemo_rl_core.infra.curves import completions_html, curve_svg, curves_svg
 
 TAGS = {"table", "tr", "td", "th", "p"}
 
@@ -109,3 +109,13 @@ def test_missing_values_leave_a_cell_empty() -> None:
     page = _Page(completions_html([{"a": 1}, {"b": 2.0}]))
     assert page.cells == ["a", "b", "1", "", "", "2"]
     assert not re.search("None", completions_html([{"a": 1}, {"b": 2.0}]))
+
+
+def test_several_curves_share_their_axes_and_have_a_legend() -> None:
+    svg = curves_svg("reward", {"seed <0>": [(0, 0.0), (1, 1.0)], "seed 1": [(0, 0.5), (1, 0.5)]})
+    assert svg.count("<polyline") == 2
+    # The second lies half way up axes that the first one spans.
+    assert 'points="64.0,102.0 64.0,102.0 408.0,102.0"' in svg
+    assert "seed &lt;0&gt;" in svg and "<0>" not in svg
+    assert len({part.split('"')[0] for part in svg.split('stroke="#')[1:]}) >= 2
+    assert "<polyline" not in curves_svg("nothing", {"empty": []})

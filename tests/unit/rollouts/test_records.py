@@ -13,7 +13,8 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 IDS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
-NUMBERS = st.lists(st.floats(allow_nan=False, width=32), max_size=4).map(tuple)
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+NUMBERS = st.lists(FINITE, max_size=4).map(tuple)
 
 
 @st.composite
@@ -29,8 +30,8 @@ def rollouts(draw):
         Prompt(draw(TEXT), draw(TEXT), draw(IDS), draw(TEXT), draw(TEXT), draw(TEXT)),
         Completion(ids, tuple(logprobs), draw(st.booleans()), tuple(own), tuple(versions)),
         draw(TEXT),
-        reward=None if failed else draw(st.floats(allow_nan=False)),
-        advantage=draw(st.none() | st.floats(allow_nan=False)),
+        reward=None if failed else draw(st.floats(allow_nan=False, allow_infinity=False)),
+        advantage=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         components=draw(NUMBERS),
         group=draw(st.integers(0, 2**40)),
         sample=draw(st.integers(0, 99)),

@@ -1,0 +1,46 @@
+"""Stage: the points of a sweep side by side, with intervals over seeds."""
+
+import json
+from pathlib import Path
+
+from nemo_rl_core.evals.sweep import group_by_settings, said
+from nemo_rl_core.infra.curves import completions_html, curves_svg
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Report, Summary, SweepReport
+from tasks.experiments.sweep import SEED, SummaryStage
+from tasks.stage import cached_task, make
+
+_METRIC = "greedy_accuracy"
+
+
+@cached_task()
+def summarize_sweep(config: SummaryStage, reports: list[Report | None]) -> Summary:
+    """A line for each setting, its mean over seeds with an interval, and all curves in one chart.
+
+    A point that failed is None, where the recipe lets points fail.
+    """
+    ended = [
+        (values, report)
+        for values, report in zip(config.points, reports, strict=True)
+        if report is not None
+    ]
+
+    def work(folder: Path) -> Made:
+        figures = [(values, report.metrics[_METRIC]) for values, report in ended]
+        rows = group_by_settings(figures, apart=SEED, confidence=config.confidence)
+        write_atomic(folder / "sweep.json", json.dumps(rows, indent=1))
+        best = max(rows, key=lambda row: row["mean"])
+        summary = f"{len(ended)} of {len(reports)} points, best {said(best)}"
+        lines = {
+            ", ".join(f"{name} {value}" for name, value in values.items()): list(
+                zip(report.steps, report.rewards, strict=True)
+            )
+            for values, report in ended
+        }
+        deck = completions_html(rows) + curves_svg("reward", lines)
+        return Made("sweep", "json", summary, deck=deck)
+
+    parents = {f"point {place}": report for place, (_, report) in enumerate(ended)}
+    fields = make("summarize_sweep", config=config, parents=parents, work=work)
+    return SweepReport(**fields)

@@ -1,0 +1,82 @@
+"""Stage: one point of a sweep, a whole GRPO run and its evaluation.
+
+It is one task, since that is what `map_task` takes. The stages in it are those of the workflow
+`grpo`, called as functions: each is kept in the store under its own inputs, so that a point that is
+interrupted goes on from its last save, and one that was run before as a workflow is found there.
+"""
+
+import json
+from pathlib import Path
+
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.metrics import MetricsFile
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Artifact, Checkpoint, CheckpointArtifact, Dataset, PointReport, Report
+from tasks.evaluate import evaluate
+from tasks.experiments.sweep import PointStage
+from tasks.grpo_iteration import grpo_iteration
+from tasks.resources import TRAIN
+from tasks.stage import cached_task, make
+
+_CURVE = "reward"
+
+
+@cached_task(TRAIN)
+def sweep_point(
+    config: PointStage, start: Checkpoint, train: Dataset, validation: Dataset, questions: Dataset
+) -> Report:
+    """Trains for all iterations, and measures what comes out."""
+
+    def work(folder: Path) -> Made:
+        checkpoints = _train(config, start, train, validation)
+        report = evaluate.task_function(
+            config=config.evaluation, checkpoint=checkpoints[-1], validation=questions
+        )
+        curve = [point for each in checkpoints for point in _curve(each)]
+        steps, rewards = [step for step, _ in curve], [reward for _, reward in curve]
+        found = {"metrics": report.metrics, "steps": steps, "rewards": rewards}
+        write_atomic(folder / "point.json", json.dumps(found, indent=1))
+        made = [*checkpoints, report]
+        return Made(
+            "sweep_point",
+            "json",
+            report.summary,
+            num_tokens=sum(each.manifest.cost.tokens for each in made),
+            peak_memory_gib=max(each.manifest.cost.peak_memory_gib for each in made),
+            step=checkpoints[-1].step,
+        )
+
+    parents: dict[str, Artifact] = {"start": start, "train": train}
+    parents |= {"validation": validation, "questions": questions}
+    fields = make("sweep_point", config=config, parents=parents, work=work)
+    found = json.loads((Path(fields["directory"].path) / "point.json").read_text())
+    return PointReport(**fields, **found)
+
+
+def _train(
+    config: PointStage, start: CheckpointArtifact, train: Dataset, validation: Dataset
+) -> list[CheckpointArtifact]:
+    """The checkpoints of all iterations, as the workflow `grpo` makes them."""
+    checkpoints = [start]
+    seen = {"validation": validation} if config.grpo.grpo.validate_every_num_steps else {}
+    for iteration in range(1, config.num_iterations + 1):
+        checkpoints.append(
+            grpo_iteration.task_function(
+                config=config.grpo,
+                start=checkpoints[-1],
+                reference=start,
+                train=train,
+                iteration=iteration,
+                **seen,
+            )
+        )
+    return checkpoints[1:]
+
+
+def _curve(checkpoint: CheckpointArtifact) -> list[tuple[int, float]]:
+    lines = MetricsFile(checkpoint.folder / "metrics.jsonl").read()
+    return [
+        (int(line.metrics["global_step"]), line.metrics[_CURVE])
+        for line in lines
+        if _CURVE in line.metrics
+    ]

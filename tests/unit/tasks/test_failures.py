@@ -1,0 +1,77 @@
+"""What a failed run leaves: what went wrong, and a recipe to go on with."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from flytekit.types.error.error import FlyteError
+
+from tasks import failures
+from tasks.experiments.grpo import GRPOExperiment
+
+
+def test_the_record_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    config = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "seed": 7})
+    failures.grpo(config=config, err=FlyteError(message="out of paper", failed_node_id="n3"))
+    (path,) = (tmp_path / "failures").glob("*-grpo.json")
+    record = json.loads(path.read_text())
+    assert (record["error"], record["failed_node"]) == ("out of paper", "n3")
+    command, _, recipe = record["resume"].partition(" --config ")
+    assert command == "pyflyte run workflows/grpo.py grpo"
+    assert GRPOExperiment.model_validate(json.loads(Path(recipe).read_text())) == config
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_written_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "file"))
+    failures.grpo(config=GRPOExperiment(), err=None)
+
+
+def test_every_workflow_has_its_handler() -> None:
+    import importlib
+    import pkgutil
+
+    from flytekit.core.workflow import PythonFunctionWorkflow
+
+    import workflows
+
+    found = {}
+    for module in pkgutil.iter_modules(workflows.__path__, "workflows."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, PythonFunctionWorkflow) and "config" in value.interface.inputs:
+                found[value.name.rpartition(".")[2]] = value
+    assert len(found) >= 10
+    for name, value in found.items():
+        value.compile()
+        assert value.failure_node.flyte_entity.name == f"tasks.failures.{name}"
+
+
+_FAILS = """
+import json, sys
+from pathlib import Path
+from tasks.experiments.sft import SFTExperiment
+from workflows.sft import sft
+rows = Path(sys.argv[1])
+rows.write_text('{"prompt": "1+1=", "answer": "2"}\\\\n{"prompt": "", "answer": "3"}\\\\n')
+data = {"kind": "file", "train": str(rows), "validation": str(rows)}
+try:
+    sft(config=SFTExperiment.model_validate({"data": data}))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_on_its_way_leaves_a_record(
+    python: Callable[..., str], tmp_path: Path
+) -> None:
+    assert "RunFailed" in python(_FAILS.replace("\\\\n", "\\n"), tmp_path / "rows.jsonl")
+    (path,) = (tmp_path / "store" / "failures").glob("*-sft.json")
+    assert "prompt is empty" in json.loads(path.read_text())["error"]

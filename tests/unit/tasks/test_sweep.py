@@ -1,0 +1,99 @@
+"""A sweep's recipe: its points, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from flytekit import map_task
+from flytekit.types.directory import FlyteDirectory
+
+from nemo_rl_core.infra.produce import Inputs, Made, produce
+from tasks.artifacts import PointReport
+from tasks.experiments.sweep import PointStage, SummaryStage, SweepExperiment, plan_sweep
+from tasks.recipe import RecipeError
+from tasks.summarize_sweep import summarize_sweep
+from tasks.sweep_point import sweep_point
+
+BASE = {"recipe": "grpo_arithmetic"}
+
+
+def sweep(**over: Any) -> SweepExperiment:
+    return SweepExperiment.model_validate({"base": BASE, "over": over})
+
+
+def test_points_are_all_combinations_laid_over_the_recipe() -> None:
+    config = sweep(seed=[0, 3], **{"grpo.learning_rate": [1e-4, 2e-4], "grpo.loss.kl.beta": [0.1]})
+    assert len(config.points) == 4
+    assert config.points[1] == {"seed": 0, "grpo.learning_rate": 2e-4, "grpo.loss.kl.beta": 0.1}
+    last = config.experiment(config.points[-1])
+    assert (last.seed, last.grpo.learning_rate) == (3, 2e-4)
+    assert last.grpo.num_iterations == config.base.grpo.num_iterations
+
+
+def test_points_that_differ_in_the_algorithm_alone_begin_alike() -> None:
+    plan = plan_sweep(config=sweep(seed=[0, 1], **{"grpo.learning_rate": [1e-4, 2e-4]}))
+    starts = [(each.model, each.data, each.questions, each.sft) for each in plan.points]
+    assert starts[0] == starts[1] != starts[2] == starts[3]
+    assert len({str(each.point) for each in plan.points}) == 4
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"grpo.lerning_rate": [1e-4]}, "lerning_rate"),
+        ({"seed": []}, "one or more values"),
+        ({"seed": [1, 1]}, "one or more values, each once"),
+        ({"grpo.learning_rate": [-1.0]}, "learning_rate"),
+    ],
+)
+def test_what_no_point_can_take_is_refused(over: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        config = sweep(**over)
+        [config.experiment(point) for point in config.points]
+
+
+def test_the_summary_gathers_points_over_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    values = [{"seed": seed, "rate": rate} for seed in (0, 1) for rate in (1, 2)]
+    reports: list[PointReport | None] = [
+        point(place, accuracy) for place, accuracy in enumerate([0.5, 0.75, 0.7, 0.25])
+    ]
+    reports[3] = None  # the last one failed, and the recipe lets it
+    summary = summarize_sweep.task_function(
+        config=SummaryStage(points=values, confidence=0.95), reports=reports
+    )
+    one, two = json.loads((summary.folder / "sweep.json").read_text())
+    assert (one["rate"], one["num_points"], one["mean"]) == (1, 2, pytest.approx(0.6))
+    # The deviation of 0.5 and 0.7 is 0.1 √2, and so the interval 12.706 · 0.1 wide on each side.
+    assert one["high"] - one["mean"] == pytest.approx(1.2706, abs=1e-3)
+    assert (two["num_points"], two["mean"], two["low"]) == (1, 0.75, None)
+    assert summary.summary == "3 of 4 points, best rate 2 0.750"
+    deck = (summary.folder / "deck.html").read_text()
+    assert deck.count("<polyline") == 3
+    assert "seed 1, rate 1" in deck
+    assert len(summary.manifest.parents) == 3
+
+
+def point(place: int, accuracy: float) -> PointReport:
+    def work(folder: Path) -> Made:
+        (folder / "point.json").write_text(json.dumps([place, accuracy]))
+        return Made("sweep_point", "json")
+
+    folder = produce(Inputs("sweep_point", {"place": place}), work)
+    return PointReport(
+        directory=FlyteDirectory(str(folder), remote_directory=False),
+        stage="sweep_point",
+        content_hash=str(place),
+        metrics={"greedy_accuracy": accuracy},
+        steps=[1, 2],
+        rewards=[0.1, accuracy],
+    )
+
+
+def test_the_points_are_one_mapped_task_that_may_lose_some() -> None:
+    mapped = map_task(sweep_point, concurrency=2, min_success_ratio=0.5)
+    assert get_args(mapped.python_interface.inputs["config"]) == (PointStage,)
+    assert "Optional" in str(mapped.python_interface.outputs["o0"])

