@@ -36,7 +36,9 @@ def use_store() -> None:
         raw_output_prefix=str(cache / "raw"),
         data_config=DataConfig.auto(),
     )
-    FlyteContextManager.initialize()
+    # `pyflyte register` imports this within a context of its own, which must stay where it is.
+    if FlyteContextManager.size() == 1:
+        FlyteContextManager.initialize()
     local_cache.CACHE_LOCATION = str(cache / "flyte")
     local_cache.LocalTaskCache._initialized = False
     local_cache.LocalTaskCache.get = staticmethod(_get_if_whole)

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -24,6 +24,10 @@ from nemo_rl_core.infra.files import write_atomic
 
 MANIFEST = "manifest.json"
 """The file's name; leave it out when hashing: `hash_folder(folder, exclude=(MANIFEST,))`."""
+
+ANCESTORS = "ancestors.json"
+"""Manifests of all that an artifact came from, by content hash. An artifact travels: on a cluster
+every stage has a disk of its own, and an exported model leaves the store for good."""
 
 _PACKAGES = (
     "datasets",
@@ -214,18 +218,48 @@ class Ancestor:
     Attributes:
         depth: 1 for a parent, 2 for its parent.
         ref: How its child refers to it.
-        state: "changed" when another artifact lies there now.
-        manifest: None unless found.
+        state: "changed" when another artifact lies there now; "recorded" when its files are not
+            here, but its manifest travelled with its descendant.
+        manifest: None unless found or recorded.
     """
 
     depth: int
     ref: ParentRef
-    state: Literal["found", "missing", "damaged", "changed"]
+    state: Literal["found", "recorded", "missing", "damaged", "changed"]
     manifest: Manifest | None = None
 
 
-def ancestry(manifest: Manifest) -> list[Ancestor]:
-    """Every ancestor once, nearest first; those that cannot be read end their branch."""
+def write_ancestors(folder: Path, parents: Iterable[Path]) -> None:
+    """Writes `ancestors.json` for an artifact out of its parents' manifests and theirs.
+
+    Raises:
+        StoreError: If a parent has no whole manifest, or the disk refuses.
+    """
+    known: dict[str, Manifest] = {}
+    for parent in parents:
+        known |= recorded_ancestors(parent)
+        manifest = Manifest.read(parent)
+        known[manifest.content_hash] = manifest
+    plain = {key: known[key].model_dump(mode="json") for key in sorted(known)}
+    write_atomic(folder / ANCESTORS, json.dumps(plain, indent=1) + "\n")
+
+
+def recorded_ancestors(folder: Path) -> dict[str, Manifest]:
+    """The manifests in an artifact's `ancestors.json`; none where it is missing or damaged."""
+    try:
+        plain = json.loads((folder / ANCESTORS).read_bytes())
+        return {key: Manifest.model_validate(value) for key, value in plain.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def ancestry(manifest: Manifest, recorded: Mapping[str, Manifest] | None = None) -> list[Ancestor]:
+    """Every ancestor once, nearest first; those that cannot be read end their branch.
+
+    Args:
+        manifest: Of the artifact whose ancestors are asked for.
+        recorded: What travelled with it (`recorded_ancestors`), for those not on this machine.
+    """
     found: list[Ancestor] = []
     seen: set[tuple[str, str]] = set()
     waiting = deque((1, parent) for parent in manifest.parents)
@@ -234,17 +268,18 @@ def ancestry(manifest: Manifest) -> list[Ancestor]:
         if (ref.content_hash, ref.path) in seen:
             continue
         seen.add((ref.content_hash, ref.path))
-        ancestor = _look_up(depth, ref)
+        ancestor = _look_up(depth, ref, recorded or {})
         found.append(ancestor)
         if ancestor.manifest is not None:
             waiting.extend((depth + 1, parent) for parent in ancestor.manifest.parents)
     return found
 
 
-def _look_up(depth: int, ref: ParentRef) -> Ancestor:
+def _look_up(depth: int, ref: ParentRef, recorded: Mapping[str, Manifest]) -> Ancestor:
     folder = Path(ref.path)
     if not (folder / MANIFEST).is_file():
-        return Ancestor(depth, ref, "missing")
+        known = recorded.get(ref.content_hash)
+        return Ancestor(depth, ref, "recorded" if known else "missing", known)
     try:
         manifest = Manifest.read(folder)
     except StoreError:

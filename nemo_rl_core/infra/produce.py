@@ -12,12 +12,14 @@ from nemo_rl_core.infra.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import hash_folder
 from nemo_rl_core.infra.lineage import (
+    ANCESTORS,
     MANIFEST,
     Cost,
     Manifest,
     config_hash,
     git_state,
     package_versions,
+    write_ancestors,
 )
 from nemo_rl_core.infra.store import Store
 
@@ -29,6 +31,7 @@ RECORD = "run.json"
 
 VOLATILE = (
     MANIFEST,
+    ANCESTORS,
     "metrics.jsonl",
     "finished.json",
     "deck.html",
@@ -115,6 +118,7 @@ def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
         manifest = _manifest(inputs, made, folder, cost)
         manifest.write(folder)
+        write_ancestors(folder, inputs.parents.values())
         (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
         # The key goes into the name: equal content made from other inputs has other parents.

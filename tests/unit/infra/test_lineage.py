@@ -23,6 +23,8 @@ from nemo_rl_core.infra.lineage import (
     config_hash,
     git_state,
     package_versions,
+    recorded_ancestors,
+    write_ancestors,
 )
 
 
@@ -96,6 +98,26 @@ def test_ancestry_shows_what_it_cannot_read(tmp_path: Path) -> None:
     walked = ancestry(_manifest("child", (gone, damaged, changed)))
     assert [found.state for found in walked] == ["missing", "damaged", "changed"]
     assert all(found.manifest is None for found in walked)
+
+
+def test_ancestry_travels_with_an_artifact(tmp_path: Path) -> None:
+    _write(tmp_path / "data", "data")
+    data = Manifest.read(tmp_path / "data").ref(tmp_path / "data")
+    sft = _write(tmp_path / "sft", "sft", data)
+    write_ancestors(tmp_path / "sft", [tmp_path / "data"])
+    export = tmp_path / "export"
+    _write(export, "export", sft)
+    write_ancestors(export, [tmp_path / "sft"])
+    for folder in ("data", "sft"):
+        (tmp_path / folder).rename(tmp_path / f"{folder}-gone")
+    walked = ancestry(Manifest.read(export), recorded_ancestors(export))
+    assert [(found.ref.stage, found.state) for found in walked] == [
+        ("sft", "recorded"),
+        ("data", "recorded"),
+    ]
+    assert [found.manifest and found.manifest.stage for found in walked] == ["sft", "data"]
+    (export / "ancestors.json").write_text("[1")
+    assert recorded_ancestors(export) == {}
 
 
 def test_ancestry_ends_on_a_circle(tmp_path: Path) -> None:

@@ -1,0 +1,319 @@
+"""The services that flytekit's client speaks to: registration, launches, and uploads."""
+
+import base64
+import hashlib
+import os
+import threading
+import uuid
+from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from flyteidl.admin import execution_pb2 as executions
+from flyteidl.admin import launch_plan_pb2 as launch_plans
+from flyteidl.admin import node_execution_pb2 as node_executions
+from flyteidl.admin import project_pb2 as projects
+from flyteidl.admin import task_pb2 as tasks
+from flyteidl.admin import version_pb2 as versions
+from flyteidl.admin import workflow_pb2 as workflows
+from flyteidl.core import compiler_pb2, execution_pb2, identifier_pb2, literals_pb2
+from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
+
+from tests.cluster.flyte_backend.catalog import Catalog
+from tests.cluster.flyte_backend.graph import Scope, Walk
+from tests.cluster.flyte_backend.records import ExecutionRecord
+
+PROJECT, DOMAIN = "flytesnacks", "development"
+_HOST = "127.0.0.1"
+
+Key = tuple[str, str]
+
+
+def _key(identifier: identifier_pb2.Identifier) -> Key:
+    return identifier.name, identifier.version
+
+
+class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyServiceServicer):
+    """Flyte's admin service, its data proxy and its engine. A context manager.
+
+    Args:
+        root: A folder for the bucket (`blobs`) and the pods' disks (`pods`).
+
+    Attributes:
+        tasks: What was registered, by name and version; the others likewise.
+        executions: Every launch, by its name.
+
+    Example:
+        >>> with Backend(folder) as backend:                               # doctest: +SKIP
+        ...     subprocess.run(["pyflyte", "--config", backend.config, "register", "workflows"])
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._blobs, self._pods = root / "blobs", root / "pods"
+        self.tasks: dict[Key, tasks.TaskSpec] = {}
+        self.workflows: dict[Key, workflows.WorkflowSpec] = {}
+        self.launch_plans: dict[Key, launch_plans.LaunchPlanSpec] = {}
+        self.active: dict[str, str] = {}
+        self.executions: dict[str, ExecutionRecord] = {}
+        self._specs: dict[str, executions.ExecutionCreateRequest] = {}
+        self._aborted: dict[str, threading.Event] = {}
+        self._walks: list[threading.Thread] = []
+        self._catalog = Catalog()
+        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"{_HOST}:0")
+        self._uploads = ThreadingHTTPServer((_HOST, 0), _upload_handler(self._blobs))
+        self._root = root
+
+    @property
+    def config(self) -> Path:
+        """A configuration file for `pyflyte --config`."""
+        path = self._root / "flyte.yaml"
+        path.write_text(f"admin:\n  endpoint: dns:///{_HOST}:{self._port}\n  insecure: true\n")
+        return path
+
+    def __enter__(self) -> Self:
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._server.start()
+        threading.Thread(target=self._uploads.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for event in self._aborted.values():
+            event.set()
+        for walk in self._walks:
+            walk.join(60)
+        self._uploads.shutdown()
+        self._uploads.server_close()
+        self._server.stop(1).wait()
+
+    # What the graph asks for.
+
+    def task(self, name: str, version: str) -> Any:
+        """The template of a registered task."""
+        return self.tasks[name, version].template
+
+    def workflow(self, name: str, version: str) -> Any:
+        """The template of a registered workflow."""
+        return self.workflows[name, version].template
+
+    # Registration.
+
+    def CreateTask(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Keeps a task; one that is there already must be the same."""
+        self._keep(self.tasks, request, context)
+        return tasks.TaskCreateResponse()
+
+    def CreateWorkflow(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Keeps a workflow."""
+        self._keep(self.workflows, request, context)
+        return workflows.WorkflowCreateResponse()
+
+    def CreateLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Keeps a launch plan; as Flyte does, refuses a schedule whose workflow lacks an input."""
+        self._refuse_unbound(request.spec, context)
+        self._keep(self.launch_plans, request, context)
+        return launch_plans.LaunchPlanCreateResponse()
+
+    def _keep(self, kept: dict[Key, Any], request: Any, context: grpc.ServicerContext) -> None:
+        key = _key(request.id)
+        if key not in kept:
+            kept[key] = request.spec
+        elif kept[key].SerializeToString(deterministic=True) == request.spec.SerializeToString(
+            deterministic=True
+        ):
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{key} is there already")
+        else:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{key} is there with other content")
+
+    def _refuse_unbound(self, spec: Any, context: grpc.ServicerContext) -> None:
+        kickoff = spec.entity_metadata.schedule.kickoff_time_input_arg
+        needed = {
+            name
+            for name, parameter in spec.default_inputs.parameters.items()
+            if parameter.required and name != kickoff and name not in spec.fixed_inputs.literals
+        }
+        if needed and spec.entity_metadata.schedule.WhichOneof("ScheduleExpression"):
+            said = f"a schedule cannot give {', '.join(sorted(needed))}"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+
+    def GetTask(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """A task with its compiled form."""
+        spec = self._find(self.tasks, request, context)
+        closure = tasks.TaskClosure(compiled_task=compiler_pb2.CompiledTask(template=spec.template))
+        return tasks.Task(id=request.id, closure=closure)
+
+    def GetWorkflow(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """A workflow with all that its graph reaches."""
+        spec = self._find(self.workflows, request, context)
+        version = request.id.version
+        compiled = compiler_pb2.CompiledWorkflowClosure(
+            primary=compiler_pb2.CompiledWorkflow(template=spec.template),
+            sub_workflows=[
+                compiler_pb2.CompiledWorkflow(template=each) for each in spec.sub_workflows
+            ],
+            tasks=[
+                compiler_pb2.CompiledTask(template=task.template)
+                for (_, of), task in self.tasks.items()
+                if of == version
+            ],
+        )
+        closure = workflows.WorkflowClosure(compiled_workflow=compiled)
+        return workflows.Workflow(id=request.id, closure=closure)
+
+    def GetLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """A launch plan with its expected inputs and outputs."""
+        spec = self._find(self.launch_plans, request, context)
+        interface = self.workflows[_key(spec.workflow_id)].template.interface
+        closure = launch_plans.LaunchPlanClosure(
+            expected_inputs=spec.default_inputs, expected_outputs=interface.outputs
+        )
+        return launch_plans.LaunchPlan(id=request.id, spec=spec, closure=closure)
+
+    def UpdateLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Activates a launch plan, or ends that."""
+        name, version = _key(request.id)
+        if request.state == launch_plans.ACTIVE:
+            self.active[name] = version
+        elif self.active.get(name) == version:
+            del self.active[name]
+        return launch_plans.LaunchPlanUpdateResponse()
+
+    def _find(self, kept: dict[Key, Any], request: Any, context: grpc.ServicerContext) -> Any:
+        key = _key(request.id)
+        if key not in kept:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"{key} was never registered")
+        return kept[key]
+
+    # Launches.
+
+    def CreateExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Begins to walk the launch plan's workflow."""
+        spec = self._find_plan(request, context)
+        name = request.name or f"f{uuid.uuid4().hex[:12]}"
+        inputs = literals_pb2.LiteralMap()
+        for key, parameter in spec.default_inputs.parameters.items():
+            if parameter.HasField("default"):
+                inputs.literals[key].CopyFrom(parameter.default)
+        inputs.MergeFrom(spec.fixed_inputs)
+        for key, literal in request.inputs.literals.items():
+            inputs.literals[key].CopyFrom(literal)
+        labels = {**spec.labels.values, **request.spec.labels.values}
+        record = ExecutionRecord(name, request.spec.launch_plan.name, inputs, labels=labels)
+        self.executions[name], self._specs[name] = record, request
+        self._aborted[name] = threading.Event()
+        walk = threading.Thread(target=self._walk, args=(record, spec), daemon=True)
+        self._walks.append(walk)
+        walk.start()
+        return executions.ExecutionCreateResponse(id=_execution_id(name))
+
+    def _find_plan(self, request: Any, context: grpc.ServicerContext) -> Any:
+        identifier = request.spec.launch_plan
+        if identifier.resource_type != identifier_pb2.LAUNCH_PLAN:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "only launch plans can be launched here")
+        if _key(identifier) not in self.launch_plans:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"{_key(identifier)} was never registered")
+        return self.launch_plans[_key(identifier)]
+
+    def _walk(self, record: ExecutionRecord, plan: Any) -> None:
+        spec = self.workflows[_key(plan.workflow_id)]
+        own = {(each.id.name, each.id.version): each for each in spec.sub_workflows}
+        environment = {
+            "FLYTE_INTERNAL_EXECUTION_ID": record.name,
+            "FLYTE_INTERNAL_EXECUTION_PROJECT": PROJECT,
+            "FLYTE_INTERNAL_EXECUTION_DOMAIN": DOMAIN,
+            "FLYTE_INTERNAL_EXECUTION_WORKFLOW": plan.workflow_id.name,
+            "FLYTE_INTERNAL_EXECUTION_LAUNCHPLAN": record.launch_plan,
+        }
+        walk = Walk(
+            record,
+            self._catalog,
+            blobs=self._blobs,
+            pods=self._pods,
+            environment=environment,
+            aborted=self._aborted[record.name],
+        )
+        try:
+            record.outputs = walk.workflow(spec.template, record.inputs, Scope(self, {}, own))
+            record.phase = "SUCCEEDED"
+        except Exception as error:  # noqa: BLE001  (whatever a graph can do wrong ends it)
+            record.error = f"{error}"
+            record.phase = "ABORTED" if self._aborted[record.name].is_set() else "FAILED"
+
+    def GetExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The state of a launch."""
+        record = self._record(request.id.name, context)
+        phase = execution_pb2.WorkflowExecution.Phase.Value(record.phase)
+        closure = executions.ExecutionClosure(phase=phase)
+        if record.error:
+            closure.error.message = record.error
+        spec = self._specs[record.name].spec
+        return executions.Execution(id=_execution_id(record.name), spec=spec, closure=closure)
+
+    def GetExecutionData(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Inputs and outputs of a launch."""
+        record = self._record(request.id.name, context)
+        return executions.WorkflowExecutionGetDataResponse(
+            full_inputs=record.inputs, full_outputs=record.outputs
+        )
+
+    def TerminateExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Ends a launch, and the container that it is in."""
+        record = self._record(request.id.name, context)
+        self._aborted[record.name].set()
+        return executions.ExecutionTerminateResponse()
+
+    def ListNodeExecutions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """None: a test reads `ExecutionRecord.nodes`, which says more than the protocol."""
+        return node_executions.NodeExecutionList()
+
+    def _record(self, name: str, context: grpc.ServicerContext) -> ExecutionRecord:
+        if name not in self.executions:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no execution {name}")
+        return self.executions[name]
+
+    # What else the client asks.
+
+    def GetVersion(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The version of no control plane that there is."""
+        return versions.GetVersionResponse(control_plane_version=versions.Version(Version="v1.16"))
+
+    def GetDomains(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The one domain."""
+        return projects.GetDomainsResponse(domains=[projects.Domain(id=DOMAIN, name=DOMAIN)])
+
+    def CreateUploadLocation(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """A place in the bucket, and an address that takes the bytes for it."""
+        digest = request.filename_root or hashlib.sha256(request.content_md5).hexdigest()[:24]
+        path = Path("uploads") / digest / request.filename
+        return dataproxy_pb2.CreateUploadLocationResponse(
+            signed_url=f"http://{_HOST}:{self._uploads.server_port}/{path}",
+            native_url=str(self._blobs / path),
+        )
+
+
+def _execution_id(name: str) -> identifier_pb2.WorkflowExecutionIdentifier:
+    return identifier_pb2.WorkflowExecutionIdentifier(project=PROJECT, domain=DOMAIN, name=name)
+
+
+def _upload_handler(blobs: Path) -> type[BaseHTTPRequestHandler]:
+    class Upload(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            digest = base64.b64encode(hashlib.md5(content).digest()).decode()
+            target = blobs / os.path.normpath(self.path.lstrip("/"))
+            if digest != self.headers["Content-MD5"] or not target.is_relative_to(blobs):
+                self.send_error(400)
+                return
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    return Upload

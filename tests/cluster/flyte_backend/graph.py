@@ -1,0 +1,256 @@
+"""A graph, walked as Flyte walks it: a node whose inputs are there runs, and so on."""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flyteidl.core import dynamic_job_pb2, literals_pb2, tasks_pb2, workflow_pb2
+
+from tests.cluster.flyte_backend.bindings import resolve
+from tests.cluster.flyte_backend.catalog import Catalog
+from tests.cluster.flyte_backend.containers import (
+    ContainerError,
+    Place,
+    read_outputs,
+    run_container,
+)
+from tests.cluster.flyte_backend.records import ExecutionRecord, NodeRecord
+
+START, END = "start-node", "end-node"
+
+
+class Registry(Protocol):
+    """Where the graph finds what its nodes refer to."""
+
+    def task(self, name: str, version: str) -> tasks_pb2.TaskTemplate:
+        """A registered task."""
+        ...
+
+    def workflow(self, name: str, version: str) -> workflow_pb2.WorkflowTemplate:
+        """A registered workflow."""
+        ...
+
+
+class NodeError(Exception):
+    """A node that ended without outputs, and with it the graph."""
+
+
+@dataclass
+class Scope:
+    """The tasks and workflows that a graph's nodes may name: its own, then the registered ones."""
+
+    registry: Registry
+    tasks: Mapping[tuple[str, str], tasks_pb2.TaskTemplate]
+    workflows: Mapping[tuple[str, str], workflow_pb2.WorkflowTemplate]
+
+    def task(self, name: str, version: str) -> tasks_pb2.TaskTemplate:
+        """By its identifier."""
+        return self.tasks.get((name, version)) or self.registry.task(name, version)
+
+    def workflow(self, name: str, version: str) -> workflow_pb2.WorkflowTemplate:
+        """By its identifier."""
+        return self.workflows.get((name, version)) or self.registry.workflow(name, version)
+
+
+class Walk:
+    """One execution on its way through its graphs.
+
+    Args:
+        blobs: The folder that stands for the bucket.
+        pods: Where a folder is made for every container.
+        environment: What Flyte tells every container of the execution.
+    """
+
+    def __init__(
+        self,
+        record: ExecutionRecord,
+        catalog: Catalog,
+        *,
+        blobs: Path,
+        pods: Path,
+        environment: dict[str, str],
+        aborted: threading.Event,
+    ) -> None:
+        self._record, self._catalog = record, catalog
+        self._blobs, self._pods = blobs / record.name, pods / record.name
+        self._environment, self._aborted = environment, aborted
+
+    def workflow(
+        self,
+        template: workflow_pb2.WorkflowTemplate,
+        inputs: literals_pb2.LiteralMap,
+        scope: Scope,
+        path: str = "",
+    ) -> literals_pb2.LiteralMap:
+        """Runs a workflow's nodes, and its failure node when one of them fails."""
+        try:
+            return self._graph(template.nodes, template.outputs, inputs, scope, path)
+        except NodeError:
+            if template.HasField("failure_node"):
+                node = template.failure_node
+                known = resolve([b for b in node.inputs if b.var in inputs.literals], {"": inputs})
+                self._run(node, known, scope, f"{path}{node.id}")
+            raise
+
+    def _graph(
+        self,
+        nodes: Sequence[workflow_pb2.Node],
+        results: Iterable[literals_pb2.Binding],
+        inputs: literals_pb2.LiteralMap,
+        scope: Scope,
+        path: str,
+    ) -> literals_pb2.LiteralMap:
+        outputs = {"": inputs, START: inputs}
+        waiting = [node for node in nodes if node.id not in (START, END)]
+        while waiting:
+            ready = [n for n in waiting if all(id_ in outputs for id_ in n.upstream_node_ids)]
+            if not ready:
+                stuck = ", ".join(node.id for node in waiting)
+                raise NodeError(f"no node can run of {stuck}: their inputs come from nowhere")
+            node = ready[0]
+            given = resolve(node.inputs, outputs)
+            outputs[node.id] = self._run(node, given, scope, f"{path}{node.id}")
+            waiting.remove(node)
+        return resolve(results, outputs)
+
+    def _run(
+        self,
+        node: workflow_pb2.Node,
+        inputs: literals_pb2.LiteralMap,
+        scope: Scope,
+        path: str,
+    ) -> literals_pb2.LiteralMap:
+        kind = node.WhichOneof("target")
+        if kind == "task_node":
+            reference = node.task_node.reference_id
+            task = scope.task(reference.name, reference.version)
+            return self._task(task, inputs, scope, path)
+        if kind == "workflow_node":
+            reference = node.workflow_node.sub_workflow_ref
+            template = scope.workflow(reference.name, reference.version)
+            return self._recorded(
+                NodeRecord(path, reference.name),
+                lambda _: self.workflow(template, inputs, scope, f"{path}/"),
+            )
+        if kind == "array_node":
+            return self._array(node.array_node, inputs, scope, path)
+        raise NodeError(f"{path}: a node of kind {kind!r} was not expected")
+
+    def _array(
+        self,
+        array: workflow_pb2.ArrayNode,
+        inputs: literals_pb2.LiteralMap,
+        scope: Scope,
+        path: str,
+    ) -> literals_pb2.LiteralMap:
+        reference = array.node.task_node.reference_id
+        task = scope.task(reference.name, reference.version)
+        mapped = [name for name in inputs.literals if name not in array.bound_inputs]
+        size = max(len(inputs.literals[name].collection.literals) for name in mapped)
+        found = []
+        for place in range(size):
+            single = literals_pb2.LiteralMap()
+            for name, literal in inputs.literals.items():
+                one = literal.collection.literals[place] if name in mapped else literal
+                single.literals[name].CopyFrom(one)
+            found.append(self._task(task, single, scope, f"{path}/{place}", mapped=inputs))
+        gathered = literals_pb2.LiteralMap()
+        for name in found[0].literals:
+            many = [each.literals[name] for each in found]
+            gathered.literals[name].collection.literals.extend(many)
+        return gathered
+
+    def _task(
+        self,
+        task: tasks_pb2.TaskTemplate,
+        inputs: literals_pb2.LiteralMap,
+        scope: Scope,
+        path: str,
+        *,
+        mapped: literals_pb2.LiteralMap | None = None,
+    ) -> literals_pb2.LiteralMap:
+        def run(record: NodeRecord) -> literals_pb2.LiteralMap:
+            known = self._catalog.get(task, inputs)
+            if known is not None:
+                record.cached = True
+                return known
+            name, content = self._attempts(task, inputs, record, mapped)
+            if name == "futures.pb":
+                outputs = self._dynamic(content, inputs, scope, f"{path}/")
+            else:
+                outputs = read_outputs(content)
+            self._catalog.put(task, inputs, outputs)
+            return outputs
+
+        return self._recorded(NodeRecord(path, task.id.name), run)
+
+    def _recorded(self, record: NodeRecord, run: "_Run") -> literals_pb2.LiteralMap:
+        self._record.nodes[record.path] = record
+        try:
+            outputs = run(record)
+        except Exception:
+            record.phase = "ABORTED" if self._aborted.is_set() else "FAILED"
+            raise
+        record.phase = "SUCCEEDED"
+        return outputs
+
+    def _dynamic(
+        self, content: bytes, inputs: literals_pb2.LiteralMap, outer: Scope, path: str
+    ) -> literals_pb2.LiteralMap:
+        """The graph that a dynamic task has made of its inputs."""
+        spec = dynamic_job_pb2.DynamicJobSpec.FromString(content)
+        tasks = {(task.id.name, task.id.version): task for task in spec.tasks}
+        workflows = {(w.id.name, w.id.version): w for w in spec.subworkflows}
+        scope = Scope(outer.registry, {**outer.tasks, **tasks}, {**outer.workflows, **workflows})
+        return self._graph(spec.nodes, spec.outputs, inputs, scope, path)
+
+    def _attempts(
+        self,
+        task: tasks_pb2.TaskTemplate,
+        inputs: literals_pb2.LiteralMap,
+        record: NodeRecord,
+        mapped: literals_pb2.LiteralMap | None,
+    ) -> tuple[str, bytes]:
+        allowed = 1 + task.metadata.retries.retries
+        for number in range(allowed):
+            place = self._place(record.path, number, inputs if mapped is None else mapped)
+            environment = dict(self._environment)
+            if mapped is not None:
+                environment["FLYTE_K8S_ARRAY_INDEX"] = record.path.rpartition("/")[2]
+                environment["BATCH_JOB_ARRAY_INDEX_VAR_NAME"] = "FLYTE_K8S_ARRAY_INDEX"
+            environment["FLYTE_ATTEMPT_NUMBER"] = str(number)
+            try:
+                return run_container(
+                    task,
+                    place,
+                    number,
+                    environment=environment,
+                    started=record.attempts.append,
+                    aborted=self._aborted,
+                )
+            except ContainerError as error:
+                last = number + 1 == allowed or not error.may_retry or self._aborted.is_set()
+                if last:
+                    raise NodeError(f"{task.id.name} ({record.path}): {error}") from error
+        raise AssertionError("a task has at least one attempt")
+
+    def _place(self, path: str, number: int, inputs: literals_pb2.LiteralMap) -> Place:
+        node = self._blobs / path.replace("/", "-")
+        node.mkdir(parents=True, exist_ok=True)
+        (node / "inputs.pb").write_bytes(inputs.SerializeToString())
+        pod = self._pods / path.replace("/", "-") / str(number)
+        pod.mkdir(parents=True)
+        return Place(
+            pod=pod,
+            inputs=node / "inputs.pb",
+            outputs=node / str(number),
+            raw=node / str(number) / "raw",
+            checkpoint=node / str(number) / "checkpoint",
+            previous_checkpoint=node / str(number - 1) / "checkpoint" if number else None,
+        )
+
+
+class _Run(Protocol):
+    def __call__(self, record: NodeRecord, /) -> literals_pb2.LiteralMap: ...

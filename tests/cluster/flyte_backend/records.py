@@ -1,0 +1,72 @@
+"""What the backend remembers of an execution."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from flyteidl.core import literals_pb2
+
+Phase = Literal["RUNNING", "SUCCEEDED", "FAILED", "ABORTED"]
+
+
+@dataclass
+class Attempt:
+    """One start of a task's container.
+
+    Attributes:
+        command: As it was started.
+        pod: The folder that stands for the pod's disk; its `home` and `store` are empty at first.
+        exit_code: None while it runs.
+        error: What `error.pb` said, or how the process ended.
+    """
+
+    number: int
+    command: list[str]
+    pod: Path
+    pid: int
+    exit_code: int | None = None
+    error: str = ""
+
+    @property
+    def log(self) -> str:
+        """What the container printed."""
+        return (self.pod / "log").read_text(errors="replace")
+
+
+@dataclass
+class NodeRecord:
+    """One node of a graph.
+
+    Attributes:
+        path: Ids of the nodes that hold it and its own: `n3/dn1`.
+        entity: The task's or the workflow's name.
+        cached: Whether the catalog had its outputs.
+    """
+
+    path: str
+    entity: str
+    phase: Phase = "RUNNING"
+    cached: bool = False
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+@dataclass
+class ExecutionRecord:
+    """One launch of a launch plan.
+
+    Attributes:
+        labels: Of the execution; the launch plan's own among them.
+    """
+
+    name: str
+    launch_plan: str
+    inputs: literals_pb2.LiteralMap
+    phase: Phase = "RUNNING"
+    error: str = ""
+    outputs: literals_pb2.LiteralMap = field(default_factory=literals_pb2.LiteralMap)
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def named(self, task: str) -> list[NodeRecord]:
+        """The nodes of a task, by the last part of its name, in the order in which they began."""
+        return [node for node in self.nodes.values() if node.entity.rpartition(".")[2] == task]
