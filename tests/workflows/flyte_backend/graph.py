@@ -8,15 +8,15 @@ from typing import Protocol
 
 from flyteidl.core import dynamic_job_pb2, literals_pb2, tasks_pb2, workflow_pb2
 
-from tests.cluster.flyte_backend.bindings import resolve
-from tests.cluster.flyte_backend.catalog import Catalog
-from tests.cluster.flyte_backend.containers import (
+from tests.workflows.flyte_backend.bindings import resolve
+from tests.workflows.flyte_backend.catalog import Catalog
+from tests.workflows.flyte_backend.containers import (
     ContainerError,
     Place,
     read_outputs,
     run_container,
 )
-from tests.cluster.flyte_backend.records import ExecutionRecord, NodeRecord
+from tests.workflows.flyte_backend.records import ExecutionRecord, NodeRecord
 
 START, END = "start-node", "end-node"
 

@@ -15,7 +15,8 @@ class Attempt:
 
     Attributes:
         command: As it was started.
-        pod: The folder that stands for the pod's disk; its `home` and `store` are empty at first.
+        pod: The folder that stands for the pod's disk, empty at first; only `log` outlives it.
+        checkpoint: Where it leaves what the next attempt goes on from.
         exit_code: None while it runs.
         error: What `error.pb` said, or how the process ended.
     """
@@ -23,6 +24,7 @@ class Attempt:
     number: int
     command: list[str]
     pod: Path
+    checkpoint: Path
     pid: int
     exit_code: int | None = None
     error: str = ""

@@ -6,7 +6,7 @@ in a process with a folder, a home and an environment of its own. What is left o
 nobody schedules, and images are not pulled (`deployment/README.md` says what that leaves untried).
 """
 
-from tests.cluster.flyte_backend.admin import Backend
-from tests.cluster.flyte_backend.records import Attempt, ExecutionRecord, NodeRecord
+from tests.workflows.flyte_backend.admin import Backend
+from tests.workflows.flyte_backend.records import Attempt, ExecutionRecord, NodeRecord
 
 __all__ = ["Attempt", "Backend", "ExecutionRecord", "NodeRecord"]

@@ -1,6 +1,7 @@
 """A task's container as a process: its real command, in a folder that stands for the pod."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from flyteidl.core import errors_pb2, literals_pb2, tasks_pb2
 
-from tests.cluster.flyte_backend.records import Attempt
+from tests.workflows.flyte_backend.records import Attempt
 
 _BIN = Path(sys.executable).parent
 _KEPT = ("LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
@@ -73,10 +74,11 @@ def run_container(
     for folder in (place.outputs, place.raw, place.checkpoint, place.pod / "home"):
         folder.mkdir(parents=True, exist_ok=True)
     process = _start(command, task, place.pod, environment)
-    attempt = Attempt(number, command, place.pod, process.pid)
+    attempt = Attempt(number, command, place.pod, place.checkpoint, process.pid)
     started(attempt)
     seconds = task.metadata.timeout.seconds or None
     attempt.exit_code = _wait(process, aborted, seconds)
+    _take_disk(place.pod)
     for name in ("outputs.pb", "futures.pb"):
         if attempt.exit_code == 0 and (place.outputs / name).exists():
             return name, (place.outputs / name).read_bytes()
@@ -138,6 +140,13 @@ def _wait(
         if aborted.is_set() or (seconds is not None and waited > seconds):
             os.killpg(process.pid, signal.SIGKILL)
             return process.wait()
+
+
+def _take_disk(pod: Path) -> None:
+    """A pod's disk goes with the pod: what the next stage needs has gone to the bucket."""
+    for entry in pod.iterdir():
+        if entry.name != "log":
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _error(outputs: Path, attempt: Attempt) -> tuple[str, bool]:

@@ -21,9 +21,9 @@ from flyteidl.admin import workflow_pb2 as workflows
 from flyteidl.core import compiler_pb2, execution_pb2, identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
 
-from tests.cluster.flyte_backend.catalog import Catalog
-from tests.cluster.flyte_backend.graph import Scope, Walk
-from tests.cluster.flyte_backend.records import ExecutionRecord
+from tests.workflows.flyte_backend.catalog import Catalog
+from tests.workflows.flyte_backend.graph import Scope, Walk
+from tests.workflows.flyte_backend.records import ExecutionRecord
 
 PROJECT, DOMAIN = "flytesnacks", "development"
 _HOST = "127.0.0.1"

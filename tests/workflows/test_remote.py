@@ -1,0 +1,139 @@
+"""A user's commands against a cluster, as far as one fits here: register, launch, fail, go on.
+
+The services and the walk through the graph are `flyte_backend`'s; the client, the code that is
+shipped, the containers' commands, Ray, vLLM and the training are real.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.workflows.flyte_backend import Attempt, Backend, ExecutionRecord
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYFLYTE = Path(sys.executable).with_name("pyflyte")
+RECIPE: dict[str, Any] = {
+    "model": {
+        "kind": "from_config",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 1,
+        "num_heads": 2,
+    },
+    "data": {"kind": "arithmetic", "num_train": 64, "num_validation": 16, "max_operand": 9},
+    "sft": {"num_steps": 6, "global_batch_size": 16},
+    "grpo": {
+        "num_iterations": 1,
+        "num_steps_per_iteration": 12,
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 4,
+        "save_every_num_steps": 2,
+    },
+    "generation": {"max_new_tokens": 3},
+    "cluster": {"num_threads": 1},
+    "evaluation": {"num_samples_per_prompt": 2},
+}
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    with Backend(tmp_path / "flyte") as started:
+        yield started
+
+
+def _start(backend: Backend, home: Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [PYFLYTE, "--config", backend.config, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "NEMO_RL_HOME": str(home / "store"), "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _launch(backend: Backend, home: Path) -> "subprocess.Popen[str]":
+    # All of the code travels: stages import most of it within their bodies.
+    flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
+    recipe = ["--config", json.dumps(RECIPE)]
+    return _start(backend, home, "run", *flags, "workflows/grpo.py", "grpo", *recipe)
+
+
+def _wait_for(what: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.05)
+    raise TimeoutError("it did not come")
+
+
+def _output(execution: ExecutionRecord, name: str) -> dict[str, Any]:
+    """A record that the workflow returned."""
+    found: dict[str, Any] = msgpack.loads(execution.outputs.literals[name].scalar.binary.value)
+    return found
+
+
+def test_everything_registers_and_registers_again(backend: Backend, tmp_path: Path) -> None:
+    first = _start(backend, tmp_path, "register", "workflows")
+    assert first.wait(300) == 0, first.communicate()[0]
+    names = {name for name, _ in backend.workflows}
+    modules = {
+        path.stem
+        for path in (REPOSITORY / "workflows").glob("*.py")
+        if "@workflow" in path.read_text()
+    }
+    assert modules <= {name.split(".")[1] for name in names}
+    assert names <= {spec.workflow_id.name for spec in backend.launch_plans.values()}
+    counted = len(backend.tasks), len(backend.workflows), len(backend.launch_plans)
+
+    again = _start(backend, tmp_path, "register", "workflows")
+    assert again.wait(300) == 0, again.communicate()[0]
+    assert counted == (len(backend.tasks), len(backend.workflows), len(backend.launch_plans))
+
+
+def test_a_killed_container_goes_on_from_its_checkpoint(
+    backend: Backend, tmp_path: Path, run_recipe: Callable[..., Any]
+) -> None:
+    launched = _launch(backend, tmp_path)
+
+    def first_attempt() -> Attempt | None:
+        for execution in backend.executions.values():
+            for node in execution.named("grpo_iteration"):
+                return node.attempts[0] if node.attempts else None
+        return None
+
+    attempt = _wait_for(first_attempt, launched)
+    _wait_for(lambda: any(attempt.checkpoint.rglob("*")), launched)
+    os.killpg(attempt.pid, signal.SIGKILL)
+    output = launched.communicate(timeout=500)[0]
+    (execution,) = backend.executions.values()
+    assert launched.returncode == 0, output[-2000:] + execution.error
+    (node,) = execution.named("grpo_iteration")
+    assert [each.exit_code for each in node.attempts] == [-signal.SIGKILL, 0]
+
+    # The same recipe on this machine, undisturbed, gives the same weights.
+    local = run_recipe(RECIPE, tmp_path / "local")
+    assert local.exit_code == 0, local.output[-2000:]
+    manifest = json.loads((local.artifact("export") / "manifest.json").read_text())
+    assert _output(execution, "model")["content_hash"] == manifest["content_hash"]
+
+    # And what the cluster has done once, it does not do again.
+    assert _launch(backend, tmp_path).wait(300) == 0
+    second = list(backend.executions.values())[1]
+    ran = {node.entity for node in second.nodes.values() if node.attempts}
+    assert not any(name.startswith("tasks.") and "plan_" not in name for name in ran), ran
+    assert _output(second, "model") == _output(execution, "model")
