@@ -122,9 +122,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         key = _key(request.id)
         if key not in kept:
             kept[key] = request.spec
-        elif kept[key].SerializeToString(deterministic=True) == request.spec.SerializeToString(
-            deterministic=True
-        ):
+        elif _meaning(kept[key]) == _meaning(request.spec):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{key} is there already")
         else:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{key} is there with other content")
@@ -293,6 +291,16 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             signed_url=f"http://{_HOST}:{self._uploads.server_port}/{path}",
             native_url=str(self._blobs / path),
         )
+
+
+def _meaning(spec: Any) -> bytes:
+    """What two registrations of the same thing have in common, to the byte."""
+    same = type(spec).FromString(spec.SerializeToString())
+    for template in [same.template, *same.sub_workflows] if hasattr(same, "sub_workflows") else []:
+        for node in template.nodes:
+            # flytekit writes them in the order of a set, which every process has anew.
+            node.upstream_node_ids.sort()
+    return same.SerializeToString(deterministic=True)
 
 
 def _execution_id(name: str) -> identifier_pb2.WorkflowExecutionIdentifier:
