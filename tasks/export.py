@@ -30,7 +30,7 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
         card = model_card(checkpoint.folder, evaluations=evaluations)
         write_atomic(folder / "model" / CARD, card)
         # Equal weights may come from other decisions; the content then says which.
-        origin = {"checkpoint": checkpoint.folder.name, "decision": decision.folder.name}
+        origin = {"checkpoint": checkpoint.content_hash, "decision": decision.content_hash}
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
         step = checkpoint.step
         return Made("model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step)

@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.lineage import Manifest, ancestry, recorded_ancestors
+from nemo_rl_core.infra.lineage import Manifest, ancestry_of
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
 from tasks.resources import PLAIN
@@ -22,7 +22,7 @@ def lineage_report(model: Checkpoint) -> Lineage:
     """Walks from the model through its parents back to data, code and config."""
 
     def work(folder: Path) -> Made:
-        found = ancestry(model.manifest, recorded_ancestors(model.folder))
+        found = ancestry_of(model.folder)
         rows = [_row(0, model.manifest)]
         rows += [
             _row(a.depth, a.manifest)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from nemo_rl_core.history.differences import flat
-from nemo_rl_core.infra.lineage import Ancestor, Cost, Manifest, ancestry
+from nemo_rl_core.infra.lineage import Ancestor, Cost, Manifest, ancestry, ancestry_of
 
 _SHOWN_SETTINGS = 60
 
@@ -30,7 +30,7 @@ def evaluations_behind(folder: Path) -> list[Evaluated]:
     """The evaluations among an artifact and its ancestors, oldest first."""
     manifest = Manifest.read(folder)
     places = [(folder, manifest)]
-    places += [(Path(a.ref.path), a.manifest) for a in ancestry(manifest) if a.manifest]
+    places += [(Path(a.ref.path), a.manifest) for a in ancestry_of(folder) if a.manifest]
     found = [_evaluated(place, each) for place, each in places if each.kind == "evaluation"]
     return sorted(filter(None, found), key=lambda each: each.manifest.created_at)
 
@@ -56,7 +56,7 @@ def model_card(
         reproduce: The command that makes the model again; by default `nemo-rl reproduce`.
     """
     manifest = Manifest.read(checkpoint)
-    ancestors = [each for each in ancestry(manifest) if each.manifest is not None]
+    ancestors = [each for each in ancestry_of(checkpoint) if each.manifest is not None]
     known = [manifest, *(each.manifest for each in ancestors if each.manifest)]
     own = [each for each in evaluations if _is_of(each, manifest)]
     title = name or f"{manifest.stage}, {manifest.content_hash[:8]}"

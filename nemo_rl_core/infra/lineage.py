@@ -253,6 +253,15 @@ def recorded_ancestors(folder: Path) -> dict[str, Manifest]:
         return {}
 
 
+def ancestry_of(folder: Path) -> list[Ancestor]:
+    """Every ancestor of an artifact once, nearest first: found here, or as it was recorded.
+
+    Raises:
+        StoreError: If the folder has no whole manifest.
+    """
+    return ancestry(Manifest.read(folder), recorded_ancestors(folder))
+
+
 def ancestry(manifest: Manifest, recorded: Mapping[str, Manifest] | None = None) -> list[Ancestor]:
     """Every ancestor once, nearest first; those that cannot be read end their branch.
 
