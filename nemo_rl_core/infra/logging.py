@@ -6,19 +6,18 @@ terminal is caught by redirecting the descriptors, which must happen before Ray 
 keeps the descriptors it was born with.
 """
 
-import json
 import logging
 import os
 import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Protocol, Self, TextIO
+from typing import Literal, Self, TextIO
 
 from nemo_rl_core.infra.files import storage_errors
 from nemo_rl_core.infra.lineage import Cost
@@ -92,7 +91,22 @@ class StageRetried:
     step: int | None
 
 
-Event = StageStarted | StageRecord | StageResumed | StageRetried | StepReport | Note
+@dataclass(frozen=True, slots=True)
+class MachineSample:
+    """What the machine was doing at some second of the run.
+
+    Attributes:
+        second: Since the run began.
+        figures: By name, with the unit at its end: `memory_used_gib`.
+    """
+
+    second: int
+    figures: dict[str, float]
+
+
+Event = (
+    StageStarted | StageRecord | StageResumed | StageRetried | StepReport | Note | MachineSample
+)
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []
@@ -138,68 +152,6 @@ def publish(event: Event) -> None:
 def report(step: StepReport) -> None:
     """Publishes what a trainer says after a step."""
     publish(step)
-
-
-class MetricsSink(Protocol):
-    """Somewhere that metrics go besides the run's own record: a file, a tracking service."""
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step; may raise whatever its library raises."""
-        ...
-
-
-class JsonLinesSink:
-    """Appends a JSON object a step to a file: `{"step": 3, "loss": 0.7}`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one line.
-
-        Raises:
-            OSError: If the disk refuses.
-        """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-
-class LoggerFacade:
-    """One place to log to for several sinks, none of which can stop training.
-
-    A sink that raises is named in the log once, is tried again at every step, and has lost the
-    metrics in between; the run's own record is `MetricsFile`, which loses none.
-
-    Args:
-        sinks: In the order they are told.
-
-    Example:
-        >>> log = LoggerFacade([JsonLinesSink(folder / "all.jsonl")])          # doctest: +SKIP
-        >>> log.log_metrics(3, {"loss": 0.7})
-    """
-
-    def __init__(self, sinks: Sequence[MetricsSink]) -> None:
-        self._sinks = tuple(sinks)
-        self._failing: set[int] = set()
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics of a step to every sink."""
-        for place, sink in enumerate(self._sinks):
-            try:
-                sink.log_metrics(step, metrics)
-            except Exception as error:  # noqa: BLE001  (whatever its library raises)
-                if place not in self._failing:
-                    logger.warning(
-                        "%s takes no metrics since step %d; training goes on: %s: %s",
-                        type(sink).__name__,
-                        step,
-                        type(error).__name__,
-                        error,
-                    )
-                self._failing.add(place)
-            else:
-                self._failing.discard(place)
 
 
 class RunLog:

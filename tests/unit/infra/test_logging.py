@@ -1,6 +1,5 @@
 import fcntl
 import io
-import json
 import logging
 import os
 import pty
@@ -28,8 +27,6 @@ from nemo_rl_core.infra.display import (
 )
 from nemo_rl_core.infra.logging import (
     Event,
-    JsonLinesSink,
-    LoggerFacade,
     Note,
     RunLog,
     StageRecord,
@@ -393,31 +390,3 @@ with RunLog.start(Store(Path(sys.argv[1]))):
     for name in ("ray", "flytekit", "transformers", "datasets"):
         assert f"from {name}" in log
         assert f"from {name}" not in done.stdout + done.stderr
-
-
-class Unreachable:
-    def __init__(self) -> None:
-        self.is_down, self.taken = True, []
-
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        if self.is_down:
-            raise ConnectionError("no route")
-        self.taken.append((step, dict(metrics)))
-
-
-def test_a_sink_that_cannot_be_reached_stops_neither_training_nor_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    away, path = Unreachable(), tmp_path / "in" / "metrics.jsonl"
-    log = LoggerFacade([away, JsonLinesSink(path)])
-    log.log_metrics(1, {"loss": 0.5})
-    log.log_metrics(2, {"loss": 0.25})
-    away.is_down = False
-    log.log_metrics(3, {"loss": 0.125})
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [{"step": step, "loss": 0.5**step} for step in (1, 2, 3)]
-    assert away.taken == [(3, {"loss": 0.125})]
-    warnings = [r.getMessage() for r in caplog.records if "takes no metrics" in r.getMessage()]
-    assert warnings == [
-        "Unreachable takes no metrics since step 1; training goes on: ConnectionError: no route"
-    ]

@@ -1,0 +1,61 @@
+"""Where the metrics of a run go besides its own record."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from nemo_rl_core.config.base import FrozenConfig
+
+
+class JsonLinesTracker(FrozenConfig):
+    """Appends `{"stage": ..., "step": ..., "loss": ...}` to a file, a line a step."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: Path
+
+
+class TensorBoardTracker(FrozenConfig):
+    """Event files for TensorBoard, in a folder a run below `folder`."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+    folder: Path
+
+
+class MlflowTracker(FrozenConfig):
+    """A run on an MLflow server; its address is left to `MLFLOW_TRACKING_URI` where not given."""
+
+    kind: Literal["mlflow"] = "mlflow"
+    tracking_uri: str | None = None
+    experiment: str = Field(default="nemo-rl-flow", min_length=1)
+
+
+class WandbTracker(FrozenConfig):
+    """A run on Weights & Biases, or with `mode: offline` a folder to sync later.
+
+    The key is never part of a recipe: it comes from `WANDB_API_KEY` or from `wandb login`.
+    """
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = Field(default="nemo-rl-flow", min_length=1)
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+    folder: Path | None = None
+
+
+TrackerConfig = Annotated[
+    JsonLinesTracker | TensorBoardTracker | MlflowTracker | WandbTracker,
+    Field(discriminator="kind"),
+]
+
+
+class TrackingConfig(FrozenConfig):
+    """What is told of a run to whom; it changes no result, and so no stage reads it.
+
+    Attributes:
+        trackers: Several may be told at once.
+        sample_machine_every_seconds: How often this machine's load is read; None for never.
+    """
+
+    trackers: tuple[TrackerConfig, ...] = ()
+    sample_machine_every_seconds: PositiveFloat | None = 10.0

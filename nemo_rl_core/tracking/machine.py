@@ -1,0 +1,114 @@
+"""What this machine is doing, every few seconds: processors, memory, disk, network, GPUs.
+
+Figures are of the whole machine, because Ray's workers are processes of their own.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+_MIB, _GIB = 2.0**20, 2.0**30
+
+
+def read_machine(store: Path) -> dict[str, float]:
+    """Processors in per cent of all, memory in GiB, totals of bytes moved in MiB.
+
+    Args:
+        store: Whose disk's free space is read.
+    """
+    memory = psutil.virtual_memory()
+    found = {
+        "cpu_percent": psutil.cpu_percent(),
+        "load_1min": psutil.getloadavg()[0],
+        "memory_used_gib": (memory.total - memory.available) / _GIB,
+        "memory_total_gib": memory.total / _GIB,
+        "disk_free_gib": psutil.disk_usage(str(store)).free / _GIB,
+    }
+    disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
+    if disk is not None:
+        found |= {
+            "disk_read_mib": disk.read_bytes / _MIB,
+            "disk_written_mib": disk.write_bytes / _MIB,
+        }
+    if network is not None:
+        found |= {
+            "network_received_mib": network.bytes_recv / _MIB,
+            "network_sent_mib": network.bytes_sent / _MIB,
+        }
+    return found | _gpus()
+
+
+def _gpus() -> dict[str, float]:
+    """Of NVIDIA's library, where it and a device are there."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError, RuntimeError):
+        return {}
+    except Exception:  # noqa: BLE001  (NVML's own error, whose class cannot be named without it)
+        return {}
+    try:
+        return {
+            key: value
+            for index in range(pynvml.nvmlDeviceGetCount())
+            for key, value in _gpu(pynvml, index)
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(pynvml: Any, index: int) -> Iterator[tuple[str, float]]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    yield f"gpu{index}_memory_used_gib", memory.used / _GIB
+    yield f"gpu{index}_memory_total_gib", memory.total / _GIB
+    with contextlib.suppress(pynvml.NVMLError):  # a partitioned device has no rates
+        rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+        yield f"gpu{index}_percent", float(rates.gpu)
+    with contextlib.suppress(pynvml.NVMLError):
+        yield f"gpu{index}_watts", pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    with contextlib.suppress(pynvml.NVMLError):
+        celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        yield f"gpu{index}_celsius", float(celsius)
+
+
+class MachineSampler:
+    """Reads the machine on a thread, at once and then every few seconds, until it is closed.
+
+    Args:
+        take: Told the whole seconds since the start, and the figures.
+    """
+
+    def __init__(
+        self, every_seconds: float, store: Path, take: Callable[[int, dict[str, float]], None]
+    ) -> None:
+        self._every, self._store, self._take = every_seconds, store, take
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        psutil.cpu_percent()  # the first call has nothing to compare with, and says 0
+        while True:
+            try:
+                self._take(round(time.monotonic() - start), read_machine(self._store))
+            except Exception:  # a figure that this machine lacks must never end a run
+                logger.warning("the machine's load is no longer sampled", exc_info=True)
+                return
+            if self._ended.wait(self._every):
+                return
