@@ -9,6 +9,7 @@ from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_valida
 
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "workflows" / "recipes"
@@ -26,6 +27,8 @@ class Recipe(FrozenConfig):
     A key `recipe` names another recipe to begin with: one of `workflows/recipes` by its name, or a
     file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
     """
+
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="wrap")
     @classmethod

@@ -8,6 +8,7 @@ its content, among what the dynamic itself was given.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.infra.lineage import Cost, Manifest
 from nemo_rl_core.infra.logging import (
     Event,
+    MachineSample,
     StageRecord,
     StageResumed,
     StageRetried,
@@ -112,7 +114,7 @@ class Recorder:
             self._calls[-1].executed = True
 
     def listen(self, event: Event) -> None:
-        """Takes what the stage that runs says: its steps, and where it went on from."""
+        """Takes what is said meanwhile: steps, where a stage went on from, the machine's load."""
         if not self._calls:
             return
         node = self._calls[-1].node
@@ -121,6 +123,9 @@ class Recorder:
                 step = int(metrics.get("global_step", event.step))
                 spent = {f"timings/{name}": value for name, value in timings.items()}
                 self._writer.log_metrics(node, step, metrics | spent)
+            case MachineSample(second, figures):
+                busy = {f"machine/{name}": value for name, value in figures.items()}
+                self._writer.log_metrics(node, second, busy)
             case StageResumed(step):
                 self._writer.resumed(node, step)
             case StageRetried(error, step):
@@ -279,13 +284,7 @@ def _is(manifest: Manifest, stage: str) -> bool:
 
 def _sum(costs: list[Cost]) -> Cost:
     """Of one stage that made several artifacts, one after the other."""
-    return Cost(
-        wall_seconds=sum(cost.wall_seconds for cost in costs),
-        tokens=sum(cost.tokens for cost in costs),
-        peak_memory_gib=max((cost.peak_memory_gib for cost in costs), default=0.0),
-        gpu_seconds=sum(cost.gpu_seconds for cost in costs),
-        flops=sum(cost.flops for cost in costs),
-    )
+    return costs[0] if len(costs) == 1 else reduce(Cost.plus, costs, Cost())
 
 
 def _deck(made: list[Artifact]) -> str:

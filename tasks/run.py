@@ -18,9 +18,11 @@ from nemo_rl_core.infra.display import choose_display, show_on, summary_table
 from nemo_rl_core.infra.lineage import git_state, package_versions
 from nemo_rl_core.infra.logging import RunLog, redirect_descriptors, subscribe
 from nemo_rl_core.infra.store import Store
+from nemo_rl_core.tracking import tracked
 from tasks.caching import source_digest
 from tasks.closing import closing_lines
 from tasks.preflight import preflight
+from tasks.recipe import Recipe
 from tasks.recording import Recorder, said
 from tasks.values import plain
 
@@ -59,6 +61,8 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
         writer.begin(_execution(workflow, inputs, log.path))
         recorder = Recorder(writer, log.path)
         stack.callback(subscribe(recorder.listen))
+        for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
+            stack.enter_context(tracked(recipe.tracking, log.folder.name))
         try:
             yield recorder
         except BaseException as error:

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.history.stage_run import recorded
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.tracking import tracked
 from tasks import local
 from tasks.artifacts import Artifact
 from tasks.attempts import carried_over
@@ -90,7 +93,8 @@ def make(
     work = recorded(
         carried_over(work), os.environ, task=f"{caller}.{stage}", parents=inputs.parents
     )
-    artifact = produce(inputs, work)
+    with _tracked_on_cluster():
+        artifact = produce(inputs, work)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)
     return {
@@ -100,6 +104,19 @@ def make(
         "step": manifest.step,
         "summary": (artifact / "summary.txt").read_text(),
     }
+
+
+def _tracked_on_cluster() -> AbstractContextManager[None]:
+    """A local run is tracked as a whole; a container knows of its stage, and this variable, alone.
+
+    The recipe's section cannot reach it: no stage reads what changes no result.
+    """
+    said = os.environ.get("NEMO_RL_TRACKING")
+    if not local.on_cluster() or not said:
+        return nullcontext()
+    return tracked(
+        TrackingConfig.model_validate_json(said), os.environ["FLYTE_INTERNAL_EXECUTION_ID"]
+    )
 
 
 def _show_deck(artifact: Path) -> None:

@@ -104,9 +104,7 @@ class MachineSample:
     figures: dict[str, float]
 
 
-Event = (
-    StageStarted | StageRecord | StageResumed | StageRetried | StepReport | Note | MachineSample
-)
+Event = StageStarted | StageRecord | StageResumed | StageRetried | StepReport | Note | MachineSample
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []
