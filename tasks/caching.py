@@ -32,10 +32,11 @@ torch, transformers and what they stand on, Ray, flytekit."""
 
 _MODULE_NAME = re.compile(r"(?:nemo_rl_core|tasks)(?:\.\w+)+(?::\w+)?")
 
-_WHERE_IT_RUNS = frozenset(
-    f"tasks.{name}" for name in ("attempts", "images", "pods", "ray_stage", "resources")
+_NOT_OF_THE_RESULT = frozenset(
+    [f"tasks.{name}" for name in ("attempts", "images", "pods", "ray_stage", "resources")]
+    + ["nemo_rl_core.config.tracking", "nemo_rl_core.history", "nemo_rl_core.tracking"]
 )
-"""They decide on machines, memory and containers: another size of pod gives the same result."""
+"""They decide on machines, memory and containers, or tell of the run; the result is the same."""
 
 
 def source_digest(module: str) -> str:
@@ -61,10 +62,15 @@ def reachable_modules(module: str) -> set[str]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        if name not in found | _WHERE_IT_RUNS and _path(name) is not None:
+        if name not in found and not _is_left_out(name) and _path(name) is not None:
             found.add(name)
             waiting += _imports(name)
     return found
+
+
+def _is_left_out(module: str) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[:depth]) in _NOT_OF_THE_RESULT for depth in range(1, len(parts) + 1))
 
 
 def _path(module: str) -> Path | None:

@@ -178,7 +178,7 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
     """The table at the end of a run: a line a stage, and the sums; only columns with a figure."""
     table = Table(title="stages")
     for heading in ("stage", "state"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     total = reduce(Cost.plus, (record.cost for record in records), Cost())
     costs = [total, *(record.cost for record in records)]
     shown = [column for column in _COST_COLUMNS if any(map(column[1], costs))]

@@ -85,7 +85,7 @@ def runs(store: Path) -> list[Path]:
         ),
         (
             {"grpo": {"preset": "dapo"}},
-            ["overlong.buffer_tokens (4096) is more than generation.max_new_tokens (8)", "fix:"],
+            ["overlong.buffer_tokens (4096) is more than generation.max_new_tokens", "(8)", "fix:"],
         ),
         (
             {"grpo": {"preset": "gdpo"}},

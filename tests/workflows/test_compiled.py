@@ -50,6 +50,7 @@ WORKFLOWS = {
     "workflows.regression.check_regression",
     "workflows.reward_model.reward_model",
     "workflows.sft.sft",
+    "workflows.sweep.sweep",
 }
 PLANS = {
     "convert_on_demand",
@@ -74,6 +75,8 @@ STAGES = {
     "prepare_model": ("light", "8", "64Gi", 2, 6),
     "promote": ("light", "1", "2Gi", 2, 0.5),
     "sample_pairs": ("laptop", "2", "8Gi", 2, 12),
+    "summarize_sweep": ("light", "1", "2Gi", 2, 0.5),
+    "sweep_point": ("laptop", "2", "8Gi", 5, 72),
     "to_megatron": ("light", "8", "64Gi", 2, 6),
     "tokenize_pairs": ("light", "2", "16Gi", 2, 4),
     "train_reward_model": ("laptop", "2", "8Gi", 5, 72),

@@ -4,14 +4,15 @@ import os
 
 import pytest
 
-from nemo_rl_core.backends.generation.vllm import _logprobs_mode, _meet
+from nemo_rl_core.backends.generation.vllm import _logprobs_mode
+from nemo_rl_core.backends.generation.vllm_ranks import meet
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
 
 def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
     def on_rank() -> dict[str, str]:
-        _meet(2)
+        meet(2)
         return {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR")} | {
             "port": os.environ["MASTER_PORT"]
         }

@@ -28,6 +28,7 @@ from tasks.experiments.post_train import PostTrainExperiment
 from tasks.experiments.ppo import PPOExperiment
 from tasks.experiments.reward_model import RewardModelExperiment
 from tasks.experiments.sft import SFTExperiment
+from tasks.experiments.sweep import SweepExperiment
 from tasks.recipe import RecipeError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -43,6 +44,7 @@ EXPERIMENTS = {
     "regression": EvaluateExperiment,
     "reward_model": RewardModelExperiment,
     "sft": SFTExperiment,
+    "sweep": SweepExperiment,
 }
 
 

@@ -156,7 +156,7 @@ def test_everything_lies_in_the_store(run_both: Callable[..., Outcome], own_stor
     assert parent["content_hash"] == manifests["first"]["content_hash"]
     assert manifests["first"]["config"] == {"text": "a"}
     assert made.artifact.folder.parent == own_store / "artifacts"
-    assert (made.artifact.folder / "deck.html").read_text() == "<p>hello</p>"
+    assert (made.artifact.folder / "deck.html").read_text().startswith("<p>hello</p>")
     # Neither a copy of what stages hand on, nor work that is done.
     assert not list((own_store / "cache" / "raw").glob("*/*"))
     assert not [path for path in (own_store / "work").iterdir() if path.is_dir()]
