@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from nemo_rl_core.doctor.check import Answer, diagnose
+from nemo_rl_core.doctor.diagnose import Answer, diagnose
 from nemo_rl_core.infra.store import Store
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}

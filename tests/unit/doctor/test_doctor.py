@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from nemo_rl_core.doctor import machine, services, software
-from nemo_rl_core.doctor.check import Check, Result, diagnose
+from nemo_rl_core.doctor.check import Check, Result
+from nemo_rl_core.doctor.diagnose import diagnose
 from nemo_rl_core.infra.store import Store
 from tasks.cli.doctor import doctor
 
@@ -202,12 +203,11 @@ def test_what_rays_runtimes_have_left(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (found.state, found.fix.endswith("session_2*")) == ("warn", True)
 
 
-def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_is_a_finding(tmp_path: Path) -> None:
     def broken(_: Store) -> Result:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(software, "CHECKS", [Check("broken", broken)])
-    first = next(iter(diagnose(Store(tmp_path), quick=True)))
+    (first,) = diagnose(Store(tmp_path), checks=[Check("broken", broken)])
     assert (first.name, first.result.state) == ("broken", "warn")
     assert "no such thing" in first.result.found
 
