@@ -39,7 +39,7 @@ def _trainings(store: Store) -> int:
     with closing(open_for_reading(store)) as database:
         rows = database.execute(
             "SELECT DISTINCT nodes.execution FROM metrics JOIN nodes ON nodes.id = metrics.node "
-            "WHERE nodes.name LIKE 'train_sft%'"
+            "WHERE nodes.name LIKE 'train_sft%' AND metrics.name = 'loss'"
         )
         return len(rows.fetchall())
 
