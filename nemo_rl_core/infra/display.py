@@ -195,7 +195,7 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
             Text(record.name),
             Text(_shown_state(record), style=_STATE_STYLES[record.state]),
             f"{record.seconds:.1f}",
-            _count(record.tokens),
+            f"{record.tokens:,}" if record.tokens else "",
             _gib(record.peak_memory_gib),
             *(say(record.cost) for _, say in shown),
         )
@@ -204,15 +204,11 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
         "total",
         "",
         f"{sum(record.seconds for record in records):.1f}",
-        _count(sum(record.tokens for record in records)),
+        f"{sum(record.tokens for record in records):,}",
         _gib(max((record.peak_memory_gib for record in records), default=0.0)),
         *(say(total) for _, say in shown),
     )
     return table
-
-
-def _count(number: int) -> str:
-    return f"{number:,}" if number else ""
 
 
 def _gib(size: float) -> str:

@@ -89,7 +89,7 @@ def test_different_recipes_with_collections_beside_them(
         finally:
             ended.set()  # what the first run to end has made belongs to nobody then
 
-    other = sft_recipe | {"sft": sft_recipe["sft"] | {"learning_rate": 0.001}}
+    other = sft_recipe | {"sft": sft_recipe["sft"] | {"learning_rate": 0.002}}
     with ThreadPoolExecutor() as pool:
         collector = pool.submit(collect)
         runs = list(pool.map(run, [sft_recipe, other]))
