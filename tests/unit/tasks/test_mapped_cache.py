@@ -52,10 +52,15 @@ def run(*names: str) -> list[Dataset | None]:
 
 
 @pytest.mark.usefixtures("own_store")
-def test_a_point_that_failed_is_tried_again_and_the_others_are_not() -> None:
+def test_a_point_that_failed_is_tried_again_and_the_others_are_not(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     _broken.add("b")
     made = run("a", "b", "c")
     assert [report and report.summary for report in made] == ["a", None, "c"]
+    output = capfd.readouterr().out
+    assert output.startswith("measured  started\nmeasured  ran  ")
+    assert "  2 points ended well\n" in output
     assert run("a", "b", "c")[1] is None
     assert _worked == ["b"]
     _broken.clear()
