@@ -88,6 +88,21 @@ def test_money_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Prices.here()
 
 
+def test_the_example_of_a_table_can_be_read_as_it_is_and_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Path(__file__).parents[3] / "deployment" / "prices.yaml"
+    monkeypatch.setenv("NEMO_RL_PRICES", str(example))
+    assert Prices.here() == Prices()
+    # The lines behind the prose, with figures in their places.
+    _, table = example.read_text().split("#\n")
+    filled = tmp_path / "prices.yaml"
+    filled.write_text(table.replace("\n# ", "\n").removeprefix("# ").replace("...", "2.5"))
+    monkeypatch.setenv("NEMO_RL_PRICES", str(filled))
+    gpus = {"H100 PCIe": 2.5, "H100": 2.5}
+    assert Prices.here() == Prices(currency="EUR", cpu_core_hour=2.5, gpu_hour=gpus)
+
+
 class Workers:
     """Two processes elsewhere."""
 
