@@ -10,6 +10,7 @@ from tasks.artifacts import (
     EvalReport,
     LineageReport,
     PromotionDecision,
+    SweepReport,
 )
 
 
@@ -35,6 +36,8 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             lines.append(f"model: {artifact.model_folder}")
             chat = f"{sys.executable} -m nemo_rl_core.evals.chat"
             lines.append(f"chat:  {chat} {artifact.model_folder}")
+        elif isinstance(artifact, SweepReport):
+            lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):
             lines.append(f"lineage: {artifact.folder / 'deck.html'}")
     return lines

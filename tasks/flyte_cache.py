@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 from diskcache import Cache
-from flyteidl.core.literals_pb2 import LiteralMap
+from flyteidl.core.literals_pb2 import Literal, LiteralCollection, LiteralMap
 
 from nemo_rl_core.infra.store import Store
 
@@ -36,13 +36,32 @@ def drop_dangling(store: Store) -> int:
     return dropped
 
 
-def folders(literals: Any) -> Iterator[Path]:
-    """Folders of the artifacts among a task's results."""
-    for literal in literals.literals.values():
-        binary = literal.scalar.binary if literal.scalar else None
-        record = msgpack.loads(binary.value) if binary and binary.value else None
+def folders(literals: LiteralMap) -> Iterator[Path]:
+    """Folders of the artifacts among a task's results, those in lists and options included."""
+    for literal in _leaves(literals):
+        binary = literal.scalar.binary.value
+        record = msgpack.loads(binary) if binary else None
         if isinstance(record, dict) and isinstance(record.get("directory"), dict):
             yield Path(record["directory"]["path"])
+
+
+def has_lost_points(literals: LiteralMap) -> bool:
+    """Whether a mapped task's list has a hole, where a point failed that was allowed to."""
+    lists = (each.collection for each in literals.literals.values() if each.HasField("collection"))
+    return any(leaf.scalar.HasField("none_type") for points in lists for leaf in _leaves(points))
+
+
+def _leaves(literals: LiteralMap | LiteralCollection) -> Iterator[Literal]:
+    """Every literal that holds no other one."""
+    inner = literals.literals
+    for literal in inner.values() if isinstance(literals, LiteralMap) else inner:
+        kind = literal.WhichOneof("value")
+        if kind in ("collection", "map"):
+            yield from _leaves(getattr(literal, kind))
+        elif literal.scalar.HasField("union"):
+            yield from _leaves(LiteralCollection(literals=[literal.scalar.union.value]))
+        else:
+            yield literal
 
 
 def _folders_of(entry: Any) -> list[Path]:

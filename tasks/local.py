@@ -12,7 +12,7 @@ from flytekit.core import data_persistence, local_cache
 from flytekit.core.context_manager import FlyteContextManager
 
 from nemo_rl_core.infra.store import Store
-from tasks.flyte_cache import folders
+from tasks.flyte_cache import folders, has_lost_points
 
 
 def on_cluster() -> bool:
@@ -48,9 +48,14 @@ _flytekit_get = local_cache.LocalTaskCache.get
 
 
 def _get_if_whole(*args: Any) -> Any:
-    """A cached result whose folders are all still there; else the stage runs again."""
+    """A cached result whose folders are all still there; else the stage runs again.
+
+    So does a mapped task that lost points: on a cluster each point is cached by itself, here the
+    list as a whole. Points that ended well are found in the store then.
+    """
     literals = _flytekit_get(*args)
-    store = Store.default()
-    if literals is None or all(store.hold(folder) for folder in folders(literals)):
-        return literals
-    return None
+    if literals is None:
+        return None
+    found, store = literals.to_flyte_idl(), Store.default()
+    is_whole = all(store.hold(folder) for folder in folders(found))
+    return literals if is_whole and not has_lost_points(found) else None

@@ -12,6 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.base_task import Task
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.promise import Promise
@@ -176,12 +177,14 @@ class Recorder:
             self._mark(call, name, promise)
         artifacts = _artifacts(call.entity, outputs) if call.is_stage else []
         # A stage may pass an input on, as `promote` does; only what it made itself is its own.
-        own = call.entity.name.rpartition(".")[2]
+        own = _own_name(call.entity)
         made = [each for each in artifacts if each.stage.split()[0] == own]
         manifests = [(each.folder, each.manifest) for each in artifacts]
         costs = [] if call.state == "cached" else [m.cost for _, m in manifests if _is(m, own)]
         cost = _sum(costs)
         summary = ", ".join(each.summary for each in made if each.summary)
+        if isinstance(call.entity, ArrayNodeMapTask):
+            summary = f"{len(made)} points ended well"
         self._writer.end_node(
             call.node,
             NodeEnd(
@@ -262,20 +265,27 @@ def _kind(entity: Task | WorkflowBase) -> Kind:
     return "dynamic" if is_dynamic else "task"
 
 
+def _own_name(entity: Task | WorkflowBase) -> str:
+    """Without its module; a mapped task has that of the task it maps, and not flytekit's for it."""
+    mapped = entity.python_function_task if isinstance(entity, ArrayNodeMapTask) else entity
+    return str(mapped.name).rpartition(".")[2]
+
+
 def _node_name(entity: Task | WorkflowBase, inputs: dict[str, Any]) -> str:
-    name = str(entity.name).rpartition(".")[2]
+    name = _own_name(entity)
     iteration = inputs.get("iteration")
     return f"{name} {iteration}" if isinstance(iteration, int) else name
 
 
 def _artifacts(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Artifact]:
-    """What a stage returned, as records."""
+    """What a stage returned, as records; of a mapped one, those of the points that ended well."""
     ctx = FlyteContextManager.current_context()
     values = [
         TypeEngine.to_python_value(ctx, promise.val, entity.python_interface.outputs[name])
         for name, promise in outputs.items()
     ]
-    return [value for value in values if isinstance(value, Artifact)]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    return [part for part in parts if isinstance(part, Artifact)]
 
 
 def _is(manifest: Manifest, stage: str) -> bool:

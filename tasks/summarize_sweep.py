@@ -26,6 +26,10 @@ def summarize_sweep(config: SummaryStage, reports: list[Report | None]) -> Summa
         if report is not None
     ]
 
+    failed = [
+        values for values, report in zip(config.points, reports, strict=True) if report is None
+    ]
+
     def work(folder: Path) -> Made:
         figures = [(values, report.metrics[_METRIC]) for values, report in ended]
         rows = group_by_settings(figures, apart=SEED, confidence=config.confidence)
@@ -38,9 +42,19 @@ def summarize_sweep(config: SummaryStage, reports: list[Report | None]) -> Summa
             )
             for values, report in ended
         }
-        deck = completions_html(rows) + curves_svg("reward", lines)
+        shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
+        deck = completions_html(shown) + curves_svg("reward", lines)
+        if failed:
+            deck += f"<p>{len(failed)} of {len(reports)} points failed:</p>" + completions_html(
+                failed
+            )
         return Made("sweep", "json", summary, deck=deck)
 
     parents = {f"point {place}": report for place, (_, report) in enumerate(ended)}
     fields = make("summarize_sweep", config=config, parents=parents, work=work)
     return SweepReport(**fields)
+
+
+def _shown(value: object) -> object:
+    """A setting that was run once has no interval."""
+    return "-" if value is None else value

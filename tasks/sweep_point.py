@@ -6,6 +6,7 @@ interrupted goes on from its last save, and one that was run before as a workflo
 """
 
 import json
+import logging
 from pathlib import Path
 
 from nemo_rl_core.infra.files import write_atomic
@@ -18,6 +19,7 @@ from tasks.grpo_iteration import grpo_iteration
 from tasks.resources import TRAIN
 from tasks.stage import cached_task, make
 
+logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
 _CURVE = "reward"
 
 
@@ -48,7 +50,13 @@ def sweep_point(
 
     parents: dict[str, Artifact] = {"start": start, "train": train}
     parents |= {"validation": validation, "questions": questions}
-    fields = make("sweep_point", config=config, parents=parents, work=work)
+    try:
+        fields = make("sweep_point", config=config, parents=parents, work=work)
+    except Exception as error:
+        # Where points may fail, flytekit drops the error, and nobody would learn of it.
+        logger.warning("sweep_point failed: %s", str(error).splitlines()[0])
+        logger.info("sweep_point failed", exc_info=True)
+        raise
     found = json.loads((Path(fields["directory"].path) / "point.json").read_text())
     return PointReport(**fields, **found)
 

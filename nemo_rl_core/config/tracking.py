@@ -57,5 +57,6 @@ class TrackingConfig(FrozenConfig):
         sample_machine_every_seconds: How often this machine's load is read; None for never.
     """
 
-    trackers: tuple[TrackerConfig, ...] = ()
+    # A list, since flytekit knows no tuples in records, and says so at every import.
+    trackers: list[TrackerConfig] = Field(default_factory=list)
     sample_machine_every_seconds: PositiveFloat | None = 10.0

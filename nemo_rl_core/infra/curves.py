@@ -82,7 +82,8 @@ def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
 def _svg(parts: Sequence[str], *, height: int = _HEIGHT) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="sans-serif">'
+        # A long name in a legend goes on beyond the chart rather than being cut.
+        f'viewBox="0 0 {_WIDTH} {height}" overflow="visible" role="img" font-family="sans-serif">'
         f"{''.join(parts)}</svg>"
     )
 

@@ -1,5 +1,6 @@
 """Displays of a run: one live line where there is a terminal, a plain line a step where not."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -165,17 +166,22 @@ class RichDisplay:
         self._console.size = os.get_terminal_size(self._stream.fileno())
 
 
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
 _COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
     ("CPU s", lambda cost: f"{cost.cpu_seconds:.1f}" if cost.cpu_seconds else ""),
     ("GPU s", lambda cost: f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else ""),
-    ("TFLOPs", lambda cost: f"{cost.flops / 1e12:.3g}" if cost.flops else ""),
+    ("FLOPs", lambda cost: _scaled(cost.flops) if cost.flops else ""),
     ("MFU", lambda cost: f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else ""),
     ("money", lambda cost: f"{cost.money:.4f} {cost.currency}" if cost.money is not None else ""),
 )
 
 
 def summary_table(records: Sequence[StageRecord]) -> Table:
-    """The table at the end of a run: a line a stage, and the sums; only columns with a figure."""
+    """The table at the end of a run: a line a stage, and the sums; only columns with a figure.
+
+    Notes are left out: each was told when its stage ended, and figures need the width.
+    """
     table = Table(title="stages")
     for heading in ("stage", "state"):
         table.add_column(heading, no_wrap=True)
@@ -184,16 +190,14 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
     shown = [column for column in _COST_COLUMNS if any(map(column[1], costs))]
     for heading in ("seconds", "tokens", "peak GiB", *(name for name, _ in shown)):
         table.add_column(heading, justify="right")
-    table.add_column("note")
     for record in records:
         table.add_row(
             Text(record.name),
             Text(_shown_state(record), style=_STATE_STYLES[record.state]),
             f"{record.seconds:.1f}",
             f"{record.tokens:,}" if record.tokens else "",
-            f"{record.peak_memory_gib:.2f}" if record.peak_memory_gib else "",
+            _gib(record.peak_memory_gib),
             *(say(record.cost) for _, say in shown),
-            Text(record.note),
         )
     table.add_section()
     table.add_row(
@@ -201,11 +205,21 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
         "",
         f"{sum(record.seconds for record in records):.1f}",
         f"{sum(record.tokens for record in records):,}",
-        f"{max((record.peak_memory_gib for record in records), default=0.0):.2f}",
+        _gib(max((record.peak_memory_gib for record in records), default=0.0)),
         *(say(total) for _, say in shown),
-        "",
     )
     return table
+
+
+def _gib(size: float) -> str:
+    return f"{size:.2f}" if size else ""
+
+
+def _scaled(flops: float) -> str:
+    """Three digits with the prefix of a thousand's power: 159 M, 2.1 T."""
+    rounded = float(f"{flops:.3g}")  # first, so that 999.9 G becomes 1 T and not 1e+03 G
+    power = min(max(int(math.log10(rounded)) // 3, 0), len(_PREFIXES) - 1)
+    return f"{rounded / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
 
 
 def _shown_state(record: StageRecord) -> str:

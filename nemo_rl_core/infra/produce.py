@@ -42,6 +42,17 @@ VOLATILE = (
 """Files of an artifact that hold times; they are left out of its content hash."""
 
 
+def hash_content(folder: Path) -> str:
+    """What an artifact's manifest calls its content hash."""
+    return hash_folder(folder, exclude=VOLATILE)
+
+
+def hash_weights(folder: Path) -> str | None:
+    """What an artifact's manifest calls its weights' hash; None where it holds no model."""
+    model = folder / "model"
+    return hash_folder(model, exclude=(CARD,)) if model.is_dir() else None
+
+
 @dataclass(frozen=True)
 class Made:
     """What the work of a stage has put into its folder.
@@ -173,13 +184,12 @@ def cost_html(cost: Cost) -> str:
 
 def _manifest(inputs: Inputs, made: Made, folder: Path, cost: Cost) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
-    weights = folder / "model"
     return Manifest(
         kind=made.kind,
         format=made.format,
         stage=f"{inputs.stage} {inputs.part}".strip(),
-        content_hash=hash_folder(folder, exclude=VOLATILE),
-        weights_hash=hash_folder(weights, exclude=(CARD,)) if weights.is_dir() else None,
+        content_hash=hash_content(folder),
+        weights_hash=hash_weights(folder),
         step=made.step,
         config_hash=config_hash(inputs.settings),
         config=inputs.settings,

@@ -19,9 +19,8 @@ from typing import Literal
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_reading, path_of
 from nemo_rl_core.infra import locks
-from nemo_rl_core.infra.files import hash_folder
 from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import VOLATILE
+from nemo_rl_core.infra.produce import hash_content, hash_weights
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.leftovers import DAMAGED
 
@@ -170,12 +169,11 @@ def _damage(folder: Path, manifest: Manifest) -> Iterator[str]:
     stage = manifest.stage.partition(" ")[0]
     if not folder.name.startswith(f"{stage}-"):
         yield f"its manifest is of a {stage}"
-    content = hash_folder(folder, exclude=VOLATILE)
+    content = hash_content(folder)
     if content != manifest.content_hash:
         yield _differs("content", manifest.content_hash, content)
     if manifest.weights_hash is not None:
-        model = folder / "model"
-        weights = hash_folder(model) if model.is_dir() else "no model/"
+        weights = hash_weights(folder) or "no model/"
         if weights != manifest.weights_hash:
             yield _differs("weights", manifest.weights_hash, weights)
 

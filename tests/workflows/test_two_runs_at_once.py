@@ -39,7 +39,7 @@ def _trainings(store: Store) -> int:
     with closing(open_for_reading(store)) as database:
         rows = database.execute(
             "SELECT DISTINCT nodes.execution FROM metrics JOIN nodes ON nodes.id = metrics.node "
-            "WHERE nodes.name LIKE 'train_sft%'"
+            "WHERE nodes.name LIKE 'train_sft%' AND metrics.name = 'loss'"
         )
         return len(rows.fetchall())
 
@@ -89,7 +89,7 @@ def test_different_recipes_with_collections_beside_them(
         finally:
             ended.set()  # what the first run to end has made belongs to nobody then
 
-    other = sft_recipe | {"sft": sft_recipe["sft"] | {"learning_rate": 0.001}}
+    other = sft_recipe | {"sft": sft_recipe["sft"] | {"learning_rate": 0.002}}
     with ThreadPoolExecutor() as pool:
         collector = pool.submit(collect)
         runs = list(pool.map(run, [sft_recipe, other]))

@@ -88,6 +88,21 @@ def test_money_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Prices.here()
 
 
+def test_the_example_of_a_table_can_be_read_as_it_is_and_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Path(__file__).parents[3] / "deployment" / "prices.yaml"
+    monkeypatch.setenv("NEMO_RL_PRICES", str(example))
+    assert Prices.here() == Prices()
+    # The lines behind the prose, with figures in their places.
+    _, table = example.read_text().split("#\n")
+    filled = tmp_path / "prices.yaml"
+    filled.write_text(table.replace("\n# ", "\n").removeprefix("# ").replace("...", "2.5"))
+    monkeypatch.setenv("NEMO_RL_PRICES", str(filled))
+    gpus = {"H100 PCIe": 2.5, "H100": 2.5}
+    assert Prices.here() == Prices(currency="EUR", cpu_core_hour=2.5, gpu_hour=gpus)
+
+
 class Workers:
     """Two processes elsewhere."""
 
@@ -134,8 +149,10 @@ def test_the_table_shows_what_there_is_to_show() -> None:
         return str(console.file.getvalue())  # type: ignore[attr-defined]
 
     assert "CPU s" not in shown(Cost())
-    bare = shown(Cost(cpu_seconds=1.25, flops=2e12), Cost(cpu_seconds=2.5, flops=1e12))
-    assert all(word in bare for word in ("CPU s", "1.2", "2.5", "3.8", "TFLOPs", " 3 "))
+    bare = shown(Cost(cpu_seconds=1.25, flops=3e12 - 1.59e8), Cost(cpu_seconds=2.5, flops=1.59e8))
+    assert all(word in bare for word in ("CPU s", "1.2", "2.5", "3.8", " FLOPs", " 3 T "))
+    assert " 159 M " in bare
+    assert " 1 T " in shown(Cost(flops=999.9e9))
     assert "money" not in bare and "MFU" not in bare
     priced = shown(Cost(money=0.5, currency="EUR", mfu=0.25), Cost(money=0.25, currency="EUR"))
     assert all(word in priced for word in ("0.5000 EUR", "0.7500 EUR", "25.0 %"))

@@ -198,9 +198,9 @@ def test_summary_table_shows_every_stage_and_the_sums() -> None:
     ]
     Console(file=stream, width=100).print(summary_table(records))
     rows = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in stream.getvalue().splitlines()]
-    assert ["prepare [bold]", "CACHED", "0.2", "", "", ""] in rows
-    assert ["sft", "ran", "10.5", "1,200", "1.25", "0.40"] in rows
-    assert ["total", "", "30.8", "1,500", "1.25", ""] in rows
+    assert ["prepare [bold]", "CACHED", "0.2", "", ""] in rows
+    assert ["sft", "ran", "10.5", "1,200", "1.25"] in rows
+    assert ["total", "", "30.8", "1,500", "1.25"] in rows
 
 
 SCRIPT = """

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.produce import CARD, Inputs, Made, produce
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.verify import repair, verify
 from tasks.cli.verify import verify as command
@@ -31,6 +32,23 @@ def test_a_sound_store(small: Small, lineage: Lineage) -> None:
     assert (verdict.num_artifacts, verdict.findings, verdict.is_sound) == (4, (), True)
     folders = [path for path in small.store.artifacts.rglob("*") if path.is_file()]
     assert verdict.num_bytes == sum(path.stat().st_size for path in folders)
+
+
+def test_a_model_with_its_card_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `export` makes it: the card lies among the weights, and is none of them."""
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+
+    def work(folder: Path) -> Made:
+        (folder / "model").mkdir()
+        (folder / "model" / "model.safetensors").write_text("weights")
+        (folder / "model" / CARD).write_text("took 3 s")
+        return Made("model", "hf")
+
+    folder = produce(Inputs("export", {}), work)
+    assert _problems(Store(tmp_path)) == []
+    (folder / "model" / "model.safetensors").write_text("other weights")
+    found = verify(Store(tmp_path)).findings
+    assert [each.problem.split(" are ")[0] for each in found] == ["its content", "its weights"]
 
 
 def _flip_a_bit(folder: Path) -> None:

@@ -11,6 +11,7 @@ from tasks.artifacts import (
     EvalReport,
     LineageReport,
     PromotionDecision,
+    SweepReport,
 )
 from tasks.closing import closing_lines
 
@@ -82,3 +83,8 @@ def test_the_command_that_chats_exists() -> None:
     import importlib.util
 
     assert importlib.util.find_spec("nemo_rl_core.evals.chat") is not None
+
+
+def test_a_sweep_ends_with_its_summary(tmp_path: Path) -> None:
+    lines = closing_lines([make(SweepReport, tmp_path, "summarize_sweep", summary="4 of 4 points")])
+    assert lines == ["4 of 4 points", f"summary: {tmp_path / 'deck.html'}"]

@@ -60,7 +60,7 @@ from tasks.experiments.sft import SFTExperiment
 from workflows.sft import sft
 rows = Path(sys.argv[1])
 rows.write_text('{"prompt": "1+1=", "answer": "2"}\\\\n{"prompt": "", "answer": "3"}\\\\n')
-data = {"kind": "file", "train": str(rows), "validation": str(rows)}
+data = {"kind": "file", "train": str(rows), "validation": str(rows), "max_prompt_tokens": 16}
 try:
     sft(config=SFTExperiment.model_validate({"data": data}))
 except Exception as error:

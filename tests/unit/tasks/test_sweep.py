@@ -74,6 +74,8 @@ def test_the_summary_gathers_points_over_seeds(
     deck = (summary.folder / "deck.html").read_text()
     assert deck.count("<polyline") == 3
     assert "seed 1, rate 1" in deck
+    assert "1 of 4 points failed" in deck
+    assert "None" not in deck
     assert len(summary.manifest.parents) == 3
 
 

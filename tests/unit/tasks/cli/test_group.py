@@ -35,6 +35,16 @@ finally:
         assert line in done.stdout
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_entry_of_the_table_is_a_command_of_that_name(name: str) -> None:
+    result = CliRunner().invoke(cli.group, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"Usage: nemo-rl {name} " in result.output
+    command = cli.group.get_command(click.Context(cli.group), name)
+    assert command is not None
+    assert command.name == name
+
+
 def test_a_misspelt_command_is_refused() -> None:
     result = CliRunner().invoke(cli.group, ["gcc"])
     assert result.exit_code == 2

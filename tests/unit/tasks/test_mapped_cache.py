@@ -1,0 +1,82 @@
+"""Local runs of a mapped stage: what its cached list promises when points fail or folders go."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from flytekit import map_task, workflow
+
+import workflows
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.infra.produce import Made
+from tasks.artifacts import Dataset, DatasetArtifact
+from tasks.stage import cached_task, choice, make
+
+assert workflows  # wraps flytekit's local execution when it is imported
+_worked: list[str] = []
+"""Names of the points whose work has begun since the last run did."""
+_broken: set[str] = set()
+"""Names of points that fail, for now."""
+
+
+class Point(FrozenConfig):
+    name: str
+
+
+@cached_task()
+def measured(config: Point) -> Dataset:
+    def work(folder: Path) -> Made:
+        _worked.append(config.name)
+        if config.name in _broken:
+            raise ConnectionError("the judge does not answer")
+        (folder / "name.txt").write_text(config.name)
+        return Made("report", "text", config.name)
+
+    return DatasetArtifact(**make("measured", config=config, parents={}, work=work))
+
+
+@choice
+def mapped(names: list[str]) -> list[Dataset | None]:
+    return map_task(measured, min_success_ratio=0.5)(config=[Point(name=name) for name in names])
+
+
+@workflow
+def sweep(names: list[str]) -> list[Dataset | None]:
+    return mapped(names=names)
+
+
+def run(*names: str) -> list[Dataset | None]:
+    _worked.clear()
+    made: list[Dataset | None] = sweep(names=list(names))
+    return made
+
+
+@pytest.mark.usefixtures("own_store")
+def test_a_point_that_failed_is_tried_again_and_the_others_are_not(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    _broken.add("b")
+    made = run("a", "b", "c")
+    assert [report and report.summary for report in made] == ["a", None, "c"]
+    output = capfd.readouterr().out
+    assert output.startswith("measured  started\nmeasured  ran  ")
+    assert "  2 points ended well\n" in output
+    assert run("a", "b", "c")[1] is None
+    assert _worked == ["b"]
+    _broken.clear()
+    mended = run("a", "b", "c")
+    assert [report and report.summary for report in mended] == ["a", "b", "c"]
+    assert _worked == ["b"]
+    run("a", "b", "c")
+    assert _worked == []
+
+
+@pytest.mark.usefixtures("own_store")
+def test_a_point_whose_folder_is_gone_is_measured_again() -> None:
+    first, _ = run("a", "b")
+    assert first is not None
+    shutil.rmtree(first.folder)
+    again, _ = run("a", "b")
+    assert _worked == ["a"]
+    assert again is not None
+    assert again.folder.is_dir()

@@ -1,0 +1,78 @@
+"""A sweep by the real command: points side by side, of which some fail; then the same again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+
+pytestmark = pytest.mark.slow
+
+SWEEP = ("sweep", "sweep")
+RATES = [1e-4, 2e-4]
+REWARD, BROKEN = (f"tests.workflows.rewards:{name}" for name in ("digits", "out_of_reach"))
+
+
+@pytest.fixture(scope="module")
+def swept(recipe: dict[str, Any]) -> dict[str, Any]:
+    short = {
+        **recipe,
+        "environment": {"kind": "function", "target": REWARD},
+        "grpo": {**recipe["grpo"], "num_iterations": 1, "num_steps_per_iteration": 2},
+    }
+    over = {"grpo.learning_rate": RATES, "environment.target": [REWARD, BROKEN]}
+    return {"base": short, "over": over, "min_success_ratio": 0.5}
+
+
+@pytest.fixture(scope="module")
+def whole(
+    swept: dict[str, Any], run_recipe: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    finished = run_recipe(swept, tmp_path_factory.mktemp("sweep") / "store", SWEEP)
+    assert finished.exit_code == 0, finished.output[-3000:]
+    return finished
+
+
+def test_points_begin_alike_and_are_summed_up(whole: Run) -> None:
+    assert whole.stages("ran") == [
+        "prepare_model",
+        "prepare_data",
+        "train_sft",
+        "sweep_point",
+        "summarize_sweep",
+    ]
+    rows = json.loads((whole.artifact("summarize_sweep") / "sweep.json").read_text())
+    assert [row["grpo.learning_rate"] for row in rows] == RATES
+    assert {row["environment.target"] for row in rows} == {REWARD}
+    deck = (whole.artifact("summarize_sweep") / "deck.html").read_text()
+    assert deck.count("<polyline") == len(RATES)
+
+
+def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
+    whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
+) -> None:
+    told = "sweep_point failed: 16 of 16 rollouts could not be judged"
+    assert whole.lines.count(told) == len(RATES)
+    before = {path.name for path in (whole.store / "artifacts").iterdir()}
+    good = {**swept, "over": {**swept["over"], "environment.target": [REWARD]}}
+    again = run_recipe(good, whole.store, SWEEP)
+    assert again.exit_code == 0, again.output[-3000:]
+    made = {path.name for path in (again.store / "artifacts").iterdir()} - before
+    assert [name.rpartition("-")[0] for name in made] == ["summarize_sweep"]
+    third = run_recipe(good, whole.store, SWEEP)
+    assert third.stages("ran") == []
+    assert third.exit_code == 0
+
+
+def test_too_few_points_end_the_sweep(
+    whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
+) -> None:
+    failed = run_recipe({**swept, "min_success_ratio": 0.75}, whole.store, SWEEP)
+    assert failed.exit_code == 1
+    assert "rollouts could not be judged" in failed.output
+    assert "Traceback" not in failed.output
+    record = next((Path(whole.store) / "failures").glob("*-sweep.json"))
+    assert "could not be judged" in json.loads(record.read_text())["error"]
