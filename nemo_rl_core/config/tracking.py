@@ -1,6 +1,5 @@
 """Where the metrics of a run go besides its own record."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
@@ -12,14 +11,14 @@ class JsonLinesTracker(FrozenConfig):
     """Appends `{"stage": ..., "step": ..., "loss": ...}` to a file, a line a step."""
 
     kind: Literal["jsonl"] = "jsonl"
-    path: Path
+    path: str = Field(min_length=1)
 
 
 class TensorBoardTracker(FrozenConfig):
     """Event files for TensorBoard, in a folder a run below `folder`."""
 
     kind: Literal["tensorboard"] = "tensorboard"
-    folder: Path
+    folder: str = Field(min_length=1)
 
 
 class MlflowTracker(FrozenConfig):
@@ -40,7 +39,7 @@ class WandbTracker(FrozenConfig):
     project: str = Field(default="nemo-rl-flow", min_length=1)
     entity: str | None = None
     mode: Literal["online", "offline"] = "online"
-    folder: Path | None = None
+    folder: str | None = None
 
 
 TrackerConfig = Annotated[

@@ -27,9 +27,9 @@ def open_tracker(config: TrackerConfig, run: str) -> Tracker:
     """
     match config:
         case JsonLinesTracker():
-            return JsonLines(config.path)
+            return JsonLines(Path(config.path))
         case TensorBoardTracker():
-            return TensorBoard(config.folder / run)
+            return TensorBoard(Path(config.folder) / run)
         case MlflowTracker():
             return Mlflow(config, run)
         case WandbTracker():
@@ -119,7 +119,7 @@ class Wandb:
             entity=config.entity,
             name=run,
             mode=config.mode,
-            dir=str(config.folder.expanduser()) if config.folder else None,
+            dir=str(Path(config.folder).expanduser()) if config.folder else None,
             reinit="create_new",
             # What the machine does is sampled here, once for all trackers; code stays at home.
             settings=wandb.Settings(
