@@ -8,17 +8,24 @@ from typing import Any
 
 from nemo_rl_core.errors import ModelError
 
+_WHOLE_IN_ITS_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes, by their old name and their new one, of a tokenizer that tokenizer.json says all of."""
+
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """The tokenizer that lies in a model folder.
+    """The tokenizer that lies in a model folder, of the class that its settings name.
 
     Raises:
         ModelError: If there is none that transformers can load.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        # Beside the config of some families, such as Qwen2, `AutoTokenizer` takes the family's
+        # class whatever the settings say: it would split texts, and drop characters, as that does.
+        is_whole = _is_whole_in_its_file(model_folder)
+        loader = PreTrainedTokenizerFast if is_whole else AutoTokenizer
+        tokenizer = loader.from_pretrained(model_folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the model folder {model_folder.name!r} has no tokenizer that transformers can load",
@@ -36,6 +43,15 @@ def load_tokenizer(model_folder: Path) -> Any:
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
     return tokenizer
+
+
+def _is_whole_in_its_file(model_folder: Path) -> bool:
+    """Not so for a hub name: what AutoTokenizer makes of that is what its users know."""
+    settings = model_folder / "tokenizer_config.json"
+    if not settings.is_file() or not (model_folder / "tokenizer.json").is_file():
+        return False
+    declared: dict[str, Any] = json.loads(settings.read_text())
+    return "auto_map" not in declared and declared.get("tokenizer_class") in _WHOLE_IN_ITS_FILE
 
 
 def copy_description(source: Path, folder: Path, *, dtype: str | None = None) -> None:

@@ -26,7 +26,7 @@ def build_arithmetic_tokenizer() -> Any:
         >>> build_arithmetic_tokenizer().encode("1+2=")
         [5, 14, 6, 17]
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {
@@ -36,6 +36,9 @@ def build_arithmetic_tokenizer() -> Any:
     # (?m) is Oniguruma's word for a dot that matches line breaks too.
     core.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")
     core.decoder = decoders.Fuse()
+    # Beside a Qwen2 config, `AutoTokenizer` reads every tokenizer.json as one of Qwen2, whose words
+    # know no plain space. An added token is found before a text is split, by either of them.
+    core.add_tokens([AddedToken(" ", normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=_PAD,

@@ -22,7 +22,9 @@ from nemo_rl_core.types import Rollout
 
 
 class Sampler(AbstractContextManager["Sampler"]):
-    """An engine with a model's weights, its tokenizer, and a scorer; ends the scorer at exit.
+    """An engine with a model's weights, its tokenizer, and a scorer.
+
+    At exit the scorer ends, and the engine gives a GPU's memory away.
 
     Args:
         session: Where the engine runs.
@@ -103,5 +105,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         scored = iter(self._scorer.judged([each for each in rollouts if each.error is None]))
         return [next(scored) if each.error is None else each for each in rollouts]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self._scorer.close()
+        if kind is None:  # the workers live on, and whoever comes next may need a GPU's memory
+            self.generation.finish_generation()

@@ -249,7 +249,7 @@ def test_the_documents_words_start_an_engine_a_bundle(
     generator.shutdown()
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
 def test_an_engine_over_two_workers_draws_as_one_does(
     two_bundles: RayVirtualCluster,
     engine: VllmGeneration,

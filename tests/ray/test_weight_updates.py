@@ -25,7 +25,7 @@ from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.weight_line import _lines
+from nemo_rl_core.models.weight_line import _lines, close_line
 
 HF = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=60)
 PROMPTS = BatchedDataDict(
@@ -123,6 +123,9 @@ def test_an_engine_holds_what_the_policy_has_to_the_bit(
     nothing_left: None,
 ) -> None:
     policy = make_policy()
+    for used_before in list(_lines):  # engines of other tests, with the same trainer
+        close_line(used_before)
+    assert pages_held(policy) == 0
     if kind == "streaming":
         engine: Generation = StreamingGeneration(session, generation_setup)
     elif kind == "vllm":

@@ -133,6 +133,7 @@ class VllmBackend(ReceivesWeights):
         """
         from vllm import SamplingParams
 
+        self.wake()
         self._llm.reset_prefix_cache()
         rows = [
             ids[:length].tolist()

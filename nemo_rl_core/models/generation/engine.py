@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +170,22 @@ class Generation(GenerationInterface):
             ) from lost
 
     def prepare_for_generation(self) -> None:
-        """Takes the GPU's memory back; on a CPU, engines keep theirs."""
-        self._tell("wake")
+        """Takes the GPU's memory back; on a CPU, engines keep theirs.
 
-    def finish_generation(self) -> None:
-        """Gives the GPU's memory away, for training to use; the next call takes it back."""
-        self._tell("sleep")
-
-    def _tell(self, method: str) -> None:
-        """Workers that are lost are started again, with the weights that they had."""
+        Workers that are lost are started again, with the weights that they had.
+        """
         try:
-            self._workers.run_all_workers_single_data(method)
+            self._workers.run_all_workers_single_data("wake")
         except WorkerLostError as lost:
             self._restart(lost)
+
+    def finish_generation(self) -> None:
+        """Gives the GPU's memory away, for training to use; the next call takes it back.
+
+        Workers that are lost hold none of it. The next call that needs them starts them again.
+        """
+        with suppress(WorkerLostError):
+            self._workers.run_all_workers_single_data("sleep")
 
     def update_weights(self, policy: Policy) -> None:
         """Takes over the policy's weights and compares checksums of what was sent and arrived.

@@ -1,0 +1,64 @@
+"""A tokenizer that lies beside a model's config is read as it was saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, Qwen2Config
+
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
+from nemo_rl_core.errors import ModelError
+
+BUILT = build_arithmetic_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a model that starts from its config is saved with, its weights left out."""
+    made = tmp_path_factory.mktemp("saved")
+    Qwen2Config(vocab_size=len(BUILT)).save_pretrained(made)
+    BUILT.save_pretrained(made)
+    return made
+
+
+def test_spaces_and_unknown_characters_are_kept_beside_a_qwen2_config(folder: Path) -> None:
+    loaded = load_tokenizer(folder)
+    assert loaded.encode("1 + 2=") == [5, 18, 14, 18, 6, 17]
+    assert loaded.encode("a1\n") == [3, 5, 3]
+    assert loaded.decode([5, 18, 14, 18, 6, 17]) == "1 + 2="
+
+
+def test_it_is_the_same_after_it_was_loaded_and_saved_again(folder: Path, tmp_path: Path) -> None:
+    load_tokenizer(folder).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def auto(folder: Path) -> Any:
+    """As vLLM and other users of an exported model load it."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_auto_tokenizer_is_what_misreads(auto: Any) -> None:
+    """What the two tests around this one are for; once it fails, they may go."""
+    assert type(auto).__name__ == "Qwen2Tokenizer"
+
+
+@given(text=st.text(alphabet=CHARACTERS, max_size=30))
+def test_auto_tokenizer_sees_the_same_ids(auto: Any, text: str) -> None:
+    ids = BUILT.encode(text)
+    assert auto.encode(text) == ids
+    assert auto.decode([*ids, BUILT.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_settings_that_are_no_json_are_refused(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X"})[:-1])
+    with pytest.raises(ModelError, match="no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path)
