@@ -218,7 +218,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     node = failed.begin_node("train_sft", task="tasks.train_sft.train_sft", kind="task")
     assert node is not None
     made.nodes["failed"] = node
-    failed.retry_node(node, error="the first time", resumed_from_step=7)
+    failed.resumed(node, 7)
     failed.end_node(node, NodeEnd("failed", error=HOSTILE))
     failed.end("failed", HOSTILE)
     yield made
