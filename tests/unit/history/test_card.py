@@ -1,6 +1,7 @@
 """Model cards, and what two artifacts differ in."""
 
 import hashlib
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from nemo_rl_core.history.card import evaluations_behind, model_card
-from nemo_rl_core.history.equality import compare_artifacts
+from nemo_rl_core.history.equality import TensorDifference, compare_artifacts
 from nemo_rl_core.infra.lineage import Cost, Manifest, write_ancestors
 
 FIGURES = {
@@ -128,3 +129,20 @@ def test_which_tensor_differs_and_by_how_much(tmp_path: Path) -> None:
     assert (found["a"].largest, found["a"].share) == (0.5, 0.25)
     assert found["b"].what == "(2, 2) torch.float32 and (4,) torch.float32"
     assert found["c"].what == "only the second has it"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "far"),
+    [(1.0, 1.0 + 2**-23, 2**-23), (0.0, -0.0, 0.0), (1.0, math.nan, math.inf)],
+)
+def test_one_bit_on_the_disk_is_seen_whatever_the_manifest_says(
+    tmp_path: Path, before: float, after: float, far: float
+) -> None:
+    weights = torch.full((4,), 7.0)
+    folders = []
+    for name, value in (("one", before), ("other", after)):
+        weights[2] = value
+        folders.append(with_weights(tmp_path / name, {"w": weights, "n": weights * math.nan}, "a"))
+    result = compare_artifacts(*folders)
+    assert (result.to_the_bit, result.content, result.weights) == (False, False, False)
+    assert result.tensors == (TensorDifference("w", "differs", far, 0.25),)
