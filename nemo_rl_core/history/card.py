@@ -197,7 +197,7 @@ def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
         "|---|---|---|",
     ]
     for each in evaluations:
-        which = "**this model**" if _is_of(each, manifest) else each.checkpoint.stage
+        which = "**this model**" if _is_of(each, manifest) else _cell(each.checkpoint.stage)
         if each.accuracy:
             figure = "{:.3f} [{:.3f}, {:.3f}]".format(*each.accuracy)
             lines.append(f"| {which} | {figure} | {each.num_rows} |")

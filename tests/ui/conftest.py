@@ -140,6 +140,9 @@ def _first_run(made: Made) -> None:
         for step in range(1, 5):
             values = {"reward": 0.1 * step * k, "loss": math.nan if step == 2 else 1 / step}
             writer.log_metrics(target, step, {"global_step": 4.0 * (k - 1) + step, **values})
+        for second in (20 * k, 20 * k + 1):  # the second of a run is not the step of a training
+            sent = {"machine/network_sent_mib": 1000.0 + second, "machine/memory_total_gib": 8.0}
+            writer.log_metrics(target, second, sent)
         after = made.artifact(name, f"6ad{k}", "checkpoint", before[0], data[0], lr=0.1 * k)
         records = RolloutRecords(after[0] / "rollouts")
         records.save(1, [_rollout(0.0, HOSTILE, 0), _rollout(1.0, "four", 1)])

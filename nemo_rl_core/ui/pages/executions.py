@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_rl_core.history.records import Execution, Node, Page, State
-from nemo_rl_core.ui import curves, graph, logs
+from nemo_rl_core.ui import curves, graph, load, logs
 from nemo_rl_core.ui.figures import total_cost
 from nemo_rl_core.ui.pages.parameters import day, history_of, offset, word
 from nemo_rl_core.ui.templating import render
@@ -163,7 +163,8 @@ def curves_view(request: Request, run: Execution) -> dict[str, Any]:
         shown = stage.names[: 4 * curves.SHOWN if wanted else curves.SHOWN]
         drawn = curves.draw(curves.lines(history, stage.nodes, shown))
         sections.append((stage, drawn, len(stage.names) - len(shown)))
-    return {"metric": wanted, "sections": sections}
+    machine = load.draw(history, history.nodes(run.id), wanted=wanted)
+    return {"metric": wanted, "sections": sections, "machine": machine}
 
 
 @_view("log")
