@@ -50,13 +50,11 @@ def stages(history: History, execution: str, *, wanted: str = "") -> list[StageC
     """
     by_task: dict[str, list[Node]] = {}
     names: dict[str, set[str]] = {}
+    measured = history.metric_names_of(execution)
     for node in history.nodes(execution):
-        if node.kind != "task":
-            continue
-        found = history.metric_names(node.id)
-        if found:
+        if node.kind == "task" and node.id in measured:
             by_task.setdefault(node.task, []).append(node)
-            names.setdefault(node.task, set()).update(found)
+            names.setdefault(node.task, set()).update(measured[node.id])
     chosen = {task: ordered(names[task], wanted) for task in by_task}
     return [
         StageCurves(task, tuple(nodes), chosen[task])

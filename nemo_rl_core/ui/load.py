@@ -1,6 +1,6 @@
 """What the machine did while stages ran: curves over seconds of the run, not over steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
@@ -10,7 +10,9 @@ PREFIX = "machine/"
 _TOTAL, _CONSTANT = "_mib", "_total_gib"
 
 
-def draw(history: History, nodes: Sequence[Node], *, wanted: str = "") -> list[Chart]:
+def draw(
+    history: History, nodes: Sequence[Node], names: Mapping[int, Sequence[str]], *, wanted: str = ""
+) -> list[Chart]:
     """One chart a figure, over the nodes that did their work in this run.
 
     Totals of what was moved, which the system counts from its start, are shown from the first
@@ -19,15 +21,16 @@ def draw(history: History, nodes: Sequence[Node], *, wanted: str = "") -> list[C
     Args:
         history: Where they are recorded.
         nodes: Of one run.
+        names: Of what each node's record holds, by the node.
         wanted: Only figures whose name holds this; letter case does not count.
     """
     found: dict[str, list[Point]] = {}
     for node in nodes:
-        if node.cached_from is not None:  # its figures are those of another run
-            continue
-        names = [name for name in history.metric_names(node.id) if name.startswith(PREFIX)]
-        for name, points in (history.metrics(node.id, names=names) if names else {}).items():
-            found.setdefault(name, []).extend((float(second), value) for second, value in points)
+        read = [name for name in names.get(node.id, ()) if name.startswith(PREFIX)]
+        if read and node.cached_from is None:  # a hit's figures are those of another run
+            for name, points in history.metrics(node.id, names=read).items():
+                seconds = [(float(second), value) for second, value in points]
+                found.setdefault(name, []).extend(seconds)
     return [
         chart(name.removeprefix(PREFIX), [Series("", _shown(name, points))], axis="seconds")
         for name, points in sorted(found.items())

@@ -90,14 +90,12 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
 def graph_view(request: Request, run: Execution) -> dict[str, Any]:
     """The stages and what flows between them."""
     history = history_of(request)
-    edges = history.edges(run.id)
-    artifacts = {
-        (source, output.name)
-        for source in {edge.source for edge in edges}
-        for output in history.node(source).outputs
-        if output.artifact
-    }
-    found = graph.of_execution(history.nodes(run.id), edges, artifacts=artifacts, now=time.time())
+    found = graph.of_execution(
+        history.nodes(run.id),
+        history.edges(run.id),
+        artifacts=history.artifact_outputs(run.id),
+        now=time.time(),
+    )
     return {"graph": found}
 
 
@@ -163,7 +161,8 @@ def curves_view(request: Request, run: Execution) -> dict[str, Any]:
         shown = stage.names[: 4 * curves.SHOWN if wanted else curves.SHOWN]
         drawn = curves.draw(curves.lines(history, stage.nodes, shown))
         sections.append((stage, drawn, len(stage.names) - len(shown)))
-    machine = load.draw(history, history.nodes(run.id), wanted=wanted)
+    names = history.metric_names_of(run.id)
+    machine = load.draw(history, history.nodes(run.id), names, wanted=wanted)
     return {"metric": wanted, "sections": sections, "machine": machine}
 
 
