@@ -42,6 +42,7 @@ def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Datase
             step=checkpoint.step,
             deck=_deck(result.metrics, result.categories)
             + completions_html(result.rows[:_ROWS_SHOWN]),
+            figures=result.metrics,
         )
 
     parents = {"checkpoint": checkpoint, "validation": validation}

@@ -42,7 +42,14 @@ def evaluate_reward_model(
             f"[{metrics['accuracy_low']:.3f}, {metrics['accuracy_high']:.3f}]"
         )
         deck = completions_html([metrics]) + completions_html(result.rows[:40])
-        return Made("evaluation", "parquet", summary, step=checkpoint.step, deck=deck)
+        return Made(
+            "evaluation",
+            "parquet",
+            summary,
+            step=checkpoint.step,
+            deck=deck,
+            figures=metrics,
+        )
 
     parents = {"checkpoint": checkpoint, "pairs": pairs}
     fields = make("evaluate_reward_model", config=config, parents=parents, work=work)

@@ -30,7 +30,6 @@ from nemo_rl_core.infra.logging import (
     MachineSample,
     StageRecord,
     StageResumed,
-    StageRetried,
     StageStarted,
     publish,
 )
@@ -129,8 +128,6 @@ class Recorder:
                 self._writer.log_metrics(node, second, busy)
             case StageResumed(step):
                 self._writer.resumed(node, step)
-            case StageRetried(error, step):
-                self._writer.retry_node(node, error=error, resumed_from_step=step)
 
     def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> Call:
         name, kind = _node_name(entity, kwargs), _kind(entity)

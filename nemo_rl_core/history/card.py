@@ -3,8 +3,7 @@
 It needs no database, so that it can be written on a cluster, too.
 """
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,36 +11,62 @@ from typing import Any
 import yaml
 
 from nemo_rl_core.history.differences import flat
-from nemo_rl_core.infra.lineage import Ancestor, Cost, Manifest, ancestry, ancestry_of
+from nemo_rl_core.infra.lineage import (
+    Ancestor,
+    Cost,
+    Manifest,
+    ancestry,
+    ancestry_of,
+    recorded_ancestors,
+)
 
 _SHOWN_SETTINGS = 60
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: its manifest, its figures, and the checkpoint that it measured."""
+    """An evaluation's manifest, with its figures, and that of the checkpoint which it measured."""
 
     manifest: Manifest
-    metrics: dict[str, float]
     checkpoint: Manifest
+
+    @property
+    def accuracy(self) -> tuple[float, float, float] | None:
+        """The share of right answers, or of pairs told apart, and the ends of its interval."""
+        figures = self.manifest.figures
+        name = "greedy_accuracy" if "greedy_accuracy" in figures else "accuracy"
+        if name not in figures:
+            return None
+        return figures[name], figures[f"{name}_low"], figures[f"{name}_high"]
+
+    @property
+    def num_rows(self) -> int:
+        """How many prompts, or pairs, that was measured on."""
+        figures = self.manifest.figures
+        return int(figures.get("num_prompts", figures.get("num_pairs", 0)))
+
+    @property
+    def confidence(self) -> float | None:
+        """Of the interval, as the recipe has it."""
+        config = self.manifest.config
+        found = config.get("evaluation", config).get("confidence")
+        return None if found is None else float(found)
 
 
 def evaluations_behind(folder: Path) -> list[Evaluated]:
     """The evaluations among an artifact and its ancestors, oldest first."""
-    manifest = Manifest.read(folder)
-    places = [(folder, manifest)]
-    places += [(Path(a.ref.path), a.manifest) for a in ancestry_of(folder) if a.manifest]
-    found = [_evaluated(place, each) for place, each in places if each.kind == "evaluation"]
+    manifests = [Manifest.read(folder)]
+    manifests += [each.manifest for each in ancestry_of(folder) if each.manifest]
+    recorded = recorded_ancestors(folder)
+    found = [_evaluated(each, recorded) for each in manifests if each.figures]
     return sorted(filter(None, found), key=lambda each: each.manifest.created_at)
 
 
-def _evaluated(folder: Path, manifest: Manifest) -> Evaluated | None:
-    metrics = folder / "metrics.json"
-    kinds = {"checkpoint", "model"}
-    measured = [a for a in ancestry(manifest) if a.depth == 1 and a.ref.kind in kinds]
-    if not metrics.is_file() or not measured or measured[0].manifest is None:
-        return None
-    return Evaluated(manifest, json.loads(metrics.read_text()), measured[0].manifest)
+def _evaluated(manifest: Manifest, recorded: Mapping[str, Manifest]) -> Evaluated | None:
+    for each in ancestry(manifest, recorded):
+        if each.depth == 1 and each.manifest and each.ref.kind in ("checkpoint", "model"):
+            return Evaluated(manifest, each.manifest)
+    return None
 
 
 def model_card(
@@ -91,19 +116,17 @@ def _front_matter(
     hub = sorted({config["name"] for config in _data_configs(known) if config["kind"] == "hub"})
     if hub:
         front["datasets"] = hub
-    results = [_result(each) for each in own if "greedy_accuracy" in each.metrics]
+    results = [_result(each.accuracy[0]) for each in own if each.accuracy]
     if results:
         front["model-index"] = [{"name": title, "results": results}]
     return front
 
 
-def _result(each: Evaluated) -> dict[str, Any]:
+def _result(accuracy: float) -> dict[str, Any]:
     return {
         "task": {"type": "text-generation"},
         "dataset": {"name": "held-out prompts of the recipe", "type": "held-out"},
-        "metrics": [
-            {"type": "accuracy", "name": "greedy", "value": each.metrics["greedy_accuracy"]}
-        ],
+        "metrics": [{"type": "accuracy", "name": "greedy", "value": accuracy}],
     }
 
 
@@ -165,20 +188,19 @@ def _cost(cost: Cost) -> str:
 def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
     if not evaluations:
         return "## Evaluation\n\nNo evaluation of this model is recorded.\n"
+    confidences = sorted({f"{100 * e.confidence:g} %" for e in evaluations if e.confidence})
+    between = f"; in brackets the interval at {' and '.join(confidences)}" if confidences else ""
     lines = [
         "## Evaluation\n",
-        "Greedy answers on held-out prompts; in brackets the interval at 95 %.\n",
+        f"Greedy answers on held-out prompts{between}.\n",
         "| model | accuracy | prompts |",
         "|---|---|---|",
     ]
     for each in evaluations:
-        which = "**this model**" if _is_of(each, manifest) else each.checkpoint.stage
-        metrics = each.metrics
-        if "greedy_accuracy" in metrics:
-            figure = "{:.3f} [{:.3f}, {:.3f}]".format(
-                *(metrics[f"greedy_accuracy{end}"] for end in ("", "_low", "_high"))
-            )
-            lines.append(f"| {which} | {figure} | {metrics.get('num_prompts', 0):.0f} |")
+        which = "**this model**" if _is_of(each, manifest) else _cell(each.checkpoint.stage)
+        if each.accuracy:
+            figure = "{:.3f} [{:.3f}, {:.3f}]".format(*each.accuracy)
+            lines.append(f"| {which} | {figure} | {each.num_rows} |")
     return "\n".join([*lines, ""])
 
 

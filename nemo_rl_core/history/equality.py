@@ -1,9 +1,16 @@
 """Whether two artifacts are the same to the bit, and if not, which tensor is how far off."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nemo_rl_core.infra.files import hash_folder
 from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.produce import CARD, VOLATILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +34,8 @@ class Equality:
     """Two artifacts held against each other.
 
     Attributes:
-        content: Their content hashes are the same.
-        weights: Their weights' hashes are; None where neither has weights.
+        content: All their files that mean anything hold the same bytes.
+        weights: Those of the model do; None where neither has weights.
         tensors: Those that differ, the furthest first.
         num_tensors: How many were compared.
     """
@@ -45,20 +52,26 @@ class Equality:
 
 
 def compare_artifacts(one: Path, other: Path) -> Equality:
-    """Compares hashes, and every tensor of the weights.
+    """Compares the files as they lie on the disk, and every tensor of the weights.
 
     Raises:
         StoreError: If one of the folders is no artifact.
     """
-    first, second = Manifest.read(one), Manifest.read(other)
-    hashes = (first.weights_hash, second.weights_hash)
+    for folder in (one, other):
+        Manifest.read(folder)
+    weights = [_hash(folder / "model", (CARD,)) for folder in (one, other)]
     count, tensors = _compare_tensors(one / "model", other / "model")
     return Equality(
-        content=first.content_hash == second.content_hash,
-        weights=None if hashes == (None, None) else hashes[0] == hashes[1],
+        content=_hash(one, VOLATILE) == _hash(other, VOLATILE),
+        weights=weights[0] == weights[1] if any(weights) else None,
         tensors=tuple(sorted(tensors, key=lambda each: -each.largest)),
         num_tensors=count,
     )
+
+
+def _hash(folder: Path, exclude: Sequence[str]) -> str | None:
+    """Not that of the manifest, which says what was there when it was written."""
+    return hash_folder(folder, exclude=exclude) if folder.is_dir() else None
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
@@ -82,8 +95,23 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, list[TensorDifference
         if left.shape != right.shape or left.dtype != right.dtype:
             what = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
             found.append(TensorDifference(name, what, float("inf")))
-        elif not left.equal(right):
-            apart = (left.double() - right.double()).abs()
-            share = float((left != right).double().mean())
-            found.append(TensorDifference(name, "differs", float(apart.max()), share))
+        elif difference := _difference(name, left, right):
+            found.append(difference)
     return len({*places[0], *places[1]}), found
+
+
+def _difference(name: str, left: "Tensor", right: "Tensor") -> TensorDifference | None:
+    """By their bits: 0 is not -0, and a NaN is equal to the same NaN."""
+    differs = _bits(left).ne(_bits(right)).any(-1)
+    if not differs.any():
+        return None
+    apart = (left.reshape(-1)[differs].double() - right.reshape(-1)[differs].double()).abs()
+    largest = float(apart.nan_to_num(nan=float("inf")).max())
+    return TensorDifference(name, "differs", largest, float(differs.double().mean()))
+
+
+def _bits(tensor: "Tensor") -> "Tensor":
+    """`[elements, bytes of each]`."""
+    import torch
+
+    return tensor.contiguous().view(-1, 1).view(torch.uint8)

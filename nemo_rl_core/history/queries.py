@@ -204,6 +204,26 @@ class History:
         )
         return [row["name"] for row in rows]
 
+    def metric_names_of(self, execution: str) -> dict[int, list[str]]:
+        """Names of the curves of each node of a run that has any."""
+        nodes = self._all(
+            "SELECT id, coalesce(cached_from, id) AS measured FROM nodes WHERE execution = ?",
+            (execution,),
+        )
+        # A question a node: over all of them at once, DISTINCT would sort every step.
+        query = "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name"
+        found = {row["id"]: self._all(query, (row["measured"],)) for row in nodes}
+        return {node: [row["name"] for row in rows] for node, rows in found.items() if rows}
+
+    def artifact_outputs(self, execution: str) -> set[tuple[int, str]]:
+        """The outputs of a run's nodes that are artifacts, by node and name."""
+        rows = self._all(
+            "SELECT node, node_outputs.name FROM node_outputs JOIN nodes ON nodes.id = node "
+            "WHERE execution = ? AND artifact <> ''",
+            (execution,),
+        )
+        return {(row["node"], row["name"]) for row in rows}
+
     def artifact(self, artifact: str) -> ArtifactRow:
         """An artifact by its id."""
         row = self._first("SELECT * FROM artifacts WHERE id = ?", (artifact,))

@@ -236,24 +236,6 @@ class HistoryWriter:
             )
 
     @_recorded
-    def retry_node(self, node: int | None, *, error: str, resumed_from_step: int | None) -> None:
-        """Says that a node's attempt failed and that another has begun."""
-        if node is None:
-            return
-        with transaction(self._open) as database:
-            now = time.time()
-            database.execute(
-                "UPDATE attempts SET state = 'failed', ended_at = ?, error = ? "
-                "WHERE node = ? AND state = 'running'",
-                (now, error, node),
-            )
-            database.execute(
-                "INSERT INTO attempts (node, number, state, started_at, resumed_from_step) "
-                "SELECT ?, 1 + max(number), 'running', ?, ? FROM attempts WHERE node = ?",
-                (node, now, resumed_from_step, node),
-            )
-
-    @_recorded
     def resumed(self, node: int | None, step: int) -> None:
         """Says that the attempt which runs goes on after a step that an earlier run saved."""
         if node is None:

@@ -149,6 +149,7 @@ class Manifest(_Record):
         source_digest: Of the source the stage ran.
         git_commit: None outside a repository; `git_dirty` likewise.
         parents: The artifacts that the stage read.
+        figures: What was measured, where that is what the artifact is.
         created_at: UTC, ISO 8601.
 
     Example:
@@ -173,6 +174,7 @@ class Manifest(_Record):
     packages: dict[str, str] = {}
     parents: tuple[ParentRef, ...] = ()
     cost: Cost = Cost()
+    figures: dict[str, float] = {}
     created_at: str = Field(default_factory=_now)
     machine: Machine = Field(default_factory=Machine.here)
 

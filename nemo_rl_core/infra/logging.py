@@ -79,19 +79,6 @@ class StageResumed:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRetried:
-    """The stage that runs has failed and goes on within this run.
-
-    Attributes:
-        error: Why, in one line.
-        step: The last step that is kept, counted over the whole run; None where it begins anew.
-    """
-
-    error: str
-    step: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class MachineSample:
     """What the machine was doing at some second of the run.
 
@@ -104,7 +91,7 @@ class MachineSample:
     figures: dict[str, float]
 
 
-Event = StageStarted | StageRecord | StageResumed | StageRetried | StepReport | Note | MachineSample
+Event = StageStarted | StageRecord | StageResumed | StepReport | Note | MachineSample
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []

@@ -65,6 +65,7 @@ class Made:
         peak_memory_gib: Of all workers, summed.
         step: The training step the artifact belongs to; 0 before any.
         deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
+        figures: What was measured, by name; the manifest takes them along.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Made:
     peak_memory_gib: float = 0.0
     step: int = 0
     deck: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -200,4 +202,5 @@ def _manifest(inputs: Inputs, made: Made, folder: Path, cost: Cost) -> Manifest:
         packages=package_versions(),
         parents=tuple(Manifest.read(path).ref(path) for path in inputs.parents.values()),
         cost=cost,
+        figures=made.figures,
     )

@@ -54,22 +54,28 @@ class Chart:
         lines: In the order of the series.
         ticks_x: `(place, text)` along the axis of steps.
         ticks_y: `(place, text)` along the axis of values.
+        axis: What is counted from left to right.
     """
 
     title: str
     lines: list[Line]
     ticks_x: list[tuple[float, str]]
     ticks_y: list[tuple[float, str]]
+    axis: str = "steps"
 
     @property
     def said(self) -> str:
         """What the picture shows, for who does not see it."""
         told = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
         steps = " to ".join(text for _, text in self.ticks_x)
-        return f"{self.title} over steps {steps}: {told}" if steps else f"{self.title}: no values"
+        return (
+            f"{self.title} over {self.axis} {steps}: {told}"
+            if steps
+            else f"{self.title}: no values"
+        )
 
 
-def chart(title: str, series: Sequence[Series]) -> Chart:
+def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart:
     """Places the series on shared axes; values that are not finite leave a gap."""
     finite = [p for one in series for p in one.points if math.isfinite(p[1])]
     if not finite:
@@ -83,7 +89,7 @@ def chart(title: str, series: Sequence[Series]) -> Chart:
     ticks_y = [(_down(box[3], box), _tick(box[3]))]
     if box[3] > box[2]:
         ticks_y.append((_down(box[2], box), _tick(box[2])))
-    return Chart(title, lines, ticks_x, ticks_y)
+    return Chart(title, lines, ticks_x, ticks_y, axis)
 
 
 def _tick(value: float) -> str:

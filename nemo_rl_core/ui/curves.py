@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
+from nemo_rl_core.ui import load
 from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
 
 SHOWN = 12
@@ -49,13 +50,11 @@ def stages(history: History, execution: str, *, wanted: str = "") -> list[StageC
     """
     by_task: dict[str, list[Node]] = {}
     names: dict[str, set[str]] = {}
+    measured = history.metric_names_of(execution)
     for node in history.nodes(execution):
-        if node.kind != "task":
-            continue
-        found = history.metric_names(node.id)
-        if found:
+        if node.kind == "task" and node.id in measured:
             by_task.setdefault(node.task, []).append(node)
-            names.setdefault(node.task, set()).update(found)
+            names.setdefault(node.task, set()).update(measured[node.id])
     chosen = {task: ordered(names[task], wanted) for task in by_task}
     return [
         StageCurves(task, tuple(nodes), chosen[task])
@@ -65,8 +64,12 @@ def stages(history: History, execution: str, *, wanted: str = "") -> list[StageC
 
 
 def ordered(names: Iterable[str], wanted: str = "") -> tuple[str, ...]:
-    """Metrics' names: the usual ones first, then by the alphabet; steps are no metric."""
-    kept = [n for n in names if n != _GLOBAL_STEP and wanted.casefold() in n.casefold()]
+    """Metrics' names: the usual ones first, then by the alphabet.
+
+    Steps are no metric, and the machine's figures have a place of their own.
+    """
+    measured = [n for n in names if n != _GLOBAL_STEP and not n.startswith(load.PREFIX)]
+    kept = [n for n in measured if wanted.casefold() in n.casefold()]
     return tuple(sorted(kept, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)))
 
 

@@ -103,7 +103,10 @@ def _tell(
         click.echo(f"EQUAL to the bit: {artifact.id}, content {artifact.content_hash}{weights}")
         return
     click.echo(f"DIFFERENT: {artifact.path} and {again.path}")
-    click.echo(f"  content {artifact.content_hash[:16]} and {again.content_hash[:16]}")
+    if artifact.content_hash == again.content_hash:
+        click.echo("  both were made the same; the files of one have changed since: nemo-rl verify")
+    else:
+        click.echo(f"  content {artifact.content_hash[:16]} and {again.content_hash[:16]}")
     if result.weights:
         click.echo(f"  weights: the same, {result.num_tensors} tensors")
     for tensor in result.tensors[:_MAX_TENSORS]:

@@ -140,6 +140,9 @@ def _first_run(made: Made) -> None:
         for step in range(1, 5):
             values = {"reward": 0.1 * step * k, "loss": math.nan if step == 2 else 1 / step}
             writer.log_metrics(target, step, {"global_step": 4.0 * (k - 1) + step, **values})
+        for second in (20 * k, 20 * k + 1):  # the second of a run is not the step of a training
+            sent = {"machine/network_sent_mib": 1000.0 + second, "machine/memory_total_gib": 8.0}
+            writer.log_metrics(target, second, sent)
         after = made.artifact(name, f"6ad{k}", "checkpoint", before[0], data[0], lr=0.1 * k)
         records = RolloutRecords(after[0] / "rollouts")
         records.save(1, [_rollout(0.0, HOSTILE, 0), _rollout(1.0, "four", 1)])
@@ -218,7 +221,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     node = failed.begin_node("train_sft", task="tasks.train_sft.train_sft", kind="task")
     assert node is not None
     made.nodes["failed"] = node
-    failed.retry_node(node, error="the first time", resumed_from_step=7)
+    failed.resumed(node, 7)
     failed.end_node(node, NodeEnd("failed", error=HOSTILE))
     failed.end("failed", HOSTILE)
     yield made

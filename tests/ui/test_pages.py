@@ -192,8 +192,6 @@ def test_a_cache_hit_links_to_the_node_and_execution_it_came_from(client, made) 
 def test_a_node_shows_attempts_and_where_they_resumed(client: TestClient, made) -> None:
     page = read(client, f"/nodes/{made.nodes['failed']}")
     assert "1 failed" in page.text
-    assert "the first time" in page.text
-    assert "2 failed" in page.text
     assert "step 7" in page.text
 
 
@@ -216,6 +214,19 @@ def test_curves_join_the_iterations_of_a_stage(client: TestClient) -> None:
     assert 'aria-label="reward over steps 1 to 8: last value 0.8"' in text
     assert "loss" not in read(client, f"/executions/{FIRST}/curves?metric=REWARD").text
     assert "No metric has" in read(client, f"/executions/{FIRST}/curves?metric=zzz").text
+
+
+def test_the_machines_load_stands_apart_and_counts_seconds(client: TestClient, made) -> None:
+    sent = 'aria-label="network_sent_mib over seconds 20 to {}: last value {}"'
+    text = client.get(f"/executions/{FIRST}/curves").text
+    assert text.index("Machine</h2>") < text.index(sent.format(41, 21))
+    assert text.count("<figure") == 3  # reward, loss, and this one; what is constant is not drawn
+    assert sent.format(21, 1) in client.get(f"/nodes/{made.nodes['grpo_iteration 1']}").text
+    found = client.get(f"/executions/{FIRST}/curves?metric=network").text
+    assert sent.format(41, 21) in found and "No metric has" not in found
+    cached = client.get(f"/nodes/{made.nodes['cached grpo_iteration 1']}").text
+    assert "reward over steps" in cached and "network_sent_mib" not in cached
+    assert "network_sent_mib" not in client.get(f"/compare?run={FIRST}&run={RERUN}").text
 
 
 @pytest.mark.parametrize("view", ["", "/graph", "/nodes", "/timeline", "/curves", "/log"])

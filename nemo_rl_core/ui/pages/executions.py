@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_rl_core.history.records import Execution, Node, Page, State
-from nemo_rl_core.ui import curves, graph, logs
+from nemo_rl_core.ui import curves, graph, load, logs
 from nemo_rl_core.ui.figures import total_cost
 from nemo_rl_core.ui.pages.parameters import day, history_of, offset, word
 from nemo_rl_core.ui.templating import render
@@ -90,14 +90,12 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
 def graph_view(request: Request, run: Execution) -> dict[str, Any]:
     """The stages and what flows between them."""
     history = history_of(request)
-    edges = history.edges(run.id)
-    artifacts = {
-        (source, output.name)
-        for source in {edge.source for edge in edges}
-        for output in history.node(source).outputs
-        if output.artifact
-    }
-    found = graph.of_execution(history.nodes(run.id), edges, artifacts=artifacts, now=time.time())
+    found = graph.of_execution(
+        history.nodes(run.id),
+        history.edges(run.id),
+        artifacts=history.artifact_outputs(run.id),
+        now=time.time(),
+    )
     return {"graph": found}
 
 
@@ -163,7 +161,9 @@ def curves_view(request: Request, run: Execution) -> dict[str, Any]:
         shown = stage.names[: 4 * curves.SHOWN if wanted else curves.SHOWN]
         drawn = curves.draw(curves.lines(history, stage.nodes, shown))
         sections.append((stage, drawn, len(stage.names) - len(shown)))
-    return {"metric": wanted, "sections": sections}
+    names = history.metric_names_of(run.id)
+    machine = load.draw(history, history.nodes(run.id), names, wanted=wanted)
+    return {"metric": wanted, "sections": sections, "machine": machine}
 
 
 @_view("log")

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.ui import curves, logs
+from nemo_rl_core.ui import curves, load, logs
 from nemo_rl_core.ui.figures import total_cost
 from nemo_rl_core.ui.guard import DECK_POLICY
 from nemo_rl_core.ui.pages.parameters import history_of, node_of
@@ -26,7 +26,8 @@ def node(request: Request) -> Response:
     run = history.execution(one.execution)
     siblings = history.nodes(one.execution)
     held = [other for other in siblings if other.parent == one.id]
-    names = curves.ordered(history.metric_names(one.id))
+    measured = history.metric_names(one.id)
+    names = curves.ordered(measured)
     shown = names[: curves.SHOWN]
     return render(
         request,
@@ -42,6 +43,7 @@ def node(request: Request) -> Response:
         cost=total_cost([one.cost]),
         drawn=curves.draw(curves.lines(history, [one], shown)),
         more=len(names) - len(shown),
+        machine=load.draw(history, [one], {one.id: measured}),
         has_deck=_deck_of(history, request, one) is not None,
         part=None
         if one.log_from is None

@@ -5,6 +5,9 @@
   if (!every) return;
 
   function put(part, newer) {
+    // What a reader has opened stays open.
+    const opened = [...part.querySelectorAll("details")].map((one) => one.open);
+    newer.querySelectorAll("details").forEach((one, place) => { if (opened[place]) one.open = true; });
     if (part.innerHTML === newer.innerHTML) return;
     const focused = part.contains(document.activeElement) ? document.activeElement : null;
     const again = focused && (focused.id ? `#${CSS.escape(focused.id)}`

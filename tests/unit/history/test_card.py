@@ -1,7 +1,7 @@
 """Model cards, and what two artifacts differ in."""
 
 import hashlib
-import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import yaml
 from safetensors.torch import save_file
 
 from nemo_rl_core.history.card import evaluations_behind, model_card
-from nemo_rl_core.history.equality import compare_artifacts
-from nemo_rl_core.infra.lineage import Cost, Manifest
+from nemo_rl_core.history.equality import TensorDifference, compare_artifacts
+from nemo_rl_core.infra.lineage import Cost, Manifest, write_ancestors
 
 FIGURES = {
     "greedy_accuracy": 0.75,
@@ -57,9 +57,10 @@ def trained(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def evaluation(tmp_path: Path, trained: Path) -> Path:
-    found = artifact(tmp_path / "evaluation", "evaluate", "evaluation", trained)
-    (found / "metrics.json").write_text(json.dumps(FIGURES))
-    return found
+    settings = {"evaluation": {"confidence": 0.9}}
+    return artifact(
+        tmp_path / "evaluation", "evaluate", "evaluation", trained, figures=FIGURES, config=settings
+    )
 
 
 def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evaluation: Path) -> None:
@@ -73,12 +74,29 @@ def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evalua
     (result,) = known["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == 0.75
     assert "| **this model** | 0.750 [0.500, 0.900] | 40 |" in body
+    assert "the interval at 90 %" in body
     assert "**grpo_iteration 2**, seed 3: 1,234 tokens, 5 s, 1.50 GiB at most." in body
     assert "| grpo.learning\\_rate | 0.001 |" in body
     assert "`c0ffeec0ff` with changes" in body
     assert "nemo-rl reproduce grpo" in body and "ab" * 32 in body
     # Nothing of the data ends a cell or is markup.
     assert "a\\|b\\<script>\\`x\\`" in body
+
+
+def test_figures_travel_where_the_evaluation_does_not(
+    tmp_path: Path, trained: Path, evaluation: Path
+) -> None:
+    promotion = artifact(tmp_path / "promotion", "promote", "promotion", evaluation)
+    write_ancestors(evaluation, [trained])
+    write_ancestors(promotion, [evaluation])
+    here = evaluations_behind(promotion)
+    shutil.rmtree(evaluation)
+    shutil.rmtree(trained)
+    assert evaluations_behind(promotion) == here
+    (found,) = here
+    assert found.accuracy == (0.75, 0.5, 0.9)
+    assert (found.num_rows, found.confidence) == (40, 0.9)
+    assert found.checkpoint.stage == "grpo_iteration 2"
 
 
 def test_a_card_without_evaluation_says_so(trained: Path) -> None:
@@ -111,3 +129,20 @@ def test_which_tensor_differs_and_by_how_much(tmp_path: Path) -> None:
     assert (found["a"].largest, found["a"].share) == (0.5, 0.25)
     assert found["b"].what == "(2, 2) torch.float32 and (4,) torch.float32"
     assert found["c"].what == "only the second has it"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "far"),
+    [(1.0, 1.0 + 2**-23, 2**-23), (0.0, -0.0, 0.0), (1.0, math.nan, math.inf)],
+)
+def test_one_bit_on_the_disk_is_seen_whatever_the_manifest_says(
+    tmp_path: Path, before: float, after: float, far: float
+) -> None:
+    weights = torch.full((4,), 7.0)
+    folders = []
+    for name, value in (("one", before), ("other", after)):
+        weights[2] = value
+        folders.append(with_weights(tmp_path / name, {"w": weights, "n": weights * math.nan}, "a"))
+    result = compare_artifacts(*folders)
+    assert (result.to_the_bit, result.content, result.weights) == (False, False, False)
+    assert result.tensors == (TensorDifference("w", "differs", far, 0.25),)

@@ -133,18 +133,16 @@ def test_what_a_task_passes_on_is_not_its_own(
         assert history.artifact(older[0].name).made_by is None
 
 
-def test_retries_and_resumes_are_attempts(store: Store, begin: Begin) -> None:
+def test_an_attempt_says_where_it_went_on(store: Store, begin: Begin) -> None:
     writer = begin("run1")
     node = writer.begin_node("grpo_iteration 1", task="t.grpo_iteration", kind="task")
     writer.resumed(node, 4)
-    writer.retry_node(node, error="a worker died", resumed_from_step=8)
     writer.end_node(node, NodeEnd("succeeded"))
     writer.end("succeeded")
     assert node
     with History(store) as history:
-        first, second = history.node(node).attempts
-    assert (first.state, first.resumed_from_step, first.error) == ("failed", 4, "a worker died")
-    assert (second.number, second.state, second.resumed_from_step) == (2, "succeeded", 8)
+        (attempt,) = history.node(node).attempts
+    assert (attempt.number, attempt.state, attempt.resumed_from_step) == (1, "succeeded", 4)
 
 
 def test_lists_are_filtered_and_paged(store: Store, begin: Begin) -> None:

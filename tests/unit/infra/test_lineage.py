@@ -56,6 +56,7 @@ def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
         packages=package_versions(),
         parents=(_manifest("prepare_data").ref(tmp_path),),
         cost=Cost(wall_seconds=1.5, tokens=10, peak_memory_gib=0.5, gpu_seconds=0, flops=1e12),
+        figures={"greedy_accuracy": 0.1},
     )
     path = manifest.write(tmp_path / "artifact")
     assert path == tmp_path / "artifact" / "manifest.json"
@@ -63,6 +64,14 @@ def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
     assert manifest.created_at.endswith("+00:00")
     assert os.uname().nodename not in (manifest.machine.cpu_model, str(manifest.machine.cores))
     assert set(json.loads(path.read_text())["machine"]) == {"cpu_model", "cores"}
+
+
+def test_a_manifest_older_than_figures_is_read(tmp_path: Path) -> None:
+    path = _manifest("evaluate").write(tmp_path / "artifact")
+    older = json.loads(path.read_text())
+    del older["figures"]
+    path.write_text(json.dumps(older))
+    assert Manifest.read(path.parent).figures == {}
 
 
 def test_manifest_is_frozen_and_closed() -> None:

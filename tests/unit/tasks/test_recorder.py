@@ -17,7 +17,7 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.infra.logging import StageResumed, StageRetried, publish, report
+from nemo_rl_core.infra.logging import StageResumed, publish, report
 from nemo_rl_core.infra.produce import Made
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.types import StepReport
@@ -67,7 +67,6 @@ def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -
     def work(folder: Path) -> Made:
         publish(StageResumed(10))
         report(StepReport("training", 1, 2, {"loss": 2.0, "global_step": 11.0}, {"train": 0.5}))
-        publish(StageRetried("a worker died", 10))
         if config.broken and iteration == 2:
             raise ValueError("no such luck")
         (folder / "text.txt").write_text(f"{start.content_hash} {iteration}")
@@ -206,9 +205,8 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
         assert (values["config"].type, values["iteration"].value) == ("Words", "2")
         assert values["train"].type == "DatasetArtifact"
         assert values["train"].artifact == read.node(made.id).outputs[0].artifact
-        first, second = detail.attempts
-        assert (first.state, first.resumed_from_step) == ("failed", 10)
-        assert (second.state, second.resumed_from_step) == ("succeeded", 10)
+        (attempt,) = detail.attempts
+        assert (attempt.state, attempt.resumed_from_step) == ("succeeded", 10)
         assert read.metrics(detail.node.id) == {
             "loss": [(11, 2.0)],
             "global_step": [(11, 11.0)],
