@@ -19,7 +19,7 @@ from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, Opti
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import Place
+from nemo_rl_core.distributed.weight_sync import Place, ends, place_of_this_process
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
@@ -302,8 +302,13 @@ def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
     assert_equal(held_by_transformers(again)[0], sent_by(policy))
 
 
-def be_elsewhere(own: Any) -> None:
-    own.weight_place = lambda: Place("another machine", None)
+def be_elsewhere(_: Any) -> None:
+    """In a worker, whose methods Ray has bound already: what they ask is what can be changed."""
+    ends.place_of_this_process = lambda: Place("another machine", None)
+
+
+def be_here(_: Any) -> None:
+    ends.place_of_this_process = place_of_this_process
 
 
 @pytest.mark.slow
@@ -313,7 +318,11 @@ def test_an_engine_on_another_machine_is_reached_over_the_network(
     policy = make_policy()
     train_once(policy)
     in_worker(engine._workers, be_elsewhere)
-    engine.update_weights(policy)
+    try:
+        engine.update_weights(policy)
+    finally:
+        in_worker(engine._workers, be_here)
+    assert engine.num_restarts == 0  # a new worker would be here again
     assert carrier_of(engine) == "gloo"
     assert pages_held(policy) == 0
     assert_equal(held_by_transformers(engine)[0], sent_by(policy))

@@ -8,6 +8,7 @@ import pytest
 from nemo_rl_core.infra.store import Store
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_page_of_a_large_store_is_quick(tmp_path: Path) -> None:
     path = Path(__file__).parents[1] / "benchmarks" / "large_pages.py"

@@ -93,6 +93,7 @@ def test_a_run_and_its_cached_rerun(
     assert "train_sft" in shown.stdout and "prepare_data train" in shown.stdout
 
 
+@pytest.mark.thorough
 def test_a_killed_run_is_aborted_and_the_next_one_resumed(
     killed_run: Path, resumed_run: Any
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_checkpoint_is_reproduced_to_the_bit(
         assert run.num_cached == 0
 
 
+@pytest.mark.thorough
 def test_two_runs_at_once_are_both_whole(
     recipe: dict[str, Any], run_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
     assert third.exit_code == 0
 
 
+@pytest.mark.thorough
 def test_too_few_points_end_the_sweep(
     whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:

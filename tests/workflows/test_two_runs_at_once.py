@@ -44,6 +44,7 @@ def _trainings(store: Store) -> int:
         return len(rows.fetchall())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_same_recipe_twice_does_the_work_once(
     tmp_path: Path, run_recipe: Callable[..., Run], sft_recipe: dict[str, Any]
@@ -64,6 +65,7 @@ def test_the_same_recipe_twice_does_the_work_once(
     assert (verdict.num_artifacts, verdict.findings) == (len(records), ())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_different_recipes_with_collections_beside_them(
     tmp_path: Path, run_recipe: Callable[..., Run], sft_recipe: dict[str, Any]
