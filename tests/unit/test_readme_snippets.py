@@ -12,6 +12,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig
 from tasks.experiments.common import Experiment
 from tasks.experiments.evaluate import EvaluateExperiment
 from tasks.experiments.grpo import GRPOExperiment
+from tasks.experiments.sweep import SweepExperiment
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
@@ -22,15 +23,19 @@ ENVIRONMENTS = sorted(set(re.findall(r"`(\{kind: [^`]*\})`", PROSE)))
 ADAPTER = TypeAdapter[Any](EnvironmentConfig)
 
 
-def experiment_of(recipe: dict[str, Any]) -> type[Experiment]:
-    """Of the two kinds of recipes that are shown; only an evaluation has a baseline."""
+def experiment_of(recipe: dict[str, Any]) -> type[Experiment | SweepExperiment]:
+    """Of the kinds of recipes that are shown: only one has a baseline, and only one varies."""
+    if "over" in recipe:
+        return SweepExperiment
     return EvaluateExperiment if "baseline" in recipe else GRPOExperiment
 
 
 @pytest.mark.parametrize("text", [*BLOCKS, *SECTIONS])
 def test_a_recipe_is_accepted(text: str) -> None:
     recipe = yaml.safe_load(text)
-    experiment_of(recipe).model_validate(recipe).refuse_contradictions()
+    accepted = experiment_of(recipe).model_validate(recipe)
+    if isinstance(accepted, Experiment):
+        accepted.refuse_contradictions()
 
 
 @pytest.mark.parametrize("text", ENVIRONMENTS)
