@@ -97,6 +97,12 @@ def dpo(config: DPOExperiment, err: FlyteError | None = None) -> None:
 
 
 @_handler
+def check_regression(config: EvaluateExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/regression.py`; also where it did its work and refused the model."""
+    leave_record("regression", "check_regression", config, err)
+
+
+@_handler
 def evaluate_model(config: EvaluateExperiment, err: FlyteError | None = None) -> None:
     """After `workflows/evaluate.py`."""
     leave_record("evaluate", "evaluate_model", config, err)

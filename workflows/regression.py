@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
+from tasks import failures
 from tasks.artifacts import Comparison, Evaluation
 from tasks.experiments.evaluate import EvaluateExperiment
 from tasks.refuse_regression import refuse_regression
@@ -22,7 +23,7 @@ class Checked(NamedTuple):
     comparison: Comparison
 
 
-@workflow
+@workflow(on_failure=failures.check_regression)
 def check_regression(config: EvaluateExperiment = DEFAULT) -> Checked:
     """prepare → questions → evaluate both → compare → refuse what is worse."""
     measured = evaluate_model(config=config)
