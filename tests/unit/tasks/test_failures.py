@@ -74,4 +74,4 @@ def test_a_run_that_fails_on_its_way_leaves_a_record(
 ) -> None:
     assert "RunFailed" in python(_FAILS.replace("\\\\n", "\\n"), tmp_path / "rows.jsonl")
     (path,) = (tmp_path / "store" / "failures").glob("*-sft.json")
-    assert "prompt is empty" in json.loads(path.read_text())["error"]
+    assert "are in the training data too" in json.loads(path.read_text())["error"]
