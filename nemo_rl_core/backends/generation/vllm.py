@@ -72,7 +72,7 @@ class VllmBackend(ReceivesWeights):
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
-        if config.ranks_per_engine > 1 and not has_gpu:
+        if config.ranks_per_engine > 1:
             forget_names()
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:

@@ -41,8 +41,14 @@ def forget_names() -> None:
 
     So nothing is left behind, however its processes end.
     """
+    from vllm.distributed import get_tp_group
+
     for path in _SHARED_MEMORY.glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
         path.unlink(missing_ok=True)
+    queue: Any = get_tp_group().mq_broadcaster
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False  # who would take the name off once more at its own end
 
 
 def meet(num_ranks: int) -> None:
