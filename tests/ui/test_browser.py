@@ -11,6 +11,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.infra.lineage import Manifest, ParentRef
 from nemo_rl_core.infra.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
@@ -246,7 +247,9 @@ def test_from_the_list_to_a_checkpoints_data_by_clicking(
     assert {tuple(edge.split()) for edge in _edges(page)} == {
         (link.parent, link.child) for link in ancestors.parentage
     }
-    expect(page.get_by_role("heading", name="grpo_iteration 2 against")).to_be_visible()
+    expect(page.get_by_role("heading", name="train_sft against prepare_model")).to_be_visible()
+    same = page.locator("h3:text('Nothing differs') + p")
+    expect(same).to_have_text("grpo_iteration 2 against grpo_iteration 1.")
 
 
 def test_completions_of_a_step_are_read_and_filtered(
@@ -368,3 +371,34 @@ def test_a_run_of_many_nodes_opens_as_a_few_boxes_and_can_be_opened(
         page.locator('[data-toggle][aria-expanded="false"]').first.press("Enter")
     assert page.locator(".graph a").count() == 130
     assert len(_edges(page)) == 119
+
+
+def test_many_ancestors_of_a_stage_open_as_one_box_that_leads_to_the_table(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    before: list[ParentRef] = []
+    number, stamp = 16, time.time_ns()
+    for k in range(1, number + 1):
+        folder = real_store.artifacts / f"long_training-{stamp + k:x}"
+        folder.mkdir()
+        manifest = Manifest(
+            kind="checkpoint",
+            format="hf",
+            stage=f"long_training {k}",
+            content_hash=f"{stamp + k:064x}",
+            parents=tuple(before),
+        )
+        manifest.write(folder)
+        before = [manifest.ref(folder)]
+
+    page = context.new_page()
+    page.goto(f"{address}/artifacts/{folder.name}/ancestry")
+    page.wait_for_selector("[data-drawn]")
+    assert page.locator(".graph a").count() == 2
+    assert len(_edges(page)) == 1
+    page.get_by_role("link", name=re.compile("long_training 1 to 15")).press("Enter")
+    expect(page.locator("tr:target")).to_be_in_viewport()
+
+    page.locator('[data-toggle][aria-expanded="false"]').press("Enter")
+    assert page.locator(".graph a").count() == number + 1
+    assert len(_edges(page)) == number - 1

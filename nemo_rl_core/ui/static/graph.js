@@ -147,10 +147,10 @@
   function drawCluster(node, box) {
     const header = 14; // dagre leaves no room for a title: the gap to the rank above has it
     const left = box.x - box.width / 2, top = box.y - box.height / 2 - header;
+    const said = `${node.label} · ${node.state || node.detail}`;
     return make("g", {},
       make("rect", { class: "cluster", x: left, y: top, width: box.width, height: box.height + header, rx: 10 }),
-      make("a", { href: node.href, "aria-label": `${node.label} · ${node.state}` },
-        make("text", { x: left + 14, y: top + 18 }, short(`${node.label} · ${node.state}`))),
+      make("a", { href: node.href, "aria-label": said }, make("text", { x: left + 14, y: top + 18 }, short(said))),
       toggle(node, left + box.width - 6, top + 4, "–"));
   }
 
