@@ -189,21 +189,57 @@ def test_the_graph_moves_and_zooms_by_keyboard_and_buttons(
     page.goto(f"{address}/executions/{runs[0].id}/graph")
     page.wait_for_selector("[data-drawn]")
 
-    def view() -> list[float]:
-        text = page.locator("[data-layer]").get_attribute("transform")
-        return [float(number) for number in re.findall(r"-?[\d.]+", text)]
-
-    start = view()
+    start = _view(page)
     page.locator(".graph > svg").focus()
     page.keyboard.press("+")
-    assert view()[2] == pytest.approx(start[2] * 1.25)
+    assert _view(page)[2] == pytest.approx(start[2] * 1.25)
     page.keyboard.press("ArrowRight")
     page.keyboard.press("0")
-    assert view() == pytest.approx(start)
+    assert _view(page) == pytest.approx(start)
     page.get_by_role("button", name="Zoom out").click()
-    assert view()[2] == pytest.approx(start[2] * 0.8)
+    assert _view(page)[2] == pytest.approx(start[2] * 0.8)
     page.get_by_role("button", name="Fit").click()
-    assert view() == pytest.approx(start)
+    assert _view(page) == pytest.approx(start)
+
+
+def _view(page: Page) -> list[float]:
+    """How far the picture is moved, and its scale."""
+    text = page.locator("[data-layer]").get_attribute("transform")
+    return [float(number) for number in re.findall(r"-?[\d.]+", text)]
+
+
+def test_a_growing_graph_stays_in_view_until_a_reader_moves_it(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    writer = HistoryWriter(real_store, f"growing-{time.time_ns()}")
+    log = real_store.runs / "growing" / "run.log"
+    writer.begin(NewExecution("workflows.live.live", "", ["pyflyte"], {}, log))
+    before = [writer.begin_node("stage 0", task="tasks.s.s", kind="task")]
+
+    def grow(number: int) -> None:
+        for k in range(number):
+            node = writer.begin_node(f"stage {len(before)}", task="tasks.s.s", kind="task")
+            output = as_value("o0", "CheckpointArtifact", "s", f"s-{k}")
+            writer.end_node(before[-1], NodeEnd("succeeded", outputs=[output]))
+            writer.connect(before[-1], "o0", node, "start")
+            before.append(node)
+
+    page = context.new_page()
+    page.goto(f"{address}/executions/{writer._id}/graph")
+    page.wait_for_selector("[data-drawn]")
+    assert _view(page)[2] == 1
+    page.locator(".graph a").focus()
+    grow(6)
+    expect(page.locator(".graph a")).to_have_count(7, timeout=10_000)
+    assert _view(page)[2] < 1
+    expect(page.locator(".graph a").first).to_be_focused()
+
+    page.get_by_role("button", name="Zoom out").click()
+    moved = _view(page)
+    grow(3)
+    expect(page.locator(".graph a")).to_have_count(10, timeout=10_000)
+    assert _view(page) == pytest.approx(moved)
+    writer.end("succeeded")
 
 
 def test_the_rerun_is_all_cached_and_links_to_the_first_run(

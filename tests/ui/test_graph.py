@@ -61,9 +61,7 @@ def _iterations(number: int) -> AncestryGraph:
     return AncestryGraph(
         ids[0],
         tuple(Ancestor(row.id, "", depth, row, None, "found") for depth, row in enumerate(rows)),
-        tuple(
-            Parentage(parent, child, "start") for child, parent in itertools.pairwise(ids)
-        ),
+        tuple(Parentage(parent, child, "start") for child, parent in itertools.pairwise(ids)),
     )
 
 
