@@ -144,6 +144,22 @@ def test_a_node_shows_attempts_and_where_they_resumed(client: TestClient, made) 
     assert "step 7" in page.text
 
 
+def test_a_moved_store_shows_its_decks_logs_and_files(made, tmp_path: Path) -> None:
+    moved = Store(tmp_path / "moved")
+    shutil.copytree(made.store.root, moved.root)
+    artifact, node = made.artifacts["grpo_iteration 2"], made.nodes["grpo_iteration 2"]
+    (moved.runs / FIRST / "run.log").write_text("the log that was moved")
+    (moved.artifacts / artifact / "deck.html").write_text("the deck that was moved")
+    client = TestClient(create_app(moved), base_url="http://localhost")
+
+    assert "the deck that was moved" in client.get(f"/nodes/{node}/deck").text
+    assert "the log that was moved" in client.get(f"/nodes/{node}").text
+    assert "the log that was moved" in client.get(f"/executions/{FIRST}/log").text
+    assert f"{moved.artifacts / artifact}</dd>" in client.get(f"/artifacts/{artifact}").text
+    assert client.get(f"/artifacts/{artifact}/completions").status_code == 200
+    assert client.get(f"/artifacts/{artifact}/files/manifest.json").status_code == 200
+
+
 def test_a_node_shows_only_its_part_of_the_log(client: TestClient, made) -> None:
     text = read(client, f"/nodes/{made.nodes['train_sft']}").text
     assert f"INFO {FIRST} began" in text
