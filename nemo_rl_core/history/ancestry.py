@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.places import from_record
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow, Parentage
 from nemo_rl_core.infra.lineage import MANIFEST, Manifest
 from nemo_rl_core.infra.store import Store
@@ -77,6 +78,7 @@ def _look_up(
         record, execution = from_folder(store.artifacts / artifact), None
     else:
         fields: dict[str, Any] = {**dict(row), "manifest": json.loads(row["manifest"])}
+        fields["path"] = from_record(store, fields["path"])
         execution = fields.pop("execution")
         record = ArtifactRow(**fields)
     known = content_hash or (record.content_hash if record else "")

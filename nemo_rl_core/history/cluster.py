@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, transaction
+from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.stage_run import StageRun
 from nemo_rl_core.history.writer import insert, insert_artifact
 from nemo_rl_core.infra.lineage import Manifest
@@ -41,7 +42,7 @@ def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
     found.sort(key=lambda each: each[1].started_at)
     with closing(open_for_writing(store)) as database, transaction(database):
         for folder, run, manifest in found:
-            _import(database, folder, run, manifest)
+            _import(database, store, folder, run, manifest)
     return {run.execution for _, run, _ in found}
 
 
@@ -57,7 +58,9 @@ def _read(folder: Path) -> StageRun:
         ) from error
 
 
-def _import(database: sqlite3.Connection, folder: Path, run: StageRun, manifest: Manifest) -> None:
+def _import(
+    database: sqlite3.Connection, store: Store, folder: Path, run: StageRun, manifest: Manifest
+) -> None:
     ended = datetime.fromisoformat(manifest.created_at).timestamp()
     known = "SELECT made_by FROM artifacts WHERE id = ? AND made_by IS NOT NULL"
     if database.execute(known, (folder.name,)).fetchone():
@@ -73,7 +76,7 @@ def _import(database: sqlite3.Connection, folder: Path, run: StageRun, manifest:
         state="succeeded",
         started_at=run.started_at,
         ended_at=ended,
-        deck_path=str(folder / "deck.html"),
+        deck_path=to_record(store, folder / "deck.html"),
         cost=manifest.cost.model_dump_json(),
     )
     insert(
@@ -96,7 +99,7 @@ def _import(database: sqlite3.Connection, folder: Path, run: StageRun, manifest:
     insert(
         database, "node_outputs", node=node, name="o0", type="", value="{}", artifact=folder.name
     )
-    insert_artifact(database, folder, manifest, node)
+    insert_artifact(database, store, folder, manifest, node)
     for line in MetricsFile(folder / "metrics.jsonl").read():
         step = int(line.metrics.get("global_step", line.step))
         for name, value in line.metrics.items():

@@ -82,7 +82,31 @@ ALTER TABLE executions ADD COLUMN folder TEXT NOT NULL DEFAULT '';
 """
 """In which folder the command was given."""
 
-SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER)
+_OWN_LOG = "'/runs/' || id || '/run.log'"
+
+
+def _from_store(table: str, column: str) -> str:
+    inside = f"substr({column}, 1, length(root)) = root"
+    root = f"(SELECT max(length(root)) FROM roots WHERE {inside})"
+    return (
+        f"UPDATE {table} SET {column} = substr({column}, 1 + {root}) "
+        f"WHERE EXISTS (SELECT 1 FROM roots WHERE {inside})"
+    )
+
+
+_PLACES = f"""
+CREATE TEMP TABLE roots AS
+  SELECT DISTINCT substr(log_path, 1, length(log_path) - length({_OWN_LOG})) || '/' AS root
+  FROM executions WHERE substr(log_path, -length({_OWN_LOG})) = {_OWN_LOG};
+{_from_store("executions", "log_path")};
+{_from_store("nodes", "deck_path")};
+{_from_store("artifacts", "path")};
+DROP TABLE roots;
+"""
+"""Names what lies in the store from there. Where the store was, its runs' logs tell, also where it
+has been moved since."""
+
+SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _PLACES)
 """The script at place `n` makes version `n + 1` of version `n`."""
 
 VERSION = len(SCRIPTS)

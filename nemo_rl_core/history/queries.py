@@ -8,7 +8,7 @@ import json
 import math
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ from typing import Any, Self
 from nemo_rl_core.errors import NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
 from nemo_rl_core.history.database import damage_explained, open_for_reading, path_of, sweep
+from nemo_rl_core.history.places import from_record
 from nemo_rl_core.history.records import (
     AncestryGraph,
     ArtifactRow,
@@ -35,6 +36,7 @@ Curves = dict[str, list[tuple[int, float]]]
 """`(step, value)` by the metric's name, steps ascending."""
 
 _JSON = {"command", "inputs", "packages", "machine", "cost", "manifest"}
+_PLACES = {"log_path", "deck_path", "path"}
 _COUNTED = """
 SELECT executions.*,
   (SELECT count(*) FROM nodes WHERE execution = executions.id AND kind = 'task') AS num_nodes,
@@ -121,7 +123,7 @@ class History:
             f"{_COUNTED} {where} ORDER BY started_at DESC, id DESC LIMIT ? OFFSET ?",
             (*values, limit, offset),
         )
-        return Page(tuple(_execution(row) for row in rows), total, offset, limit)
+        return Page(tuple(self._execution(row) for row in rows), total, offset, limit)
 
     def workflows(self) -> list[str]:
         """Names of all workflows that ever ran."""
@@ -137,12 +139,12 @@ class History:
         row = self._first(f"{_COUNTED} WHERE id = ?", (execution,))
         if row is None:
             raise _unknown("run", execution, "`nemo-rl runs` lists them")
-        return _execution(row)
+        return self._execution(row)
 
     def nodes(self, execution: str) -> list[Node]:
         """All nodes of a run, in the order in which they began."""
         rows = self._all("SELECT * FROM nodes WHERE execution = ? ORDER BY id", (execution,))
-        return [_node(row) for row in rows]
+        return [self._node(row) for row in rows]
 
     def edges(self, execution: str) -> list[Edge]:
         """What flowed between the nodes of a run."""
@@ -158,7 +160,7 @@ class History:
         row = self._first("SELECT * FROM nodes WHERE id = ?", (node,))
         if row is None:
             raise _unknown("node", str(node), "see the nodes of its run")
-        found = _node(row)
+        found = self._node(row)
         maker = self._first("SELECT * FROM nodes WHERE id = ?", (found.cached_from,))
         attempts = self._all(
             "SELECT number, state, started_at, ended_at, resumed_from_step, error FROM attempts "
@@ -170,7 +172,7 @@ class History:
             attempts=tuple(Attempt(**dict(attempt)) for attempt in attempts),
             inputs=self._values("node_inputs", node),
             outputs=self._values("node_outputs", node),
-            maker=_node(maker) if maker else None,
+            maker=self._node(maker) if maker else None,
         )
 
     def metrics(
@@ -229,7 +231,7 @@ class History:
         row = self._first("SELECT * FROM artifacts WHERE id = ?", (artifact,))
         if row is None:
             raise _unknown("artifact", artifact, "see the outputs of a run")
-        return _artifact(row)
+        return self._artifact(row)
 
     def find_artifact(self, name: str) -> ArtifactRow:
         """An artifact by the beginning of its id or content hash, or by a path in its folder.
@@ -242,14 +244,14 @@ class History:
         for part in reversed(parts):
             rows = self._all("SELECT * FROM artifacts WHERE id = ?", (part,))
             if rows:
-                return _artifact(rows[0])
+                return self._artifact(rows[0])
         if len(parts) == 1 and not set(name) & set("*?["):
             rows = self._all(
                 "SELECT * FROM artifacts WHERE id GLOB ? OR content_hash GLOB ? LIMIT 6",
                 (f"{name}*", f"{name}*"),
             )
         if len(rows) == 1:
-            return _artifact(rows[0])
+            return self._artifact(rows[0])
         if rows:
             several = ", ".join(row["id"] for row in rows)
             raise StoreError(
@@ -271,7 +273,7 @@ class History:
             "ON nodes.id = node_outputs.node WHERE execution = ?) ORDER BY created_at, id",
             (execution,),
         )
-        return [_artifact(row) for row in rows]
+        return [self._artifact(row) for row in rows]
 
     def artifacts_used(self, execution: str) -> set[str]:
         """Ids of all artifacts that a run's nodes took or returned."""
@@ -290,7 +292,7 @@ class History:
         rows = self._all(
             f"SELECT * {found} ORDER BY id DESC LIMIT ? OFFSET ?", (artifact, limit, offset)
         )
-        return Page(tuple(_node(row) for row in rows), total, offset, limit)
+        return Page(tuple(self._node(row) for row in rows), total, offset, limit)
 
     def maker(self, artifact: ArtifactRow) -> Execution | None:
         """The run that made an artifact; None where that is not recorded."""
@@ -298,7 +300,7 @@ class History:
             f"{_COUNTED} WHERE id = (SELECT execution FROM nodes WHERE id = ?)",
             (artifact.made_by,),
         )
-        return _execution(row) if row else None
+        return self._execution(row) if row else None
 
     def ancestry(self, artifact: str) -> AncestryGraph:
         """An artifact and all that it came from, across runs."""
@@ -340,23 +342,21 @@ class History:
         assert row is not None, query
         return row
 
+    def _execution(self, row: sqlite3.Row) -> Execution:
+        fields = self._fields(row)
+        dirty = fields["git_dirty"]
+        return Execution(**{**fields, "git_dirty": None if dirty is None else bool(dirty)})
 
-def _execution(row: sqlite3.Row) -> Execution:
-    fields = _fields(row)
-    dirty = fields["git_dirty"]
-    return Execution(**{**fields, "git_dirty": None if dirty is None else bool(dirty)})
+    def _node(self, row: sqlite3.Row) -> Node:
+        return Node(**self._fields(row))
 
+    def _artifact(self, row: sqlite3.Row) -> ArtifactRow:
+        return ArtifactRow(**self._fields(row))
 
-def _node(row: sqlite3.Row) -> Node:
-    return Node(**_fields(row))
-
-
-def _artifact(row: sqlite3.Row) -> ArtifactRow:
-    return ArtifactRow(**_fields(row))
-
-
-def _fields(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
-    return {key: json.loads(row[key]) if key in _JSON else row[key] for key in row.keys()}  # noqa: SIM118  (a Row is iterated by values)
+    def _fields(self, row: sqlite3.Row) -> dict[str, Any]:
+        found = dict(row)
+        found |= {key: json.loads(found[key]) for key in _JSON & found.keys()}
+        return found | {key: from_record(self.store, found[key]) for key in _PLACES & found.keys()}
 
 
 def _escaped(text: str) -> str:

@@ -27,6 +27,7 @@ from nemo_rl_core.history.database import (
     path_of,
     transaction,
 )
+from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.records import Kind, State, Value
 from nemo_rl_core.infra.lineage import Machine, Manifest
 from nemo_rl_core.infra.store import Store
@@ -143,7 +144,7 @@ class HistoryWriter:
             source_digest=execution.source_digest,
             pid=process.pid,
             process_started=process.create_time(),
-            log_path=str(execution.log_path),
+            log_path=to_record(self._store, execution.log_path),
             folder=str(Path.cwd()),
         )
 
@@ -212,7 +213,7 @@ class HistoryWriter:
             now = time.time()
             for folder, manifest in end.made:
                 own = end.state == "succeeded" and _made_it(database, manifest, node)
-                insert_artifact(database, folder, manifest, node if own else None)
+                insert_artifact(database, self._store, folder, manifest, node if own else None)
             _insert_values(database, "node_outputs", node, end.outputs)
             database.execute(
                 "UPDATE nodes SET state = ?, ended_at = ?, cached_from = ?, deck_path = ?, "
@@ -221,7 +222,7 @@ class HistoryWriter:
                     end.state,
                     now,
                     _maker(database, node) if end.state == "cached" else None,
-                    end.deck_path,
+                    to_record(self._store, end.deck_path),
                     _json(end.cost),
                     end.summary,
                     end.error,
@@ -315,14 +316,19 @@ def _made_it(database: sqlite3.Connection, manifest: Manifest, node: int) -> boo
 
 
 def insert_artifact(
-    database: sqlite3.Connection, folder: Path, manifest: Manifest, maker: int | None
+    database: sqlite3.Connection,
+    store: Store,
+    folder: Path,
+    manifest: Manifest,
+    maker: int | None,
 ) -> None:
     """Adds or renews an artifact's row, and who its parents are.
 
     Who made it first, has made it: a later node that returns it passes it on.
 
     Args:
-        database: In a transaction.
+        database: Of the store, in a transaction.
+        store: The artifact may lie elsewhere.
         folder: The artifact's.
         manifest: What lies in it.
         maker: The node that made it; None where that is another or is not known.
@@ -333,7 +339,7 @@ def insert_artifact(
         manifest.stage,
         manifest.format,
         manifest.content_hash,
-        str(folder),
+        to_record(store, folder),
         manifest.step,
         manifest.created_at,
         manifest.model_dump_json(),

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from nemo_rl_core.history.records import AncestryGraph, Edge, Node
+from nemo_rl_core.history.records import Ancestor, AncestryGraph, Edge, Node
+from nemo_rl_core.ui.origins import base_stage
 from nemo_rl_core.ui.text import duration, visible
 
 _MAX_OPEN_CHILDREN, _MAX_ALL_OPEN = 12, 40
@@ -58,22 +59,30 @@ def of_execution(
 
 
 def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
-    """An artifact and all that it came from: data at the top, the artifact at the bottom."""
+    """An artifact and all that it came from: data at the top, the artifact at the bottom.
+
+    Many artifacts of one stage, such as a long training's iterations, are held by one closed box.
+    """
+    holders = _holders(graph)
     return {
         "direction": "TB",
         "nodes": [
-            {
-                "id": one.id,
-                "parent": None,
-                "label": visible(one.artifact.stage if one.artifact else one.id),
-                "state": "",
-                "kind": one.artifact.kind if one.artifact else "unknown",
-                "detail": one.content_hash[:12] + ("" if one.state == "found" else f" {one.state}"),
-                "href": f"/artifacts/{one.id}",
-                "open": True,
-                "here": one.id == graph.root,
-            }
-            for one in graph.artifacts
+            *holders.values(),
+            *(
+                {
+                    "id": one.id,
+                    "parent": holders.get(_base(one), {}).get("id") if one.depth else None,
+                    "label": visible(one.artifact.stage if one.artifact else one.id),
+                    "state": "",
+                    "kind": one.artifact.kind if one.artifact else "unknown",
+                    "detail": one.content_hash[:12]
+                    + ("" if one.state == "found" else f" {one.state}"),
+                    "href": f"/artifacts/{one.id}",
+                    "open": True,
+                    "here": one.id == graph.root,
+                }
+                for one in graph.artifacts
+            ),
         ],
         "edges": [
             {
@@ -85,6 +94,40 @@ def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
             for one in graph.parentage
         ],
     }
+
+
+def _holders(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
+    """By the stage a box for its artifacts, where they are many; it leads to the table's rows."""
+    alike: dict[str, list[Ancestor]] = {}
+    for one in graph.artifacts:
+        if one.depth and one.artifact is not None:  # what was asked for stands alone
+            alike.setdefault(_base(one), []).append(one)
+    return {
+        stage: {
+            "id": f"all:{stage}",
+            "parent": None,
+            "label": visible(_span(stage, held)),
+            "state": "",
+            "kind": held[0].artifact.kind if held[0].artifact else "unknown",
+            "detail": f"{len(held)} artifacts",
+            "href": f"#{held[0].id}",
+            "open": False,
+        }
+        for stage, held in alike.items()
+        if len(held) > _MAX_OPEN_CHILDREN
+    }
+
+
+def _span(stage: str, held: Sequence[Ancestor]) -> str:
+    """Such as `grpo_iteration 1 to 98`, where they are numbered so."""
+    words = [one.artifact.stage.partition(" ")[2] for one in held if one.artifact]
+    numbers = sorted(int(word) for word in words if word.isdecimal())
+    numbered = numbers == list(range(numbers[0], numbers[0] + len(held))) if numbers else False
+    return f"{stage} {numbers[0]} to {numbers[-1]}" if numbered else stage
+
+
+def _base(one: Ancestor) -> str:
+    return base_stage(one.artifact.stage) if one.artifact else one.id
 
 
 def _detail(node: Node, now: float) -> str:

@@ -48,6 +48,11 @@ class Change:
     single: list[Difference]
     commits: tuple[str, str] | None
 
+    @property
+    def tells(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.shared or self.single or self.commits)
+
 
 def rows(graph: AncestryGraph) -> list[Row]:
     """Every artifact of the graph, nearest first."""

@@ -99,7 +99,7 @@ def _fill_run(
                 "INSERT INTO edges VALUES (?, ?, ?, 'o0', 'start')", (execution, node - 1, node)
             )
         if not cached:
-            _fill_artifact(database, store, artifact, node, with_parent=place > 0)
+            _fill_artifact(database, store, artifact, node, place)
         if place % 10 == 1:
             steps = 5000 if run == 0 else STEPS_WITH_METRICS
             database.executemany(
@@ -109,16 +109,25 @@ def _fill_run(
 
 
 def _fill_artifact(
-    database: sqlite3.Connection, store: Store, artifact: str, node: int, *, with_parent: bool
+    database: sqlite3.Connection, store: Store, artifact: str, node: int, place: int
 ) -> None:
-    manifest = {"kind": "checkpoint", "config": {"learning_rate": 0.001}, "parents": []}
+    """The settings change with every tenth iteration."""
+    config = {"learning_rate": 0.001 * (1 + place // 10)}
+    manifest = {"kind": "checkpoint", "config": config, "parents": []}
     digest = f"{node:064x}"
     database.execute(
-        "INSERT INTO artifacts VALUES (?, 'checkpoint', 'grpo_iteration 1', 'hf', ?, ?, 4, "
+        "INSERT INTO artifacts VALUES (?, 'checkpoint', ?, 'hf', ?, ?, 4, "
         "'2026-01-01T00:00:00+00:00', ?, ?)",
-        (artifact, digest, str(store.artifacts / artifact), json.dumps(manifest), node),
+        (
+            artifact,
+            f"grpo_iteration {place}",
+            digest,
+            str(store.artifacts / artifact),
+            json.dumps(manifest),
+            node,
+        ),
     )
-    if with_parent:
+    if place:
         parent = f"grpo_iteration-{node - 1:016x}"
         database.execute(
             "INSERT INTO artifact_parents VALUES (?, ?, ?, 'start')",

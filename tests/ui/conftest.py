@@ -95,7 +95,6 @@ def _rollout(reward: float | None, text: str, sample: int) -> Rollout:
 
 def _first_run(made: Made) -> None:
     writer = made.begin(FIRST)
-    root = made.store.root
 
     def node(name: str, kind: Any = "task", parent: int | None = None, **inputs: str) -> int:
         values = [as_value("config", "Config", {"lr": 0.1, "note": HOSTILE})]
@@ -116,7 +115,7 @@ def _first_run(made: Made) -> None:
                 "succeeded",
                 outputs=[as_value("o0", "Checkpoint", folder.name, folder.name)],
                 made=[(folder, manifest)],
-                deck_path=str((folder / "deck.html").relative_to(root)),
+                deck_path=str(folder / "deck.html"),
                 cost=manifest.cost.model_dump(),
                 log_to=80,
                 **rest,

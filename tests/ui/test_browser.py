@@ -11,6 +11,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.infra.lineage import Manifest, ParentRef
 from nemo_rl_core.infra.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
@@ -188,21 +189,57 @@ def test_the_graph_moves_and_zooms_by_keyboard_and_buttons(
     page.goto(f"{address}/executions/{runs[0].id}/graph")
     page.wait_for_selector("[data-drawn]")
 
-    def view() -> list[float]:
-        text = page.locator("[data-layer]").get_attribute("transform")
-        return [float(number) for number in re.findall(r"-?[\d.]+", text)]
-
-    start = view()
+    start = _view(page)
     page.locator(".graph > svg").focus()
     page.keyboard.press("+")
-    assert view()[2] == pytest.approx(start[2] * 1.25)
+    assert _view(page)[2] == pytest.approx(start[2] * 1.25)
     page.keyboard.press("ArrowRight")
     page.keyboard.press("0")
-    assert view() == pytest.approx(start)
+    assert _view(page) == pytest.approx(start)
     page.get_by_role("button", name="Zoom out").click()
-    assert view()[2] == pytest.approx(start[2] * 0.8)
+    assert _view(page)[2] == pytest.approx(start[2] * 0.8)
     page.get_by_role("button", name="Fit").click()
-    assert view() == pytest.approx(start)
+    assert _view(page) == pytest.approx(start)
+
+
+def _view(page: Page) -> list[float]:
+    """How far the picture is moved, and its scale."""
+    text = page.locator("[data-layer]").get_attribute("transform")
+    return [float(number) for number in re.findall(r"-?[\d.]+", text)]
+
+
+def test_a_growing_graph_stays_in_view_until_a_reader_moves_it(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    writer = HistoryWriter(real_store, f"growing-{time.time_ns()}")
+    log = real_store.runs / "growing" / "run.log"
+    writer.begin(NewExecution("workflows.live.live", "", ["pyflyte"], {}, log))
+    before = [writer.begin_node("stage 0", task="tasks.s.s", kind="task")]
+
+    def grow(number: int) -> None:
+        for k in range(number):
+            node = writer.begin_node(f"stage {len(before)}", task="tasks.s.s", kind="task")
+            output = as_value("o0", "CheckpointArtifact", "s", f"s-{k}")
+            writer.end_node(before[-1], NodeEnd("succeeded", outputs=[output]))
+            writer.connect(before[-1], "o0", node, "start")
+            before.append(node)
+
+    page = context.new_page()
+    page.goto(f"{address}/executions/{writer._id}/graph")
+    page.wait_for_selector("[data-drawn]")
+    assert _view(page)[2] == 1
+    page.locator(".graph a").focus()
+    grow(6)
+    expect(page.locator(".graph a")).to_have_count(7, timeout=10_000)
+    assert _view(page)[2] < 1
+    expect(page.locator(".graph a").first).to_be_focused()
+
+    page.get_by_role("button", name="Zoom out").click()
+    moved = _view(page)
+    grow(3)
+    expect(page.locator(".graph a")).to_have_count(10, timeout=10_000)
+    assert _view(page) == pytest.approx(moved)
+    writer.end("succeeded")
 
 
 def test_the_rerun_is_all_cached_and_links_to_the_first_run(
@@ -246,7 +283,9 @@ def test_from_the_list_to_a_checkpoints_data_by_clicking(
     assert {tuple(edge.split()) for edge in _edges(page)} == {
         (link.parent, link.child) for link in ancestors.parentage
     }
-    expect(page.get_by_role("heading", name="grpo_iteration 2 against")).to_be_visible()
+    expect(page.get_by_role("heading", name="train_sft against prepare_model")).to_be_visible()
+    same = page.locator("h3:text('Nothing differs') + p")
+    expect(same).to_have_text("grpo_iteration 2 against grpo_iteration 1.")
 
 
 def test_completions_of_a_step_are_read_and_filtered(
@@ -368,3 +407,34 @@ def test_a_run_of_many_nodes_opens_as_a_few_boxes_and_can_be_opened(
         page.locator('[data-toggle][aria-expanded="false"]').first.press("Enter")
     assert page.locator(".graph a").count() == 130
     assert len(_edges(page)) == 119
+
+
+def test_many_ancestors_of_a_stage_open_as_one_box_that_leads_to_the_table(
+    context: BrowserContext, address: str, real_store: Store
+) -> None:
+    before: list[ParentRef] = []
+    number, stamp = 16, time.time_ns()
+    for k in range(1, number + 1):
+        folder = real_store.artifacts / f"long_training-{stamp + k:x}"
+        folder.mkdir()
+        manifest = Manifest(
+            kind="checkpoint",
+            format="hf",
+            stage=f"long_training {k}",
+            content_hash=f"{stamp + k:064x}",
+            parents=tuple(before),
+        )
+        manifest.write(folder)
+        before = [manifest.ref(folder)]
+
+    page = context.new_page()
+    page.goto(f"{address}/artifacts/{folder.name}/ancestry")
+    page.wait_for_selector("[data-drawn]")
+    assert page.locator(".graph a").count() == 2
+    assert len(_edges(page)) == 1
+    page.get_by_role("link", name=re.compile("long_training 1 to 15")).press("Enter")
+    expect(page.locator("tr:target")).to_be_in_viewport()
+
+    page.locator('[data-toggle][aria-expanded="false"]').press("Enter")
+    assert page.locator(".graph a").count() == number + 1
+    assert len(_edges(page)) == number - 1

@@ -1,6 +1,7 @@
 """A store of 1,000 runs and 100,000 nodes: each page is answered within 200 ms."""
 
 import importlib.util
+import statistics
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ def test_every_page_of_a_large_store_is_quick(tmp_path: Path) -> None:
     store = Store(tmp_path)
     benchmark.fill(store)
 
-    # The least of several: what else runs on the machine only ever adds.
-    quickest = {name: min(ms) for name, ms in benchmark.asked(store, 5).items()}
-    assert len(quickest) == len(benchmark.pages())
-    assert {name: ms for name, ms in quickest.items() if ms >= 200} == {}
+    medians = {name: statistics.median(ms) for name, ms in benchmark.asked(store, 5).items()}
+    assert len(medians) == len(benchmark.pages())
+    assert {name: ms for name, ms in medians.items() if ms >= 200} == {}

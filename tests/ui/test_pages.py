@@ -5,17 +5,14 @@ import re
 import shutil
 import sqlite3
 import time
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from nemo_rl_core.history.records import Node
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.ui.app import create_app
-from nemo_rl_core.ui.graph import of_execution
 
 FIRST, RERUN, LIVE, FAILED = (f"20260101T00000{n}Z-{c * 6}" for n, c in enumerate("abcd"))
 
@@ -123,54 +120,6 @@ def test_the_graph_has_the_nodes_as_they_called_each_other(client: TestClient, m
     assert {node["state"] for node in drawn["nodes"]} == {"succeeded"}
 
 
-@pytest.mark.parametrize(("num_nodes", "opened"), [(13, True), (14, False)])
-def test_what_holds_many_nodes_is_drawn_closed(num_nodes: int, opened: bool) -> None:
-    drawn = of_execution(_loop(num_nodes), [], artifacts=set(), now=9.0)["nodes"]
-    assert drawn[0]["open"] is opened
-
-
-def test_of_a_large_run_only_what_is_worth_a_look_is_drawn_open() -> None:
-    states = ("succeeded", "running", "failed", "cached")
-    nodes = [
-        replace(
-            node,
-            id=node.id + 20 * place,
-            parent=None if node.parent is None else 20 * place,
-            state=state,
-        )
-        for place, state in enumerate(states, start=1)
-        for node in _loop(12)
-    ]
-    drawn = of_execution(nodes, [], artifacts=set(), now=9.0)["nodes"]
-    opened = [node["state"] for node in drawn if node["kind"] == "dynamic" and node["open"]]
-    assert opened == ["running", "failed"]
-
-
-def _loop(num_nodes: int) -> list[Node]:
-    """A dynamic and what it holds."""
-    return [
-        Node(
-            id=number,
-            execution="x",
-            parent=0 if number else None,
-            name=f"n{number}",
-            task="t",
-            kind="task" if number else "dynamic",
-            state="succeeded",
-            started_at=1.0,
-            ended_at=2.0,
-            cached_from=None,
-            deck_path="",
-            cost={},
-            summary="",
-            error="",
-            log_from=None,
-            log_to=None,
-        )
-        for number in range(num_nodes)
-    ]
-
-
 def test_the_table_of_nodes_says_what_each_one_read(client: TestClient, made) -> None:
     page = read(client, f"/executions/{FIRST}/nodes")
     assert re.search(r"train_sft succeeded task [-\d: ]+ [\d.]+ m?s prepare_data loss 3", page.text)
@@ -193,6 +142,22 @@ def test_a_node_shows_attempts_and_where_they_resumed(client: TestClient, made) 
     page = read(client, f"/nodes/{made.nodes['failed']}")
     assert "1 failed" in page.text
     assert "step 7" in page.text
+
+
+def test_a_moved_store_shows_its_decks_logs_and_files(made, tmp_path: Path) -> None:
+    moved = Store(tmp_path / "moved")
+    shutil.copytree(made.store.root, moved.root)
+    artifact, node = made.artifacts["grpo_iteration 2"], made.nodes["grpo_iteration 2"]
+    (moved.runs / FIRST / "run.log").write_text("the log that was moved")
+    (moved.artifacts / artifact / "deck.html").write_text("the deck that was moved")
+    client = TestClient(create_app(moved), base_url="http://localhost")
+
+    assert "the deck that was moved" in client.get(f"/nodes/{node}/deck").text
+    assert "the log that was moved" in client.get(f"/nodes/{node}").text
+    assert "the log that was moved" in client.get(f"/executions/{FIRST}/log").text
+    assert f"{moved.artifacts / artifact}</dd>" in client.get(f"/artifacts/{artifact}").text
+    assert client.get(f"/artifacts/{artifact}/completions").status_code == 200
+    assert client.get(f"/artifacts/{artifact}/files/manifest.json").status_code == 200
 
 
 def test_a_node_shows_only_its_part_of_the_log(client: TestClient, made) -> None:

@@ -72,7 +72,7 @@ def _deck_of(history: History, request: Request, one: Node) -> Path | None:
     if not written:
         return None
     root: Path = request.app.state.source.store.root
-    path = (root / written).resolve()
+    path = Path(written).resolve()
     return path if path.is_relative_to(root) and path.is_file() else None
 
 

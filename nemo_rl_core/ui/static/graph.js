@@ -9,6 +9,7 @@
   const view = { x: 0, y: 0, scale: 1 };
   const opened = new Map();
   let data, children, byId, size, shown = "", showsValues = false;
+  let fitted = true; // until a reader moves the picture
 
   function make(name, attributes = {}, ...inside) {
     const element = document.createElementNS(SVG, name);
@@ -119,7 +120,6 @@
       event.stopPropagation();
       opened.set(node.id, !isOpen(node));
       draw();
-      figure.querySelector(`[data-toggle="${CSS.escape(String(node.id))}"]`)?.focus({ preventScroll: true });
     };
     button.addEventListener("click", act);
     button.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") act(event); });
@@ -147,10 +147,10 @@
   function drawCluster(node, box) {
     const header = 14; // dagre leaves no room for a title: the gap to the rank above has it
     const left = box.x - box.width / 2, top = box.y - box.height / 2 - header;
+    const said = `${node.label} · ${node.state || node.detail}`;
     return make("g", {},
       make("rect", { class: "cluster", x: left, y: top, width: box.width, height: box.height + header, rx: 10 }),
-      make("a", { href: node.href, "aria-label": `${node.label} · ${node.state}` },
-        make("text", { x: left + 14, y: top + 18 }, short(`${node.label} · ${node.state}`))),
+      make("a", { href: node.href, "aria-label": said }, make("text", { x: left + 14, y: top + 18 }, short(said))),
       toggle(node, left + box.width - 6, top + 4, "–"));
   }
 
@@ -179,11 +179,14 @@
     // In reading order, so that the tab key goes the way the data goes.
     const leaves = visible.filter((node) => !isCluster(node)).sort((a, b) => place(a).y - place(b).y || place(a).x - place(b).x);
     for (const node of leaves) layer.append(drawLeaf(node, place(node)));
+    const focused = picture.contains(document.activeElement) ? document.activeElement : null;
+    const again = ["href", "data-toggle"].find((name) => focused?.hasAttribute(name));
     picture.querySelector("[data-layer]")?.remove();
     picture.append(layer);
     size = graph.graph();
     picture.dataset.drawn = String(visible.length);
     move();
+    if (again) picture.querySelector(`[${again}="${CSS.escape(focused.getAttribute(again))}"]`)?.focus({ preventScroll: true });
   }
 
   function move() {
@@ -195,6 +198,7 @@
     view.scale = Math.max(MIN_READABLE, Math.min(1, width / size.width, height / size.height));
     view.x = Math.max(0, (width - size.width * view.scale) / 2);
     view.y = Math.max(0, (height - size.height * view.scale) / 2);
+    fitted = true;
     move();
   }
 
@@ -205,10 +209,17 @@
     view.x = centre.x - (centre.x - view.x) * scale / view.scale;
     view.y = centre.y - (centre.y - view.y) * scale / view.scale;
     view.scale = scale;
+    fitted = false;
     move();
   }
 
-  function pan(x, y) { view.x += x; view.y += y; move(); }
+  function pan(x, y) {
+    if (!x && !y) return;
+    view.x += x;
+    view.y += y;
+    fitted = false;
+    move();
+  }
 
   function onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -261,5 +272,7 @@
     event.currentTarget.setAttribute("aria-pressed", String(showsValues));
     draw();
   });
-  document.addEventListener("live", () => { if (read()) draw(); });
+  const refit = () => { if (fitted) fit(); };
+  document.addEventListener("live", () => { if (read()) { draw(); refit(); } });
+  new ResizeObserver(refit).observe(picture);
 })();
