@@ -13,9 +13,9 @@ from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
 from nemo_rl_core.config.tracking import TrackingConfig
-from nemo_rl_core.history.stage_run import recorded
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.tracking import tracked
 from tasks import local
 from tasks.artifacts import Artifact
@@ -90,11 +90,9 @@ def make(
         source=source_digest(caller),
         part=part,
     )
-    work = recorded(
-        carried_over(work), os.environ, task=f"{caller}.{stage}", parents=inputs.parents
-    )
+    run = StageRun.here(os.environ, task=f"{caller}.{stage}")
     with _tracked_on_cluster():
-        artifact = produce(inputs, work)
+        artifact = produce(inputs, carried_over(work), run=run)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)
     return {

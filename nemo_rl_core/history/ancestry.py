@@ -10,8 +10,13 @@ from typing import Any, Literal
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.places import from_record
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow, Parentage
-from nemo_rl_core.infra.lineage import MANIFEST, Manifest
+from nemo_rl_core.infra.lineage import MANIFEST, Manifest, ParentRef, recorded_ancestors
 from nemo_rl_core.infra.store import Store
+
+_LookUp = Callable[[int, str, str], Ancestor]
+"""Of a depth, an id, and a content hash, empty where the relative's own counts."""
+_Relatives = Callable[[Ancestor], list[tuple[Parentage, str, str]]]
+"""Of an artifact: each relation, the relative's id, and the content hash it is known by."""
 
 
 def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGraph:
@@ -24,13 +29,16 @@ def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGr
         rows = database.execute(
             "SELECT * FROM artifact_parents WHERE child = ? ORDER BY parent_id", (child.id,)
         ).fetchall()
-        known = [(row["parent_id"], row["parent_hash"], row["role"]) for row in rows]
-        if not known and child.artifact:
-            refs = child.artifact.manifest["parents"]
-            known = [(Path(ref["path"]).name, ref["content_hash"], "") for ref in refs]
-        return [(Parentage(name, child.id, role), name, digest) for name, digest, role in known]
+        return [
+            (
+                Parentage(row["parent_id"], child.id, row["role"]),
+                row["parent_id"],
+                row["parent_hash"],
+            )
+            for row in rows
+        ] or _named_parents(child)
 
-    return _walk(database, store, root, parents)
+    return _walk(root, _looking_in(database, store), parents)
 
 
 def downwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGraph:
@@ -42,15 +50,42 @@ def downwards(database: sqlite3.Connection, store: Store, root: str) -> Ancestry
         )
         return [(Parentage(parent.id, row["child"], row["role"]), row["child"], "") for row in rows]
 
-    return _walk(database, store, root, children)
+    return _walk(root, _looking_in(database, store), children)
 
 
-def _walk(
-    database: sqlite3.Connection,
-    store: Store,
-    root: str,
-    relatives: Callable[[Ancestor], list[tuple[Parentage, str, str]]],
-) -> AncestryGraph:
+def of_folder(folder: Path) -> AncestryGraph:
+    """An artifact that was downloaded, and all that it came from, by what its folder says alone.
+
+    Raises:
+        StoreError: If the folder has no whole manifest.
+    """
+    manifest = Manifest.read(folder)
+    root = manifest.ref(folder)
+    known = {root.key: _row(folder, manifest)}
+    for key, each in recorded_ancestors(folder).items():
+        known[key] = _row(folder.parent / key, each)
+
+    def look_up(depth: int, key: str, content_hash: str) -> Ancestor:
+        row = known.get(key)
+        run = row.manifest["run"] if row else None
+        execution = run["execution"] if run else None
+        state: Literal["found", "missing"] = "found" if depth == 0 else "missing"
+        return Ancestor(key, content_hash or root.content_hash, depth, row, execution, state)
+
+    return _walk(root.key, look_up, _named_parents)
+
+
+def _named_parents(child: Ancestor) -> list[tuple[Parentage, str, str]]:
+    """Those that the child's own manifest names."""
+    found = []
+    for each in child.artifact.manifest["parents"] if child.artifact else ():
+        ref = ParentRef.model_validate(each)
+        name = ref.name or Path(ref.path).name
+        found.append((Parentage(name, child.id, ref.role), name, ref.content_hash))
+    return found
+
+
+def _walk(root: str, look_up: _LookUp, relatives: _Relatives) -> AncestryGraph:
     """Nearest first: a relative that is reached by two ways has the depth of the shorter one."""
     found: dict[str, Ancestor] = {}
     parentage: list[Parentage] = []
@@ -59,31 +94,32 @@ def _walk(
         depth, artifact, content_hash = waiting.popleft()
         if artifact in found:
             continue
-        found[artifact] = _look_up(database, store, depth, artifact, content_hash)
+        found[artifact] = look_up(depth, artifact, content_hash)
         for link, relative, known_hash in relatives(found[artifact]):
             parentage.append(link)
             waiting.append((depth + 1, relative, known_hash))
     return AncestryGraph(root, tuple(found.values()), tuple(parentage))
 
 
-def _look_up(
-    database: sqlite3.Connection, store: Store, depth: int, artifact: str, content_hash: str
-) -> Ancestor:
-    row = database.execute(
-        "SELECT artifacts.*, execution FROM artifacts LEFT JOIN nodes ON nodes.id = made_by "
-        "WHERE artifacts.id = ?",
-        (artifact,),
-    ).fetchone()
-    if row is None:
-        record, execution = from_folder(store.artifacts / artifact), None
-    else:
-        fields: dict[str, Any] = {**dict(row), "manifest": json.loads(row["manifest"])}
-        fields["path"] = from_record(store, fields["path"])
-        execution = fields.pop("execution")
-        record = ArtifactRow(**fields)
-    known = content_hash or (record.content_hash if record else "")
-    folder = Path(record.path) if record else store.artifacts / artifact
-    return Ancestor(artifact, known, depth, record, execution, _state(folder, known))
+def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
+    def look_up(depth: int, artifact: str, content_hash: str) -> Ancestor:
+        row = database.execute(
+            "SELECT artifacts.*, execution FROM artifacts LEFT JOIN nodes ON nodes.id = made_by "
+            "WHERE artifacts.id = ?",
+            (artifact,),
+        ).fetchone()
+        if row is None:
+            record, execution = from_folder(store.artifacts / artifact), None
+        else:
+            fields: dict[str, Any] = {**dict(row), "manifest": json.loads(row["manifest"])}
+            fields["path"] = from_record(store, fields["path"])
+            execution = fields.pop("execution")
+            record = ArtifactRow(**fields)
+        known = content_hash or (record.content_hash if record else "")
+        folder = Path(record.path) if record else store.artifacts / artifact
+        return Ancestor(artifact, known, depth, record, execution, _state(folder, known))
+
+    return look_up
 
 
 def from_folder(folder: Path) -> ArtifactRow | None:
@@ -92,8 +128,12 @@ def from_folder(folder: Path) -> ArtifactRow | None:
         manifest = Manifest.read(folder)
     except StoreError:
         return None
+    return _row(folder, manifest)
+
+
+def _row(folder: Path, manifest: Manifest) -> ArtifactRow:
     return ArtifactRow(
-        id=folder.name,
+        id=manifest.name or folder.name,
         path=str(folder),
         manifest=manifest.model_dump(mode="json"),
         made_by=None,

@@ -1,8 +1,9 @@
 """A run on a cluster, whose stages share no disk: each writes its own record into its artifact.
 
-`run.json` says which execution, task and attempt made the artifact; its manifest and metrics say
-the rest. Where the folders are downloaded, `import_folders` makes of them what a local run writes.
-Stages that failed leave no artifact, and so no record here: Flyte's console has them.
+The manifest says which attempt of which execution made the artifact, and `ancestors.json` the same
+of all that it came from. So one downloaded artifact is enough for the way that led to it; decks,
+metrics and files are those of the folders that were downloaded. Stages that failed leave no
+artifact, and so no record here: Flyte's console has them.
 """
 
 import json
@@ -15,56 +16,78 @@ from pathlib import Path
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, transaction
 from nemo_rl_core.history.places import to_record
-from nemo_rl_core.history.stage_run import StageRun
 from nemo_rl_core.history.writer import insert, insert_artifact
-from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.lineage import Manifest, recorded_ancestors
 from nemo_rl_core.infra.metrics import MetricsFile
-from nemo_rl_core.infra.produce import RECORD
+from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.infra.store import Store
 
 
 def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
-    """Adds artifacts that a cluster made to the store's record; those it has already stay.
+    """Adds artifacts that a cluster made, and their ancestors, to the store's record.
 
     Args:
-        store: Whose record. The artifacts stay where they are.
-        folders: Downloaded artifacts, each with `run.json` and `manifest.json`.
+        store: Whose record. The artifacts stay where they are; a folder that is imported again is
+            looked for at its new place from then on.
+        folders: Downloaded artifacts.
 
     Returns:
-        The ids of their executions.
+        The ids of the executions that made them or an ancestor.
 
     Raises:
-        StoreError: If a folder has no such record.
+        StoreError: If a folder has no manifest that names its run.
     """
-    found = []
+    found: dict[str, tuple[StageRun, Manifest]] = {}
+    places: dict[str, Path] = {}
     for folder in folders:
-        found.append((folder.resolve(), _read(folder), Manifest.read(folder)))
-    found.sort(key=lambda each: each[1].started_at)
+        run, manifest = _read(folder)
+        found[manifest.name], places[manifest.name] = (run, manifest), folder.resolve()
+        for each in recorded_ancestors(folder).values():
+            if each.run is not None:  # else of a local run, that somebody has uploaded
+                found.setdefault(each.name, (each.run, each))
     with closing(open_for_writing(store)) as database, transaction(database):
-        for folder, run, manifest in found:
-            _import(database, store, folder, run, manifest)
-    return {run.execution for _, run, _ in found}
+        # Who made an artifact, before who read it.
+        for run, manifest in sorted(found.values(), key=lambda each: each[0].started_at):
+            _import(database, store, run, manifest, places.get(manifest.name))
+    return {run.execution for run, _ in found.values()}
 
 
-def _read(folder: Path) -> StageRun:
-    try:
-        return StageRun(**json.loads((folder / RECORD).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+def _read(folder: Path) -> tuple[StageRun, Manifest]:
+    manifest = Manifest.read(folder)
+    if manifest.run is None:
         raise StoreError(
-            f"{folder} has no record of a run on a cluster",
-            expected=f"an artifact's folder with a whole {RECORD}",
-            got=str(error).splitlines()[0],
-            fix="download the artifact's whole folder; one made by a local run is recorded already",
-        ) from error
+            f"{folder} was not made on a cluster",
+            expected="a manifest that names the run",
+            got="the manifest of a local run",
+            fix="look at it in the store where it was made, which has a record of it already",
+        )
+    return manifest.run, manifest
 
 
 def _import(
-    database: sqlite3.Connection, store: Store, folder: Path, run: StageRun, manifest: Manifest
+    database: sqlite3.Connection,
+    store: Store,
+    run: StageRun,
+    manifest: Manifest,
+    folder: Path | None,
 ) -> None:
+    known = database.execute(
+        "SELECT made_by, execution FROM artifacts JOIN nodes ON nodes.id = made_by "
+        "WHERE artifacts.id = ?",
+        (manifest.name,),
+    ).fetchone()
+    if known and known["execution"] != run.execution:
+        return  # another run has made the very same, and has its own record
+    node = known["made_by"] if known else _insert_node(database, run, manifest)
+    if known is None or folder is not None:
+        place = folder or store.artifacts / manifest.name
+        insert_artifact(database, store, place, manifest, node)
+    if folder is not None:
+        _take_files(database, store, node, folder)
+
+
+def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest) -> int:
     ended = datetime.fromisoformat(manifest.created_at).timestamp()
-    known = "SELECT made_by FROM artifacts WHERE id = ? AND made_by IS NOT NULL"
-    if database.execute(known, (folder.name,)).fetchone():
-        return
     _import_execution(database, run, manifest, ended)
     node = insert(
         database,
@@ -76,7 +99,6 @@ def _import(
         state="succeeded",
         started_at=run.started_at,
         ended_at=ended,
-        deck_path=to_record(store, folder / "deck.html"),
         cost=manifest.cost.model_dump_json(),
     )
     insert(
@@ -88,18 +110,25 @@ def _import(
         started_at=run.started_at,
         ended_at=ended,
     )
-    for name, parent in run.parents.items():
-        insert(database, "node_inputs", node=node, name=name, type="", value="{}", artifact=parent)
+    for parent in manifest.parents:
+        values = {"node": node, "name": parent.role, "type": "", "value": "{}"}
+        insert(database, "node_inputs", **values, artifact=parent.name)
         database.execute(
             "INSERT OR IGNORE INTO edges SELECT nodes.execution, nodes.id, ?, 'o0', ? "
             "FROM artifacts JOIN nodes ON nodes.id = made_by "
             "WHERE artifacts.id = ? AND nodes.execution = ?",
-            (node, name, parent, run.execution),
+            (node, parent.role, parent.name, run.execution),
         )
-    insert(
-        database, "node_outputs", node=node, name="o0", type="", value="{}", artifact=folder.name
-    )
-    insert_artifact(database, store, folder, manifest, node)
+    values = {"node": node, "name": "o0", "type": "", "value": "{}"}
+    insert(database, "node_outputs", **values, artifact=manifest.name)
+    return node
+
+
+def _take_files(database: sqlite3.Connection, store: Store, node: int, folder: Path) -> None:
+    """What an artifact's own folder tells, beyond its manifest."""
+    deck = to_record(store, folder / "deck.html")
+    database.execute("UPDATE nodes SET deck_path = ? WHERE id = ?", (deck, node))
+    database.execute("DELETE FROM metrics WHERE node = ?", (node,))
     for line in MetricsFile(folder / "metrics.jsonl").read():
         step = int(line.metrics.get("global_step", line.step))
         for name, value in line.metrics.items():

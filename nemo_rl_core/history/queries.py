@@ -233,6 +233,10 @@ class History:
             raise _unknown("artifact", artifact, "see the outputs of a run")
         return self._artifact(row)
 
+    def has_artifact(self, artifact: str) -> bool:
+        """Whether an artifact of this id is recorded."""
+        return self._first("SELECT 1 FROM artifacts WHERE id = ?", (artifact,)) is not None
+
     def find_artifact(self, name: str) -> ArtifactRow:
         """An artifact by the beginning of its id or content hash, or by a path in its folder.
 

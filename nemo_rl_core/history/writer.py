@@ -329,12 +329,13 @@ def insert_artifact(
     Args:
         database: Of the store, in a transaction.
         store: The artifact may lie elsewhere.
-        folder: The artifact's.
+        folder: The artifact's, or where it would be if it were here.
         manifest: What lies in it.
         maker: The node that made it; None where that is another or is not known.
     """
+    name = manifest.name or folder.name
     row = (
-        folder.name,
+        name,
         manifest.kind,
         manifest.stage,
         manifest.format,
@@ -351,20 +352,18 @@ def insert_artifact(
         "made_by = coalesce(made_by, excluded.made_by)",
         row,
     )
-    made_by = database.execute(
-        "SELECT made_by FROM artifacts WHERE id = ?", (folder.name,)
-    ).fetchone()["made_by"]
+    made_by = database.execute("SELECT made_by FROM artifacts WHERE id = ?", (name,)).fetchone()[
+        "made_by"
+    ]
     if maker is not None and made_by == maker:
         # Who only returns it, and came first, did not know under which names its parents were read.
-        database.execute("DELETE FROM artifact_parents WHERE child = ?", (folder.name,))
-    elif database.execute(
-        "SELECT 1 FROM artifact_parents WHERE child = ?", (folder.name,)
-    ).fetchone():
+        database.execute("DELETE FROM artifact_parents WHERE child = ?", (name,))
+    elif database.execute("SELECT 1 FROM artifact_parents WHERE child = ?", (name,)).fetchone():
         return
     database.executemany(
         "INSERT OR IGNORE INTO artifact_parents VALUES (?, ?, ?, ?)",
         [
-            (folder.name, parent.content_hash, Path(parent.path).name, role)
+            (name, parent.content_hash, parent.name or Path(parent.path).name, role)
             for parent, role in zip(
                 manifest.parents, _roles(database, maker, manifest), strict=True
             )
@@ -382,8 +381,8 @@ def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) 
         names.setdefault(row["artifact"], []).append(row["name"])
     found = []
     for parent in manifest.parents:
-        known = names.get(Path(parent.path).name, [])
-        found.append(known.pop(0) if known else "")
+        known = names.get(parent.name or Path(parent.path).name, [])
+        found.append(known.pop(0) if known else parent.role)
     return found
 
 

@@ -21,13 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.stage_run import StageRun
 
 MANIFEST = "manifest.json"
 """The file's name; leave it out when hashing: `hash_folder(folder, exclude=(MANIFEST,))`."""
 
 ANCESTORS = "ancestors.json"
-"""Manifests of all that an artifact came from, by content hash. An artifact travels: on a cluster
-every stage has a disk of its own, and an exported model leaves the store for good."""
+"""Manifests of all that an artifact came from, by name. An artifact travels: on a cluster every
+stage has a disk of its own, and an exported model leaves the store for good."""
 
 _PACKAGES = (
     "datasets",
@@ -55,12 +56,25 @@ class _Record(BaseModel):
 
 
 class ParentRef(_Record):
-    """An artifact that another was made from."""
+    """An artifact that another was made from.
+
+    Attributes:
+        path: Where it lay on the machine that read it.
+        name: Its manifest's, which it has wherever it lies.
+        role: What the stage read it as.
+    """
 
     kind: str
     stage: str
     content_hash: str
     path: str
+    name: str = ""
+    role: str = ""
+
+    @property
+    def key(self) -> str:
+        """What it is called among the ancestors that travel along."""
+        return self.name or self.content_hash
 
 
 class Cost(_Record):
@@ -141,7 +155,9 @@ class Manifest(_Record):
         kind: Such as "dataset", "model", "checkpoint", "evaluation", "promotion".
         format: Of the files beside it, such as "parquet" or "hf".
         stage: The stage that made it.
-        content_hash: Of what the artifact means; names its folder.
+        name: Of its folder in a store. A folder that was downloaded or copied may be called
+            otherwise, and is the same artifact.
+        content_hash: Of what the artifact means.
         weights_hash: Of the weights alone, where it holds any.
         step: The training step it belongs to, where it has one.
         config_hash: `config_hash(config)`.
@@ -150,6 +166,7 @@ class Manifest(_Record):
         git_commit: None outside a repository; `git_dirty` likewise.
         parents: The artifacts that the stage read.
         figures: What was measured, where that is what the artifact is.
+        run: Which run made it; None for one of this machine, of which its store has a record.
         created_at: UTC, ISO 8601.
 
     Example:
@@ -162,6 +179,7 @@ class Manifest(_Record):
     kind: str
     format: str
     stage: str
+    name: str = ""
     content_hash: str
     weights_hash: str | None = None
     step: int | None = None
@@ -175,6 +193,7 @@ class Manifest(_Record):
     parents: tuple[ParentRef, ...] = ()
     cost: Cost = Cost()
     figures: dict[str, float] = {}
+    run: StageRun | None = None
     created_at: str = Field(default_factory=_now)
     machine: Machine = Field(default_factory=Machine.here)
 
@@ -206,10 +225,15 @@ class Manifest(_Record):
                 fix="remove the folder, so that its stage runs again",
             ) from error
 
-    def ref(self, folder: Path) -> ParentRef:
+    def ref(self, folder: Path, role: str = "") -> ParentRef:
         """How an artifact made from this one refers to it."""
         return ParentRef(
-            kind=self.kind, stage=self.stage, content_hash=self.content_hash, path=str(folder)
+            kind=self.kind,
+            stage=self.stage,
+            content_hash=self.content_hash,
+            path=str(folder),
+            name=self.name,
+            role=role,
         )
 
 
@@ -241,7 +265,7 @@ def write_ancestors(folder: Path, parents: Iterable[Path]) -> None:
     for parent in parents:
         known |= recorded_ancestors(parent)
         manifest = Manifest.read(parent)
-        known[manifest.content_hash] = manifest
+        known[manifest.ref(parent).key] = manifest
     plain = {key: known[key].model_dump(mode="json") for key in sorted(known)}
     write_atomic(folder / ANCESTORS, json.dumps(plain, indent=1) + "\n")
 
@@ -289,7 +313,7 @@ def ancestry(manifest: Manifest, recorded: Mapping[str, Manifest] | None = None)
 def _look_up(depth: int, ref: ParentRef, recorded: Mapping[str, Manifest]) -> Ancestor:
     folder = Path(ref.path)
     if not (folder / MANIFEST).is_file():
-        known = recorded.get(ref.content_hash)
+        known = recorded.get(ref.key)
         return Ancestor(depth, ref, "recorded" if known else "missing", known)
     try:
         manifest = Manifest.read(folder)

@@ -21,13 +21,11 @@ from nemo_rl_core.infra.lineage import (
     package_versions,
     write_ancestors,
 )
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.infra.stage_run import StageRun
+from nemo_rl_core.infra.store import Store, artifact_name
 
 CARD = "README.md"
 """A model's card, in its folder: it tells times and costs, and no model depends on it."""
-
-RECORD = "run.json"
-"""Which run made an artifact, where that was on a cluster."""
 
 VOLATILE = (
     MANIFEST,
@@ -37,7 +35,6 @@ VOLATILE = (
     "deck.html",
     "summary.txt",
     f"model/{CARD}",
-    RECORD,
 )
 """Files of an artifact that hold times; they are left out of its content hash."""
 
@@ -104,7 +101,7 @@ class Inputs:
         return config_hash({**described, "source": self.source})[:32]
 
 
-def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
+def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | None = None) -> Path:
     """Runs the work in a folder of the store and publishes that as an artifact.
 
     A killed attempt is continued; of two processes that make the same at once, the second takes
@@ -113,6 +110,7 @@ def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
     Args:
         inputs: What the artifact depends on.
         work: Fills the folder; may find there what an interrupted attempt left.
+        run: On a cluster, whose stage this is.
 
     Returns:
         The artifact's folder.
@@ -129,14 +127,15 @@ def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
         with usage.measured() as spent:
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
-        manifest = _manifest(inputs, made, folder, cost)
-        manifest.write(folder)
+        manifest = _manifest(inputs, made, folder, cost, run)
+        # The key goes into the name: equal content made from other inputs has other parents.
+        digest = config_hash({"content": manifest.content_hash, "key": key})
+        name = artifact_name(stage, digest)
+        manifest.model_copy(update={"name": name}).write(folder)
         write_ancestors(folder, inputs.parents.values())
         (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
-        # The key goes into the name: equal content made from other inputs has other parents.
-        name = config_hash({"content": manifest.content_hash, "key": key})
-        return store.publish(folder, stage=stage, content_hash=name)
+        return store.publish(folder, stage=stage, content_hash=digest)
 
 
 def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:
@@ -184,7 +183,9 @@ def cost_html(cost: Cost) -> str:
     return completions_html([{name: value for name, value in shown.items() if value}])
 
 
-def _manifest(inputs: Inputs, made: Made, folder: Path, cost: Cost) -> Manifest:
+def _manifest(
+    inputs: Inputs, made: Made, folder: Path, cost: Cost, run: StageRun | None
+) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
     return Manifest(
         kind=made.kind,
@@ -200,7 +201,8 @@ def _manifest(inputs: Inputs, made: Made, folder: Path, cost: Cost) -> Manifest:
         git_dirty=dirty,
         source_digest=inputs.source,
         packages=package_versions(),
-        parents=tuple(Manifest.read(path).ref(path) for path in inputs.parents.values()),
+        parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
         cost=cost,
         figures=made.figures,
+        run=run,
     )

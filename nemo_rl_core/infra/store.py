@@ -170,7 +170,7 @@ class Store:
             raise ValueError(f"{folder} is no work folder of stage {stage!r} in {self.work}")
         if not re.fullmatch(r"[A-Za-z0-9]{16,}", content_hash):
             raise ValueError(f"content_hash must be 16 or more letters or digits: {content_hash!r}")
-        target = self.artifacts / f"{stage}-{content_hash[:16]}"
+        target = self.artifacts / artifact_name(stage, content_hash)
         with files.storage_errors(target):
             files.remove_leftovers(folder)
             files.fsync_tree(folder)
@@ -220,6 +220,11 @@ class Store:
     def release(self) -> None:
         """Ends all that `hold` has set in this process: the run is over."""
         locks.release(self.marks)
+
+
+def artifact_name(stage: str, content_hash: str) -> str:
+    """Of the folder that `Store.publish` makes."""
+    return f"{stage}-{content_hash[:16]}"
 
 
 def _work_name(stage: str, key: str) -> str:

@@ -10,15 +10,18 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from nemo_rl_core.history.ancestry import of_folder
+from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.differences import MISSING, differences
 from nemo_rl_core.history.openlineage import events_of, send
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, Parentage
+from nemo_rl_core.infra.lineage import MANIFEST
 from nemo_rl_core.infra.store import Store
 
 _MAX_DIFFERENCES = 12
 _JUDGED = ("evaluation", "promotion")
-_STATES = {"found": "", "missing": "  (removed)", "changed": "  (CHANGED ON DISK)"}
+_STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DISK)"}
 
 
 @click.command()
@@ -37,10 +40,10 @@ def lineage(
     """Shows what CHECKPOINT was made from: data, code, config and parents.
 
     CHECKPOINT is an artifact's id, the beginning of it or of its content hash, or a path in its
-    folder, such as that of an exported model.
+    folder, such as that of an exported model. A folder that was made elsewhere, and downloaded,
+    tells its ancestry by itself.
     """
-    with History(Store(store) if store else Store.default()) as history:
-        graph = history.ancestry(history.find_artifact(checkpoint).id)
+    graph = _graph(checkpoint, Store(store) if store else Store.default())
     if openlineage:
         events = events_of(graph)
         send(events, openlineage)
@@ -50,6 +53,18 @@ def lineage(
     else:
         console = Console(highlight=False, soft_wrap=True)
         console.print(_tree(graph, limit=None if configs else _MAX_DIFFERENCES))
+
+
+def _graph(checkpoint: str, store: Store) -> AncestryGraph:
+    folder = Path(checkpoint).expanduser()
+    is_elsewhere = (folder / MANIFEST).is_file() and store.artifacts not in folder.resolve().parents
+    if is_elsewhere and not path_of(store).is_file():
+        return of_folder(folder)
+    with History(store) as history:
+        found = history.find_artifact(checkpoint)
+        if is_elsewhere and not history.has_artifact(found.id):
+            return of_folder(folder)
+        return history.ancestry(found.id)
 
 
 def _tree(graph: AncestryGraph, *, limit: int | None) -> Tree:

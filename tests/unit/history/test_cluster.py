@@ -1,17 +1,19 @@
 """Records that stages write on a cluster, brought together on another machine."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.ancestry import of_folder
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.stage_run import recorded
+from nemo_rl_core.history.records import Parentage
+from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.metrics import MetricsFile
 from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.types import StepReport
 
@@ -32,26 +34,35 @@ def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
         )
         return Made("checkpoint", "text")
 
-    task = f"tasks.{name}.{name}"
-    inputs = Inputs(name, {}, parents=parents)
-    return produce(inputs, recorded(work, environment, task=task, parents=parents))
+    run = StageRun.here(environment, task=f"tasks.{name}.{name}")
+    return produce(Inputs(name, {}, parents=parents), work, run=run)
 
 
 @pytest.fixture
-def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "pod"))
-    rows = stage("prepare_data", CONTAINER)
-    trained = stage("train_sft", CONTAINER, train=rows)
-    folders = []
-    for each in (trained, rows):
-        folders.append(tmp_path / "downloaded" / each.name)
-        shutil.copytree(each, folders[-1])
-    return folders
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """A checkpoint and its data; a bucket calls folders as it likes, and so does each pod."""
+    found = {}
+    before: dict[str, Path] = {}
+    for name, role in (("prepare_data", "train"), ("train_sft", "policy")):
+        monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / f"pod of {name}"))
+        made = stage(name, CONTAINER, **before)
+        found[name] = tmp_path / "downloaded" / f"7f{len(found)}"
+        shutil.move(made, found[name])
+        passed_on = tmp_path / "tmp" / f"in the next pod {len(found)}"
+        shutil.copytree(found[name], passed_on)
+        before = {role: passed_on}
+    shutil.rmtree(tmp_path / "tmp")
+    return found
 
 
-def test_stages_of_a_cluster_become_a_run(store: Store, downloaded: list[Path]) -> None:
+def name_of(folder: Path) -> str:
+    return Manifest.read(folder).name
+
+
+def test_stages_of_a_cluster_become_a_run(store: Store, downloaded: dict[str, Path]) -> None:
+    folders = list(downloaded.values())[::-1]
     for _ in range(2):  # the second time there is nothing left to add
-        assert import_folders(store, downloaded) == {"a1b2"}
+        assert import_folders(store, folders) == {"a1b2"}
     with History(store) as history:
         (run,) = history.executions().items
         assert (run.id, run.workflow, run.state) == ("a1b2", "workflows.sft.sft", "succeeded")
@@ -61,25 +72,61 @@ def test_stages_of_a_cluster_become_a_run(store: Store, downloaded: list[Path]) 
         assert (edge.source, edge.target, edge.target_input) == (rows.id, trained.id, "train")
         assert history.node(trained.id).attempts[0].number == 2
         assert history.metrics(trained.id)["loss"] == [(7, 0.5)]
-        graph = history.ancestry(downloaded[0].name)
+        graph = history.ancestry(name_of(downloaded["train_sft"]))
         assert [each.execution for each in graph.artifacts] == ["a1b2", "a1b2"]
-        assert graph.parentage[0].role == "train"
+        assert [each.state for each in graph.artifacts] == ["found", "found"]
+        assert graph.parentage == (
+            Parentage(
+                name_of(downloaded["prepare_data"]), name_of(downloaded["train_sft"]), "train"
+            ),
+        )
+        assert history.find_artifact(str(downloaded["train_sft"])).id == graph.root
 
 
-def test_the_record_is_no_part_of_the_content(
-    downloaded: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_folder_tells_of_the_others(store: Store, downloaded: dict[str, Path]) -> None:
+    trained, rows = downloaded["train_sft"], downloaded["prepare_data"]
+    aside = rows.rename(rows.with_name("aside"))
+    assert import_folders(store, [trained]) == {"a1b2"}
+    with History(store) as history:
+        assert [node.name for node in history.nodes("a1b2")] == ["prepare_data", "train_sft"]
+        alone = history.ancestry(name_of(trained))
+        assert [each.state for each in alone.artifacts] == ["found", "missing"]
+        assert [each.execution for each in alone.artifacts] == ["a1b2", "a1b2"]
+        assert history.metrics(history.nodes("a1b2")[0].id) == {}
+    # Without any store, too.
+    assert [
+        (each.id, each.content_hash, each.depth, each.execution, each.state)
+        for each in of_folder(trained).artifacts
+    ] == [
+        (each.id, each.content_hash, each.depth, each.execution, each.state)
+        for each in alone.artifacts
+    ]
+    assert of_folder(trained).parentage == alone.parentage
+
+    # What is downloaded later finds its place.
+    import_folders(store, [aside])
+    with History(store) as history:
+        later = history.ancestry(name_of(trained))
+        assert [each.state for each in later.artifacts] == ["found", "found"]
+        assert history.metrics(history.nodes("a1b2")[0].id)["loss"] == [(7, 0.5)]
+        assert len(history.nodes("a1b2")) == 2
+
+
+def test_who_made_it_is_no_part_of_the_content(
+    downloaded: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "laptop"))
-    local = stage("prepare_data", {})
-    assert not (local / "run.json").exists()
+    local, remote = Manifest.read(stage("prepare_data", {})), downloaded["prepare_data"]
+    assert (local.content_hash, local.name) == (
+        Manifest.read(remote).content_hash,
+        name_of(remote),
+    )
+    assert local.run is None
 
-    def digest(folder: Path) -> str:
-        return str(json.loads((folder / "manifest.json").read_text())["content_hash"])
 
-    assert digest(local) == digest(downloaded[1])
-
-
-def test_a_folder_without_a_record_is_refused(store: Store, downloaded: list[Path]) -> None:
-    (downloaded[0] / "run.json").write_text("{")
-    with pytest.raises(StoreError, match="no record of a run on a cluster"):
-        import_folders(store, downloaded)
+def test_an_artifact_of_a_local_run_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "laptop"))
+    with pytest.raises(StoreError, match="was not made on a cluster"):
+        import_folders(store, [stage("prepare_data", {})])
