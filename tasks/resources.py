@@ -7,15 +7,20 @@ None of it changes a result, so none of it is part of a cache key (see `tasks/ca
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from flytekit import ImageSpec, Resources
 
 from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
+from nemo_rl_core.infra.lineage import git_state
 from tasks import images
 
 LIGHT = Resources(cpu="1", mem="2Gi")
 """Stages without workers: reading, checking, comparing."""
+
+_COMMIT_HERE = git_state(Path(__file__).parent).as_environment
+"""For the manifests of a cluster: its containers have the code, and no repository."""
 
 _CORES_PER_GPU, _GIB_PER_GPU = 11, 120
 """Eight of them leave room for the system on the smallest machine with eight A100 (96, 1,152)."""
@@ -163,6 +168,7 @@ class Kind:
             "retries": self.retries,
             "timeout": self.timeout,
             "interruptible": self.interruptible,
+            "environment": _COMMIT_HERE,
         }
 
     def on(self, shape: Shape) -> "Kind":

@@ -330,9 +330,22 @@ class GitState(NamedTuple):
     commit: str | None
     dirty: bool | None
 
+    @property
+    def as_environment(self) -> dict[str, str]:
+        """What tells a container of it, where the code lies and the repository does not."""
+        if self.commit is None:
+            return {}
+        return {_COMMIT: f"{self.commit} {'dirty' if self.dirty else 'clean'}"}
+
+
+_COMMIT = "NEMO_RL_COMMIT"
+
 
 def git_state(path: Path) -> GitState:
-    """The state of the repository that holds `path`; files that git does not know make it dirty."""
+    """The state of the repository that holds `path`; files that git does not know make it dirty.
+
+    Outside a repository, what `GitState.as_environment` has said of one.
+    """
     # A git hook exports GIT_DIR, which would make git look at another repository than this one.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
@@ -346,7 +359,8 @@ def git_state(path: Path) -> GitState:
     try:
         return GitState(git("rev-parse", "HEAD"), git("status", "--porcelain") != "")
     except (OSError, subprocess.SubprocessError):
-        return GitState(None, None)
+        commit, _, state = environment.get(_COMMIT, "").partition(" ")
+        return GitState(commit, state == "dirty") if commit else GitState(None, None)
 
 
 def package_versions() -> dict[str, str]:

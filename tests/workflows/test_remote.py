@@ -6,6 +6,7 @@ shipped, the containers' commands, Ray, vLLM and the training are real.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,11 @@ from typing import Any
 import msgpack
 import pytest
 
+from nemo_rl_core.history.ancestry import of_folder
+from nemo_rl_core.history.cluster import import_folders
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.infra.lineage import git_state
+from nemo_rl_core.infra.store import Store
 from tests.workflows.flyte_backend import Attempt, Backend, ExecutionRecord
 
 pytestmark = pytest.mark.slow
@@ -87,6 +93,38 @@ def _output(execution: ExecutionRecord, name: str) -> dict[str, Any]:
     return found
 
 
+def _assert_one_folder_tells_all(
+    backend: Backend, execution: ExecutionRecord, local: Any, home: Path
+) -> None:
+    """The exported model alone, downloaded, names what the local run's model came from."""
+    bucket = Path(_output(execution, "model")["directory"]["path"])
+    model = home / "downloaded" / "my model"
+    shutil.copytree(bucket, model)
+    # Neither the bucket nor the pods are at hand where it is looked at.
+    aside = bucket.parents[3].rename(bucket.parents[3].with_name("aside"))
+    try:
+        graph = of_folder(model)
+        (there,) = import_folders(Store(home / "laptop"), [model])
+    finally:
+        aside.rename(bucket.parents[3])
+    with History(Store(local.store)) as history:
+        same = history.ancestry(local.artifact("export").name)
+    assert {each.id: each.content_hash for each in graph.artifacts} == {
+        each.id: each.content_hash for each in same.artifacts
+    }
+    assert {(link.parent, link.child) for link in graph.parentage} == {
+        (link.parent, link.child) for link in same.parentage
+    }
+    commit = git_state(REPOSITORY)
+    for each in graph.artifacts:
+        assert each.artifact is not None
+        assert each.execution == execution.name == there
+        assert each.artifact.manifest["git_commit"] == commit.commit, each.id
+    with History(Store(home / "laptop")) as history:
+        (iteration,) = [n for n in history.nodes(there) if n.task.endswith("grpo_iteration")]
+        assert history.node(iteration.id).attempts[0].number == 2
+
+
 def test_everything_registers_and_registers_again(backend: Backend, tmp_path: Path) -> None:
     first = _start(backend, tmp_path, "register", "workflows")
     assert first.wait(300) == 0, first.communicate()[0]
@@ -130,6 +168,7 @@ def test_a_killed_container_goes_on_from_its_checkpoint(
     assert local.exit_code == 0, local.output[-2000:]
     manifest = json.loads((local.artifact("export") / "manifest.json").read_text())
     assert _output(execution, "model")["content_hash"] == manifest["content_hash"]
+    _assert_one_folder_tells_all(backend, execution, local, tmp_path)
 
     # And what the cluster has done once, it does not do again.
     assert _launch(backend, tmp_path).wait(300) == 0

@@ -158,6 +158,13 @@ def test_git_state_of_a_real_repository(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "one" / "new").write_text("")
     assert git_state(tmp_path / "one") == GitState(commit, dirty=True)
 
+    # A container knows what it was registered from; a repository that is there counts more.
+    for name, value in GitState("5e1f", dirty=False).as_environment.items():
+        monkeypatch.setenv(name, value)
+    assert git_state(tmp_path) == GitState("5e1f", dirty=False)
+    assert git_state(tmp_path / "one") == GitState(commit, dirty=True)
+    assert GitState(None, None).as_environment == {}
+
 
 def test_package_versions_names_what_is_installed() -> None:
     versions = package_versions()
