@@ -4,8 +4,8 @@ Prompts go through the model once each, however many rows begin with them; then 
 not ended goes through it a token at a time.
 
 Megatron-core's own engines were left out: they draw all rows of a batch from one generator, where
-here each row has its own seed, so that its tokens do not depend on the others; the dynamic one wants
-kernels that a CPU lacks besides, and neither was at hand to be tried on a GPU. vLLM is the engine to
+here each row has its own seed, so that its tokens do not depend on the others. The dynamic engine
+wants kernels besides that a CPU lacks, and no GPU was at hand to try them on. vLLM is the engine to
 roll out with; this one computes with the very layers that Megatron trains.
 """
 
@@ -108,9 +108,7 @@ class MegatronInferenceBackend(ReceivesWeights):
 
         hidden = cache.append(input_ids.to(self._device))
         size = (len(input_ids), self._models[0].hf_config.vocab_size)
-        logits = (
-            torch.empty(size, device=self._device) if hidden is None else self._logits(hidden)
-        )
+        logits = torch.empty(size, device=self._device) if hidden is None else self._logits(hidden)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.broadcast(
                 logits,

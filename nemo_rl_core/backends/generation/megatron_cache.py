@@ -1,12 +1,13 @@
-"""Keys and values of rows that grow by a token at a time, over this rank's part of a Megatron model.
+"""Keys and values of rows that grow by a token at a time, on one rank of a Megatron model.
 
-The memory is Megatron-core's `StaticInferenceContext`, to which its attention adds what it computes.
-It has one place for the next tokens of all rows, so prompts are padded on the left; a mask hides the
-padding, and rope counts from each row's own first token.
+The memory is Megatron-core's `StaticInferenceContext`, to which its attention adds what it has
+computed. The next tokens of all rows have one place in it, so prompts are padded on the left; a
+mask hides the padding, and rope counts from each row's own first token.
 
-Transformer Engine's attention is told in decoding that nothing is masked, so rows of unequal length
-would see each other's padding; Megatron's local attention, which reads the mask, takes its place in
-generation. Around Transformer Engine's other layers none of this has ever run: nobody here had it.
+In decoding, Megatron-core tells Transformer Engine's attention that nothing is masked, and rows of
+unequal length would see their padding. So in generation Megatron-core's local attention, which
+reads the mask in any case, stands in its place. Nothing of this has ever run around the other
+layers of Transformer Engine, nor on a GPU: none was at hand.
 """
 
 from typing import Any
@@ -94,7 +95,7 @@ class KeyValueCache:
 
 
 def attend_by_mask(model: Any) -> None:
-    """Gives all layers the attention that reads masks; without Transformer Engine, one as before."""
+    """Gives all layers the attention that reads masks, which local layers have already."""
     for layer in model.decoder.layers:
         layer.self_attention.core_attention = DotProductAttention(
             model.config,
