@@ -115,7 +115,7 @@ class HuggingFaceGenerationConfig(SamplingConfig):
 
 
 class MegatronGenerationConfig(SplitEngine):
-    """Megatron-core's model, every sequence computed anew for every token: for comparison."""
+    """Megatron-core's model with a KV cache: the very layers that Megatron trains."""
 
     backend: Literal["megatron"] = "megatron"
 

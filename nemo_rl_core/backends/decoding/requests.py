@@ -79,6 +79,22 @@ def read_requests(
     return requests
 
 
+def padded_on_the_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B, T]` ids, and a mask that is 1 where they are of the prompt: its last is the row's last.
+
+    Example:
+        >>> padded_on_the_left([[5, 6], [7]])[0].tolist()
+        [[5, 6], [0, 7]]
+    """
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
 def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
     """`[B]` seeds for the rows of a batch that has none, all of them from one."""
     generator = torch.Generator().manual_seed(seed)

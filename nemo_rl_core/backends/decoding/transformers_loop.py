@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
-from nemo_rl_core.backends.decoding.requests import Completed, Request
+from nemo_rl_core.backends.decoding.requests import Completed, Request, padded_on_the_left
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def complete(
     def ended(ids: torch.Tensor, _: torch.Tensor, **__: Any) -> torch.Tensor:
         return decoding.ended.to(ids.device)
 
-    ids, mask = _padded_on_the_left(requests)
+    ids, mask = padded_on_the_left([request.prompt for request in requests])
     model.generate(
         input_ids=ids.to(model.device),
         attention_mask=mask.to(model.device),
@@ -52,15 +52,3 @@ def complete(
         stopping_criteria=StoppingCriteriaList([ended]),
     )
     return decoding.completed()
-
-
-def _padded_on_the_left(requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[B, T]` ids and mask: the prompt's last token must be the row's last."""
-    width = max(len(request.prompt) for request in requests)
-    ids = torch.zeros(len(requests), width, dtype=torch.long)
-    mask = torch.zeros(len(requests), width, dtype=torch.long)
-    for row, request in enumerate(requests):
-        start = width - len(request.prompt)
-        ids[row, start:] = torch.tensor(request.prompt)
-        mask[row, start:] = 1
-    return ids, mask

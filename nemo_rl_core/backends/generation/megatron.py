@@ -1,25 +1,31 @@
-"""The generation worker over Megatron-core's model.
+"""The generation worker over Megatron-core's model, with its memory of keys and values.
 
-Every sequence is computed anew for every token. Megatron-core's own engines were left out: they
-draw all rows of a batch from one generator, where here each row has its own seed, and their caches
-of keys and values want sequences of one length, or kernels that a CPU lacks. vLLM is the engine to
+Prompts go through the model once each, however many rows begin with them; then every row that has
+not ended goes through it a token at a time.
+
+Megatron-core's own engines were left out: they draw all rows of a batch from one generator, where
+here each row has its own seed, so that its tokens do not depend on the others. The dynamic engine
+wants kernels besides that a CPU lacks, and no GPU was at hand to try them on. vLLM is the engine to
 roll out with; this one computes with the very layers that Megatron trains.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl_core.backends.decoding.draws import Decoding
-from nemo_rl_core.backends.decoding.requests import Request, as_batch, read_requests
+from nemo_rl_core.backends.decoding.requests import (
+    Request,
+    as_batch,
+    padded_on_the_left,
+    read_requests,
+)
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.megatron_cache import KeyValueCache, attend_by_mask
 from nemo_rl_core.backends.training.megatron.model import build_model
-from nemo_rl_core.backends.training.megatron.packed import output_weight, own_places
-from nemo_rl_core.backends.training.megatron.parts import Part
-from nemo_rl_core.backends.training.megatron.step import run_parts
+from nemo_rl_core.backends.training.megatron.packed import output_weight
 from nemo_rl_core.backends.training.megatron.topology import (
     initialize_topology,
     tear_down_topology,
@@ -27,7 +33,6 @@ from nemo_rl_core.backends.training.megatron.topology import (
 from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
 from nemo_rl_core.config.generation import MegatronGenerationConfig
 from nemo_rl_core.config.training import MegatronTraining
-from nemo_rl_core.data.packing import Microbatch, pack
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
@@ -52,6 +57,8 @@ class MegatronInferenceBackend(ReceivesWeights):
         self._models = [
             model.eval() for model in build_model(setup.model_folder, training, setup.dtype)
         ]
+        for model in self._models:
+            attend_by_mask(model)
         self.load_weights(setup.model_folder)
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
@@ -65,37 +72,50 @@ class MegatronInferenceBackend(ReceivesWeights):
             stop_token_ids=setup.stop_token_ids,
             tokenizer=self._tokenizer,
         )
-        while not decoding.ended.all():
-            decoding.draw(self._next_logits(requests, decoding))
+        if requests:
+            self._complete(requests, decoding)
         return as_batch(requests, decoding.completed())
 
-    def _next_logits(self, requests: list[Request], decoding: Decoding) -> torch.Tensor:
-        """`[B, V]` logits of what follows each row as it stands, on every rank of the engine."""
+    def _complete(self, requests: list[Request], decoding: Decoding) -> None:
+        """Draws until all rows have ended; those that have are computed no further."""
+        prompts = [tuple(request.prompt) for request in requests]
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        input_ids, mask = padded_on_the_left(list(distinct))
+        most = max(request.max_new_tokens for request in requests)
+        cache = KeyValueCache(
+            self._models[0],
+            (mask == 0).sum(dim=1).to(self._device),
+            # Nothing is computed from the last token of a row.
+            input_ids.shape[1] + most - 1,
+        )
+        begun = torch.tensor([distinct[prompt] for prompt in prompts])
+        logits = self._next_logits(cache, input_ids)[begun]
+        cache.select(begun.to(self._device))
+        tokens = decoding.draw(logits)
+        running = torch.arange(len(requests))
+        while not decoding.ended.all():
+            ended = decoding.ended[running]
+            if ended.any():
+                cache.select((~ended).nonzero()[:, 0].to(self._device))
+                running = running[~ended]
+            logits = logits.new_zeros(logits.shape)
+            logits[running] = self._next_logits(cache, tokens[running, None])
+            tokens = decoding.draw(logits)
+
+    def _next_logits(self, cache: KeyValueCache, input_ids: torch.Tensor) -> torch.Tensor:
+        """`[B, V]` logits of what follows `input_ids [B, L]`, on every rank of the engine."""
         from megatron.core import parallel_state
 
-        rows = [
-            [*request.prompt, *done.token_ids]
-            for request, done in zip(requests, decoding.completed(), strict=True)
-        ]
-        last = torch.tensor([len(row) - 1 for row in rows], device=self._device)
-
-        def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
-            row_length = part.rows.position_ids.shape[1]
-            wanted = torch.arange(len(rows), device=last.device) * row_length + last
-            found = (own_places(part.rows) == wanted[:, None]).int().argmax(dim=1)
-            return hidden.new_zeros(()), self._logits(hidden[found])
-
-        results = run_parts(self._models, [_part(rows, self._device)], consume, forward_only=True)
-        size = (len(rows), self._models[0].hf_config.vocab_size)
-        logits: torch.Tensor = results[0] if results else torch.empty(size, device=self._device)
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            return logits
-        dist.broadcast(
-            logits,
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return logits
+        hidden = cache.append(input_ids.to(self._device))
+        size = (len(input_ids), self._models[0].hf_config.vocab_size)
+        logits = torch.empty(size, device=self._device) if hidden is None else self._logits(hidden)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            dist.broadcast(
+                logits,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return logits.cpu()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[B, V]` float32 from `[B, D]`, out of the parts of the head on all tensor ranks."""
@@ -136,15 +156,3 @@ class MegatronInferenceBackend(ReceivesWeights):
         """Frees the model, and leaves Megatron's groups."""
         self.__dict__.clear()
         tear_down_topology()
-
-
-def _part(rows: list[list[int]], device: torch.device) -> Part:
-    """The rows as one micro-batch, each in a row of its own."""
-    lengths = torch.tensor([len(row) for row in rows])
-    input_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for place, row in enumerate(rows):
-        input_ids[place, : len(row)] = torch.tensor(row)
-    batch = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths}).to(device)
-    indices = tuple(range(len(rows)))
-    layout = Microbatch(tuple((place,) for place in indices), input_ids.shape[1])
-    return Part(batch, indices, pack(batch["input_ids"], batch["input_lengths"], layout))

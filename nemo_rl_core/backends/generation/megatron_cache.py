@@ -1,0 +1,106 @@
+"""Keys and values of rows that grow by a token at a time, on one rank of a Megatron model.
+
+The memory is Megatron-core's `StaticInferenceContext`, to which its attention adds what it has
+computed. The next tokens of all rows have one place in it, so prompts are padded on the left; a
+mask hides the padding, and rope counts from each row's own first token.
+
+In decoding, Megatron-core tells Transformer Engine's attention that nothing is masked, and rows of
+unequal length would see their padding. So in generation Megatron-core's local attention, which
+reads the mask in any case, stands in its place. Nothing of this has ever run around the other
+layers of Transformer Engine, nor on a GPU: none was at hand.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.inference.communication_utils import (
+    recv_from_prev_pipeline_rank_,
+    send_to_next_pipeline_rank,
+)
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+
+class KeyValueCache:
+    """What one call has computed of its rows; made anew for each, so no weights outlive a change.
+
+    Args:
+        model: A `GPTModel`, not wrapped, all layers of this pipeline stage, whose `core_attention`
+            reads masks. Without sequence and context parallelism.
+        padding: `[B]` places at the start of each row that hold no token.
+        num_places: The most tokens a row is to have, its padding included.
+    """
+
+    def __init__(self, model: Any, padding: torch.Tensor, num_places: int) -> None:
+        self._model, self._padding = model, padding
+        self._memory = StaticInferenceContext(len(padding), num_places)
+        places = torch.arange(num_places, device=padding.device)
+        positions = (places - padding[:, None]).clamp(min=0)
+        table = model.rotary_pos_emb(num_places, packed_seq=True)  # [S, 1, 1, d]
+        # [S, B, 1, d] of all places to come: Megatron takes those of the tokens at hand, and keeps
+        # keys as they were before rope, to turn them all with each step.
+        self._rotary = table[positions.T, 0]
+
+    @torch.no_grad()
+    def append(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        """Adds tokens to the end of all rows.
+
+        Args:
+            input_ids: `[B, L]`; at first the padded prompts, then what follows them.
+
+        Returns:
+            `[B, D]` final hidden states of the last token of each row; None on pipeline stages
+            before the last.
+        """
+        model, memory = self._model, self._memory
+        start, end = memory.sequence_len_offset, memory.sequence_len_offset + input_ids.shape[1]
+        embedded = None
+        if model.pre_process:
+            embedded = model.embedding(input_ids=input_ids, position_ids=None)
+        else:
+            model.set_input_tensor(self._received(input_ids))
+        hidden: torch.Tensor = model.decoder(
+            hidden_states=embedded,
+            attention_mask=self._forbidden(start, end),
+            rotary_pos_emb=self._rotary,
+            inference_context=memory,
+        )
+        memory.increment_sequence_len_offset(end - start)
+        if model.post_process:
+            return hidden[-1]
+        send_to_next_pipeline_rank(hidden)
+        return None
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Goes on with these rows only, in this order; a row may be taken several times."""
+        held = self._memory.key_value_memory_dict
+        for layer, (keys, values) in held.items():
+            held[layer] = keys[:, rows], values[:, rows]
+        self._padding, self._rotary = self._padding[rows], self._rotary[:, rows]
+
+    def _forbidden(self, start: int, end: int) -> torch.Tensor:
+        """`[B, 1, L, S]` for the queries at these places: keys of padding, and later ones."""
+        places = torch.arange(end, device=self._padding.device)
+        later = places > places[start:, None]
+        return (later | (places < self._padding[:, None, None]))[:, None]
+
+    def _received(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`[L, B, D]` of the same tokens, from the stage before."""
+        config = self._model.config
+        size = (*input_ids.T.shape, config.hidden_size)
+        hidden = torch.empty(size, dtype=config.pipeline_dtype, device=input_ids.device)
+        recv_from_prev_pipeline_rank_(hidden)
+        return hidden
+
+
+def attend_by_mask(model: Any) -> None:
+    """Gives all layers the attention that reads masks, which local layers have already."""
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention = DotProductAttention(
+            model.config,
+            layer.layer_number,
+            AttnMaskType.causal,
+            "self",
+            softmax_scale=model.config.softmax_scale,
+        )
