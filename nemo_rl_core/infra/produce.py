@@ -21,6 +21,7 @@ from nemo_rl_core.infra.lineage import (
     package_versions,
     write_ancestors,
 )
+from nemo_rl_core.infra.logging import ArtifactMade, publish
 from nemo_rl_core.infra.store import Store
 
 CARD = "README.md"
@@ -136,7 +137,9 @@ def produce(inputs: Inputs, work: Callable[[Path], Made]) -> Path:
         (folder / "summary.txt").write_text(made.summary)
         # The key goes into the name: equal content made from other inputs has other parents.
         name = config_hash({"content": manifest.content_hash, "key": key})
-        return store.publish(folder, stage=stage, content_hash=name)
+        artifact = store.publish(folder, stage=stage, content_hash=name)
+        publish(ArtifactMade(artifact))
+        return artifact
 
 
 def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:
