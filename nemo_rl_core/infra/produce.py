@@ -25,7 +25,7 @@ from nemo_rl_core.infra.logging import ArtifactMade, publish
 from nemo_rl_core.infra.store import Store
 
 CARD = "README.md"
-"""A model's card, in its folder: it tells times and costs, and no model depends on it."""
+"""A model's card, in its folder: it tells the commit and the machine, and no model depends on it."""
 
 RECORD = "run.json"
 """Which run made an artifact, where that was on a cluster."""
@@ -40,7 +40,7 @@ VOLATILE = (
     f"model/{CARD}",
     RECORD,
 )
-"""Files of an artifact that hold times; they are left out of its content hash."""
+"""Files of an artifact that tell times, costs or who made it; its content hash leaves them out."""
 
 
 def hash_content(folder: Path) -> str:
