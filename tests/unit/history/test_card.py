@@ -28,7 +28,7 @@ def artifact(folder: Path, stage: str, kind: str, *parents: Path, **fields: obje
     digest = hashlib.sha256(folder.name.encode()).hexdigest()
     manifest = Manifest(
         kind=kind, format="hf", stage=stage, content_hash=digest, parents=refs, **fields
-    )  # type: ignore[arg-type]
+    )
     manifest.write(folder)
     return folder
 

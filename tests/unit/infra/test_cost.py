@@ -148,7 +148,7 @@ def test_the_table_shows_what_there_is_to_show() -> None:
         records = [StageRecord("train_sft", "ran", 2.0, cost=cost) for cost in costs]
         console = Console(file=StringIO(), width=200)
         console.print(summary_table(records))
-        return str(console.file.getvalue())  # type: ignore[attr-defined]
+        return str(console.file.getvalue())
 
     assert "CPU s" not in shown(Cost())
     bare = shown(Cost(cpu_seconds=1.25, flops=3e12 - 1.59e8), Cost(cpu_seconds=2.5, flops=1.59e8))
