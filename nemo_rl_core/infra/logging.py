@@ -102,9 +102,7 @@ class ArtifactMade:
     folder: Path
 
 
-Event = (
-    StageStarted | StageRecord | StageResumed | StepReport | Note | MachineSample | ArtifactMade
-)
+Event = StageStarted | StageRecord | StageResumed | StepReport | Note | MachineSample | ArtifactMade
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []

@@ -25,7 +25,7 @@ from nemo_rl_core.infra.logging import ArtifactMade, publish
 from nemo_rl_core.infra.store import Store
 
 CARD = "README.md"
-"""A model's card, in its folder: it tells the commit and the machine, and no model depends on it."""
+"""A model's card, in its folder: it tells commit and machine, and no model depends on it."""
 
 RECORD = "run.json"
 """Which run made an artifact, where that was on a cluster."""
