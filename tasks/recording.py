@@ -26,6 +26,7 @@ from nemo_rl_core.history.records import Kind, State
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.infra.lineage import Cost, Manifest
 from nemo_rl_core.infra.logging import (
+    ArtifactMade,
     Event,
     MachineSample,
     StageRecord,
@@ -90,6 +91,7 @@ class Recorder:
         self.artifacts: list[Artifact] = []
         self._writer, self._log_path = writer, log_path
         self._calls: list[Call] = []
+        self._made: set[Path] = set()
         self._makers: dict[str, list[Source]] = {}
 
     def call(
@@ -114,7 +116,7 @@ class Recorder:
             self._calls[-1].executed = True
 
     def listen(self, event: Event) -> None:
-        """Takes what is said meanwhile: steps, where a stage went on from, the machine's load."""
+        """Takes what is said meanwhile: steps, artifacts that are new, the machine's load."""
         if not self._calls:
             return
         node = self._calls[-1].node
@@ -128,6 +130,8 @@ class Recorder:
                 self._writer.log_metrics(node, second, busy)
             case StageResumed(step):
                 self._writer.resumed(node, step)
+            case ArtifactMade(folder):
+                self._made.add(folder)
 
     def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> Call:
         name, kind = _node_name(entity, kwargs), _kind(entity)
@@ -177,8 +181,8 @@ class Recorder:
         own = _own_name(call.entity)
         made = [each for each in artifacts if each.stage.split()[0] == own]
         manifests = [(each.folder, each.manifest) for each in artifacts]
-        costs = [] if call.state == "cached" else [m.cost for _, m in manifests if _is(m, own)]
-        cost = _sum(costs)
+        # What an earlier run has made has cost this one nothing, such as a point of a sweep.
+        cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
         summary = ", ".join(each.summary for each in made if each.summary)
         if isinstance(call.entity, ArrayNodeMapTask):
             summary = f"{len(made)} points ended well"

@@ -144,8 +144,8 @@ class Kind:
         requests: Of the stage's own container. One that drives workers is small: its request also
             reaches the head and the pod that submits it.
         image: What it runs in.
-        retries: New attempts after a failure of the system or of the stage.
         timeout: Of each attempt.
+        retries: New attempts after a failure of the system or of the stage.
         interruptible: May run on machines that can be taken away at any time.
         serialize: Of two executions that want the same result at once, one waits for the other's.
         on_ray: Drives workers, on a Ray cluster of the recipe's shape.
@@ -153,9 +153,9 @@ class Kind:
 
     requests: Resources
     image: ImageSpec
-    retries: int
     timeout: timedelta
-    interruptible: bool
+    retries: int = 2
+    interruptible: bool = True
     serialize: bool = True
     on_ray: bool = False
 
@@ -179,9 +179,7 @@ class Kind:
 PLAIN = Kind(
     requests=LIGHT,
     image=images.LIGHT,
-    retries=2,
     timeout=timedelta(minutes=30),
-    interruptible=True,
     serialize=False,  # quicker than waiting for another's
 )
 """Compares, decides, reports."""
@@ -189,18 +187,14 @@ PLAIN = Kind(
 DATA = Kind(
     requests=Resources(cpu="2", mem="16Gi"),
     image=images.LIGHT,
-    retries=2,
     timeout=timedelta(hours=4),
-    interruptible=True,
 )
 """Reads, generates and checks rows."""
 
 WEIGHTS = Kind(
     requests=Resources(cpu="8", mem="64Gi", ephemeral_storage="200Gi"),
     image=images.LIGHT,
-    retries=2,
     timeout=timedelta(hours=6),
-    interruptible=True,
 )
 """Holds a whole model in memory, on CPUs: fetches, converts, exports."""
 
@@ -209,9 +203,7 @@ _DRIVER = Resources(cpu="2", mem="8Gi")
 GENERATE = Kind(
     requests=_DRIVER,
     image=images.GENERATION,
-    retries=2,
     timeout=timedelta(hours=12),
-    interruptible=True,
     on_ray=True,
 )
 """Samples from a model, or scores with one: hours at most, and done again when lost."""
@@ -219,9 +211,9 @@ GENERATE = Kind(
 TRAIN = Kind(
     requests=_DRIVER,
     image=images.TRAINING,
+    timeout=timedelta(days=3),
     # What an attempt has saved is where the next goes on, so a failing machine costs little.
     retries=5,
-    timeout=timedelta(days=3),
     # Losing one machine of a gang loses all of it: not for machines that are taken away by design.
     interruptible=False,
     on_ray=True,

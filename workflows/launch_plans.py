@@ -39,19 +39,22 @@ def _described(purpose: str, text: str) -> dict[str, Any]:
     }
 
 
-def _one_at_a_time() -> ConcurrencyPolicy:
-    """A schedule that comes round before the last run has ended is passed over."""
-    return ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP)
+def _on_schedule(cron: str, *told: int) -> dict[str, Any]:
+    """By itself, with mail of those ends; passed over where the last run has not ended yet."""
+    one_at_a_time = ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP)
+    return {
+        "schedule": CronSchedule(schedule=cron),
+        "notifications": _mail(*told),
+        "max_parallelism": 4,
+        "concurrency": one_at_a_time,
+    }
 
 
 nightly_grpo = LaunchPlan.create(
     "nightly_grpo",
     grpo,
     fixed_inputs={"config": GRPO},
-    schedule=CronSchedule(schedule="0 2 * * *"),
-    notifications=_mail(Phase.SUCCEEDED, *_BAD_ENDS),
-    max_parallelism=4,
-    concurrency=_one_at_a_time(),
+    **_on_schedule("0 2 * * *", Phase.SUCCEEDED, *_BAD_ENDS),
     **_described("nightly", "The main job from nothing to a promoted model, every night at 02:00"),
 )
 
@@ -59,10 +62,7 @@ weekly_evaluation = LaunchPlan.create(
     "weekly_evaluation",
     evaluate_model,
     default_inputs={"config": EVALUATE},
-    schedule=CronSchedule(schedule="0 6 * * 1"),
-    notifications=_mail(*_BAD_ENDS),
-    max_parallelism=4,
-    concurrency=_one_at_a_time(),
+    **_on_schedule("0 6 * * 1", *_BAD_ENDS),
     **_described("evaluation", "The figures of a model, every Monday at 06:00"),
 )
 
@@ -70,10 +70,7 @@ weekly_regression_check = LaunchPlan.create(
     "weekly_regression_check",
     check_regression,
     default_inputs={"config": REGRESSION},
-    schedule=CronSchedule(schedule="0 8 * * 1"),
-    notifications=_mail(*_BAD_ENDS),
-    max_parallelism=4,
-    concurrency=_one_at_a_time(),
+    **_on_schedule("0 8 * * 1", *_BAD_ENDS),
     **_described("regression", "Fails, and says so by mail, where a model is worse than before"),
 )
 

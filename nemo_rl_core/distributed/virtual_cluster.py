@@ -4,7 +4,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,11 @@ def start_ray() -> None:
     # Ray would otherwise warn on every start about what it may do with accelerators later.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    local: dict[str, Any] = {"num_cpus": os.cpu_count(), "include_dashboard": False}
+    local: dict[str, Any] = {
+        "num_cpus": os.cpu_count(),
+        "include_dashboard": False,
+        "runtime_env": {"worker_process_setup_hook": _end_of_workers_is_quiet()},
+    }
     options = {} if os.environ.get("RAY_ADDRESS") else local
     for attempts_left in reversed(range(_NUM_ATTEMPTS)):
         try:
@@ -43,6 +47,29 @@ def start_ray() -> None:
                 raise
         else:
             return
+
+
+def _end_of_workers_is_quiet() -> Callable[[], None]:
+    """What each worker process calls first.
+
+    Ray ends a worker with a SIGTERM that raises SystemExit in whatever runs there. Where that is a
+    `__del__`, or the callback of a weak reference, Python drops the exception and prints its trace,
+    which Ray forwards to the user's terminal. A function in a function, so that Ray sends its code:
+    a worker finds this module only later.
+    """
+
+    def set_up() -> None:
+        import sys
+
+        tell = sys.unraisablehook
+
+        def tell_errors(dropped: "sys.UnraisableHookArgs") -> None:
+            if not issubclass(dropped.exc_type, SystemExit):
+                tell(dropped)
+
+        sys.unraisablehook = tell_errors
+
+    return set_up
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -18,31 +19,36 @@ _RAY_PROCESSES = ("raylet", "gcs_server")
 _MAX_LEFT_BYTES = 5 * 2**30
 
 
-def check_ports(_: Store) -> Result:
+def check_ports(_: Store, *, ports: Mapping[int, str] = PORTS) -> Result:
     """Are the ports free that servers here ask for?"""
-    taken = {port: use for port, use in PORTS.items() if not _is_free(port)}
+    taken = {port: use for port, use in ports.items() if not _is_free(port)}
     told = ", ".join(f"{port} ({use})" for port, use in taken.items())
     if not taken:
-        return Result("ok", f"{', '.join(map(str, PORTS))} are free")
+        return Result("ok", f"{', '.join(map(str, ports))} are free")
     if all(use.startswith("Ray") for use in taken.values()) and _ray_processes():
         return Result("ok", f"{told} taken, and a Ray runs here")
     return Result("warn", f"{told} taken",
                   "end what listens there (`ss -ltnp` names it), or choose another")  # fmt: skip
 
 
-def check_ray_left(_: Store) -> Result:
-    """Have earlier Ray runtimes left processes or files?"""
+def check_ray_processes(_: Store) -> Result:
+    """Have earlier Ray runtimes left processes?"""
     running = _ray_processes()
     orphans = [process.pid for process in running if _is_orphan(process)]
-    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
-    in_use = " ".join(" ".join(_command(process)) for process in running)
-    left = [path for path in folder.glob("session_2*") if path.name not in in_use]
-    size = sum(map(allocated, left))
-    told = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
     if orphans:
         return Result("warn", f"Ray processes without the program that started them: {orphans}",
                       "`ray stop` ends them, and every other Ray of this user")  # fmt: skip
-    if size > _MAX_LEFT_BYTES:
+    return Result("ok", f"{len(running)}, none of them left over")
+
+
+def check_ray_sessions(_: Store, *, max_left_bytes: int = _MAX_LEFT_BYTES) -> Result:
+    """Have earlier Ray runtimes left files?"""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    in_use = " ".join(" ".join(_command(process)) for process in _ray_processes())
+    left = [path for path in folder.glob("session_2*") if path.name not in in_use]
+    size = sum(map(allocated, left))
+    told = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
+    if size > max_left_bytes:
         return Result("warn", told, f"remove them while no Ray runs: rm -r {folder}/session_2*")
     return Result("ok", told if left else "nothing")
 
@@ -103,7 +109,8 @@ def _command(process: psutil.Process) -> list[str]:
 
 CHECKS = [
     Check("ports", check_ports),
-    Check("ray sessions", check_ray_left),
+    Check("ray processes", check_ray_processes),
+    Check("ray sessions", check_ray_sessions),
     Check("hub cache", check_hub),
     Check("hub token", check_token),
 ]

@@ -83,9 +83,9 @@ def check_torch_import(_: Store) -> Result:
     return Result("ok", f"{version}, CUDA {cuda}, sees {num_gpus} GPUs")
 
 
-def check_vllm_import(_: Store) -> Result:
+def check_vllm_import(_: Store, *, max_seconds: float = _IMPORT_SECONDS) -> Result:
     """Does vLLM import?"""
-    done = _python("import vllm; print(vllm.__version__)")
+    done = _python("import vllm; print(vllm.__version__)", max_seconds=max_seconds)
     return done if isinstance(done, Result) else Result("ok", done.split()[-1])
 
 
@@ -148,16 +148,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _python(program: str) -> str | Result:
+def _python(program: str, *, max_seconds: float = _IMPORT_SECONDS) -> str | Result:
     """What a program prints in a Python of its own, which may crash or hang."""
     name = program.split(";", maxsplit=1)[0]
     try:
         done = subprocess.run(
             [sys.executable, "-c", program],
-            capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False,
+            capture_output=True, text=True, timeout=max_seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Result("fail", f"`{name}` takes more than {_IMPORT_SECONDS:.0f} s",
+        return Result("fail", f"`{name}` takes more than {max_seconds:g} s",
                       "is the disk very slow, or the machine out of memory?")  # fmt: skip
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]

@@ -1,6 +1,7 @@
 """A model's card in the hub's format, made from the manifests of all that it came from.
 
-It needs no database, so that it can be written on a cluster, too.
+It needs no database, so that it can be written on a cluster, too. It tells neither times nor costs,
+so that a rerun ends with the same bytes; the manifests tell them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,6 @@ import yaml
 from nemo_rl_core.history.differences import flat
 from nemo_rl_core.infra.lineage import (
     Ancestor,
-    Cost,
     Manifest,
     ancestry,
     ancestry_of,
@@ -162,11 +162,11 @@ def _settings(config: Any) -> str:
 
 
 def _training(known: Sequence[Manifest]) -> str:
-    """Every stage that trained, oldest first, with what it cost and its settings."""
+    """Every stage that trained, oldest first, with its tokens and its settings."""
     trained = [each for each in reversed(known) if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
-        lines.append(f"**{each.stage}**, seed {each.seed}: {_cost(each.cost)}.\n")
+        lines.append(f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens.\n")
     # Iterations of one stage have the same settings.
     for stage, config in {each.stage.split()[0]: each.config for each in trained}.items():
         settings = list(flat(config).items())
@@ -176,13 +176,6 @@ def _training(known: Sequence[Manifest]) -> str:
             lines.append(f"| {len(settings) - _SHOWN_SETTINGS} more | in the manifest |")
         lines.append("\n</details>\n")
     return "\n".join(lines)
-
-
-def _cost(cost: Cost) -> str:
-    words = [f"{cost.tokens:,} tokens", f"{cost.wall_seconds:,.0f} s"]
-    words += [f"{cost.gpu_seconds:,.0f} GPU-seconds"] if cost.gpu_seconds else []
-    words += [f"{cost.flops:.2e} FLOPs"] if cost.flops else []
-    return ", ".join([*words, f"{cost.peak_memory_gib:.2f} GiB at most"])
 
 
 def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:

@@ -91,7 +91,18 @@ class MachineSample:
     figures: dict[str, float]
 
 
-Event = StageStarted | StageRecord | StageResumed | StepReport | Note | MachineSample
+@dataclass(frozen=True, slots=True)
+class ArtifactMade:
+    """The stage that runs has made an artifact; one that it finds made already is not told.
+
+    Attributes:
+        folder: Where it lies in the store.
+    """
+
+    folder: Path
+
+
+Event = StageStarted | StageRecord | StageResumed | StepReport | Note | MachineSample | ArtifactMade
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []

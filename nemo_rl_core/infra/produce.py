@@ -21,11 +21,12 @@ from nemo_rl_core.infra.lineage import (
     package_versions,
     write_ancestors,
 )
+from nemo_rl_core.infra.logging import ArtifactMade, publish
 from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.infra.store import Store, artifact_name
 
 CARD = "README.md"
-"""A model's card, in its folder: it tells times and costs, and no model depends on it."""
+"""A model's card, in its folder: it tells commit and machine, and no model depends on it."""
 
 VOLATILE = (
     MANIFEST,
@@ -36,7 +37,7 @@ VOLATILE = (
     "summary.txt",
     f"model/{CARD}",
 )
-"""Files of an artifact that hold times; they are left out of its content hash."""
+"""Files of an artifact that tell times, costs or who made it; its content hash leaves them out."""
 
 
 def hash_content(folder: Path) -> str:
@@ -135,7 +136,9 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
         write_ancestors(folder, inputs.parents.values())
         (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
-        return store.publish(folder, stage=stage, content_hash=digest)
+        artifact = store.publish(folder, stage=stage, content_hash=digest)
+        publish(ArtifactMade(artifact))
+        return artifact
 
 
 def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:

@@ -118,7 +118,7 @@ def _repaired(store: Store, finding: Finding) -> Finding:
             return replace(finding, fix="a process uses it now; repair again when it has ended")
         try:
             (store.root / finding.place).rename(aside)
-        except FileNotFoundError:  # two findings of one artifact
+        except FileNotFoundError:  # another process was quicker
             return replace(finding, repaired=True)
     return replace(finding, repaired=True, fix=f"moved to {DAMAGED}/{aside.name}")
 
@@ -149,9 +149,8 @@ def _check_artifact(store: Store, folder: Path) -> tuple[int, list[Finding]]:
     try:
         manifest = Manifest.read(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        findings = [
-            Finding(place, "fail", problem, _RERUN) for problem in _damage(folder, manifest)
-        ]
+        problems = "; ".join(_damage(folder, manifest))
+        findings = [Finding(place, "fail", problems, _RERUN)] if problems else []
     except StoreError as error:
         size, findings = 0, [Finding(place, "fail", error.in_one_line, _RERUN)]
     except OSError as error:

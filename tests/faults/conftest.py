@@ -19,6 +19,7 @@ from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.trainers.callbacks import Callback
 
 _LOOK_SECONDS = 0.001
+_LIST_SECONDS = 0.5
 _GIVE_UP_SECONDS = 300.0
 
 
@@ -67,12 +68,18 @@ class Killer(Callback):
         deadline = time.monotonic() + _GIVE_UP_SECONDS
         while not self._when() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
+        # A list of the processes takes longer than what is looked for may.
+        pids: list[int] = []
+        listed_until = 0.0
         while time.monotonic() < deadline:
-            for process in psutil.Process().children(recursive=True):
-                if _title(process.pid).startswith(self._titles):
+            if time.monotonic() > listed_until:
+                pids = [each.pid for each in psutil.Process().children(recursive=True)]
+                listed_until = time.monotonic() + _LIST_SECONDS
+            for pid in pids:
+                if _title(pid).startswith(self._titles):
                     time.sleep(self._wait_seconds)
-                    self.killed.append(_title(process.pid))
-                    os.kill(process.pid, signal.SIGKILL)
+                    self.killed.append(_title(pid))
+                    os.kill(pid, signal.SIGKILL)
                     return
             time.sleep(_LOOK_SECONDS)
 

@@ -1,7 +1,10 @@
 """Worker groups: answers in order, errors with a name, nothing that waits for ever."""
 
 import os
+import signal
 import time
+from contextlib import redirect_stderr
+from io import StringIO
 
 import pytest
 
@@ -40,6 +43,24 @@ class Worker:
 
     def die(self) -> None:
         os._exit(3)
+
+    def print_when_dropping(self, *, is_ended: bool) -> str:
+        """What a `__del__` prints in which this process is ended, or which fails."""
+        with redirect_stderr(StringIO()) as printed:
+            Dropped(is_ended=is_ended)
+        return printed.getvalue()
+
+
+class Dropped:
+    """Ends its process when it goes, as Ray would from outside, or fails then."""
+
+    def __init__(self, *, is_ended: bool) -> None:
+        self._is_ended = is_ended
+
+    def __del__(self) -> None:
+        if self._is_ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise LookupError("what Python cannot raise here")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +116,11 @@ def test_a_worker_that_dies_is_an_error_not_a_hang(session: ClusterSession) -> N
         workers.run_single_worker("echo", 2)
     workers.shutdown()
     workers.shutdown()
+
+
+def test_a_worker_that_is_ended_prints_no_trace(group: RayWorkerGroup) -> None:
+    assert group.run_single_worker("print_when_dropping", is_ended=True) == ""
+    assert "LookupError" in group.run_single_worker("print_when_dropping", is_ended=False)
 
 
 def test_a_worker_is_kept_until_its_key_changes(session: ClusterSession) -> None:

@@ -167,13 +167,11 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The store of a run that was killed in its second iteration, between two saves."""
+    """The store of a run that was killed in its second iteration, between its last two saves."""
     store = tmp_path_factory.mktemp("killed") / "store"
     process = start(RECIPE, store)
     try:
-        # Step 1 of the second iteration up to where a save lies behind and the last ahead.
-        # The save of step 4 is written in the background, and is there when that of step 8 begins.
-        _wait_for_step(process, store, first=NUM_STEPS + 1, step=NUM_STEPS + 2 * SAVE_EVERY + 1)
+        _wait_for_save(process, store, step=NUM_STEPS + 2 * SAVE_EVERY)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     finally:
@@ -181,19 +179,15 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield store
 
 
-def _wait_for_step(process: "subprocess.Popen[str]", store: Path, *, first: int, step: int) -> None:
+def _wait_for_save(process: "subprocess.Popen[str]", store: Path, *, step: int) -> None:
+    """Until that step's checkpoint has its name, and is whole; steps go on while it is written."""
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be killed"
-        for path in store.glob("work/grpo_iteration-*/metrics.jsonl"):
-            try:
-                steps = [m["global_step"] for m in step_metrics(path.parent)]
-            except (FileNotFoundError, json.JSONDecodeError):
-                continue  # just moved, or half a line
-            if steps and steps[0] == first and steps[-1] >= step:
-                return
-        time.sleep(0.02)
-    raise TimeoutError(f"step {step} was not reached")
+        if any(store.glob(f"work/grpo_iteration-*/checkpoints/step-{step:08d}")):
+            return
+        time.sleep(0.005)
+    raise TimeoutError(f"step {step} was not saved")
 
 
 @pytest.fixture(scope="session")

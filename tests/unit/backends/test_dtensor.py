@@ -41,7 +41,7 @@ def make_backend(folder: Path, *, max_tokens: int = 24, **changes: object) -> DT
             model_folder=folder,
             optimizer=OPTIMIZER,
             max_tokens_per_microbatch=max_tokens,
-            **changes,  # type: ignore[arg-type]
+            **changes,
         )
     )
     return backend
@@ -161,7 +161,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tiny_mode
     backend = make_backend(tiny_model)
     before = [(name, weight.clone()) for name, weight in backend.named_weights()]
 
-    def broken(logprobs, batch, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+    def broken(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
         return (logprobs * float("nan")).sum(), {}
 
     with pytest.raises(ConsistencyError, match="not finite"):
@@ -179,7 +179,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_model: P
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
     def double(module: object, args: object, output: object) -> object:
-        output.logits = output.logits * 2  # type: ignore[attr-defined]
+        output.logits = output.logits * 2
         return output
 
     model.register_forward_hook(double)

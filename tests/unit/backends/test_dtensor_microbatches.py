@@ -54,7 +54,7 @@ def test_ranks_agree_on_counts_sums_and_refusals() -> None:
 def test_a_plan_that_the_shard_carries_is_used() -> None:
     batch = batch_of([2, 4])
     plan = next(Microbatches(8, None).of(batch, share_rows=False, device=CPU)).plan
-    batch.microbatches = [plan, plan]  # type: ignore[attr-defined]
+    batch.microbatches = [plan, plan]
     parts = list(Microbatches(8, None).of(batch, share_rows=True, device=CPU))
     assert [part.plan for part in parts] == [plan, plan]
 

@@ -85,7 +85,7 @@ def two_steps(folder: Path, axes: dict[str, Any], head: str) -> dict[str, Any]:
             optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
             training=DTensorTraining(**axes),
             max_tokens_per_microbatch=16,
-            head=head,  # type: ignore[arg-type]
+            head=head,
         )
     )
     loss = mean_value if head == "scalar" else NLLLoss()

@@ -127,7 +127,7 @@ def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path, 
     """Also where the worker is set up on the merged weights, as a later iteration's is."""
     batch = make_batch()
 
-    def loss(outputs, part, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+    def loss(outputs, part, *, global_valid_seqs, global_valid_tokens):
         return (outputs - 0.3).square().sum() / global_valid_tokens, {}
 
     straight = make_backend(tiny_model, head=head)

@@ -47,8 +47,8 @@ def make_backend(
             model_folder=folder,
             optimizer=OPTIMIZER,
             max_tokens_per_microbatch=max_tokens,
-            head=head,  # type: ignore[arg-type]
-            dtype=dtype,  # type: ignore[arg-type]
+            head=head,
+            dtype=dtype,
         )
     )
     return backend
@@ -70,7 +70,7 @@ def margins(last_scores: torch.Tensor, batch: BatchedDataDict) -> torch.Tensor:
     return pairs[:, 0] - pairs[:, 1]
 
 
-def bradley_terry(values, batch, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+def bradley_terry(values, batch, *, global_valid_seqs, global_valid_tokens):
     """A user's loss: a plain function, over pairs."""
     last = batch["input_lengths"][:, None] - 1
     scores = values.gather(1, last)[:, 0]
@@ -181,7 +181,7 @@ def test_four_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> 
 def test_both_of_a_pair_reach_the_loss_together(reward_model: Path) -> None:
     seen: list[list[int]] = []
 
-    def watching(values, batch, **counts):  # type: ignore[no-untyped-def]
+    def watching(values, batch, **counts):
         seen.append(sorted(batch["pair_ids"].tolist()))
         return bradley_terry(values, batch, **counts)
 
@@ -278,7 +278,7 @@ def test_a_model_that_changes_its_scores_is_refused(
     before = model.score.weight.detach().clone()
 
     def double(module: object, args: object, output: object) -> object:
-        output.logits = output.logits * 2  # type: ignore[attr-defined]
+        output.logits = output.logits * 2
         return output
 
     handle = model.register_forward_hook(double)

@@ -35,7 +35,7 @@ def make_backend(folder: Path, teacher: Path | None = None, **changes: object) -
             model_folder=folder,
             optimizer=optimizer,
             reference_folder=teacher,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
     )
     return backend
@@ -69,7 +69,7 @@ def plain_distribution(folder: Path, batch: BatchedDataDict, temperature: float)
     return distribution(model, batch, temperature)
 
 
-def distribution(model, batch, temperature=1.0):  # type: ignore[no-untyped-def]
+def distribution(model, batch, temperature=1.0):
     mask, rows = batch["token_mask"], []
     for row, length in enumerate(batch["input_lengths"].tolist()):
         logits = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0, :-1]
@@ -121,7 +121,7 @@ def test_only_as_many_tokens_as_there_are(tiny_model: Path, teacher: Path, k: in
     assert backend.get_reference_topk_logprobs(make_batch(), NUM_TOKENS)[0].shape[-1] == NUM_TOKENS
 
 
-def forward_kl(logprobs, batch, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+def forward_kl(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
     """A user's loss: `sum p_T (log p_T - log p_S)` over the teacher's tokens."""
     teacher, student = batch["topk_logprobs"], batch["current_topk_logprobs"]
     each = (teacher.exp() * (teacher - student)).sum(-1)
@@ -182,7 +182,7 @@ def test_the_loss_sees_both_columns_of_the_same_weights(tiny_model: Path) -> Non
     batch["topk_ids"] = torch.stack([batch["input_ids"][:, 1:], batch["input_ids"][:, :-1]], -1)
     seen = []
 
-    def watching(logprobs, batch, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+    def watching(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
         current = batch["current_topk_logprobs"]
         assert current.requires_grad
         assert current.shape == (*batch["token_mask"].shape, 2)
@@ -200,7 +200,7 @@ def test_logprobs_are_the_same_to_the_bit_with_and_without_the_column(tiny_model
     def collected(batch: BatchedDataDict) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []
 
-        def watching(logprobs, batch, *, global_valid_seqs, global_valid_tokens):  # type: ignore[no-untyped-def]
+        def watching(logprobs, batch, *, global_valid_seqs, global_valid_tokens):
             seen.append(logprobs.detach())
             return logprobs.sum(), {}
 

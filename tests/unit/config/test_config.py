@@ -270,9 +270,9 @@ def test_an_iteration_keeps_every_other_setting() -> None:
 def test_configs_are_frozen() -> None:
     config = GRPOExperiment()
     with pytest.raises(ValidationError, match="frozen"):
-        config.seed = 1  # type: ignore[misc]
+        config.seed = 1
     with pytest.raises(ValidationError, match="frozen"):
-        config.grpo.loss.clip_low = 0.1  # type: ignore[misc]
+        config.grpo.loss.clip_low = 0.1
 
 
 def test_a_replaced_value_is_checked_and_the_original_kept() -> None:

@@ -162,7 +162,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
         pack_into_bins([3, 11], 10)
     assert caught.value.expected == "at most 10 tokens"
     with pytest.raises(ValueError, match="'best_fit'"):
-        pack_into_bins([3], 10, "best_fit")  # type: ignore[arg-type]
+        pack_into_bins([3], 10, "best_fit")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -52,7 +54,7 @@ def _diagnose(
 def _problems(checks: dict[str, dict[str, Any]]) -> set[str]:
     """Without what other programs of this machine may cause."""
     found = {name for name, check in checks.items() if check["state"] != "ok"}
-    return found - {"ports", "ray sessions", "memory", "disk"}
+    return found - {"ports", "ray processes", "ray sessions", "memory", "disk"}
 
 
 def test_a_healthy_machine(tmp_path: Path) -> None:
@@ -105,15 +107,14 @@ def listener() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_port_that_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: socket.socket
-) -> None:
+def test_a_port_that_is_taken(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    monkeypatch.setattr(services, "PORTS", {port: "`nemo-rl ui`"})
-    found = services.check_ports(Store(tmp_path))
+    ports = {port: "`nemo-rl ui`"}
+    found = services.check_ports(Store(tmp_path), ports=ports)
     assert (found.state, found.found) == ("warn", f"{port} (`nemo-rl ui`) taken")
     listener.close()
-    assert services.check_ports(Store(tmp_path)).state == "ok"
+    found = services.check_ports(Store(tmp_path), ports=ports)
+    assert (found.state, found.found) == ("ok", f"{port} are free")
 
 
 def test_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +125,15 @@ def test_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.Monk
         "fail", "`import vllm`: ImportError: libcuda.so.1: cannot open",
     )  # fmt: skip
     (tmp_path / "vllm.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(software, "_IMPORT_SECONDS", 0.5)
-    assert "more than 0 s" in software.check_vllm_import(Store(tmp_path)).found
+    found = software.check_vllm_import(Store(tmp_path), max_seconds=0.5)
+    assert (found.state, found.found) == ("fail", "`import vllm` takes more than 0.5 s")
 
 
-def _program(folder: Path, text: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
-    (folder / "nvidia-smi").chmod(0o755)
+def _program(folder: Path, text: str, *, name: str = "nvidia-smi") -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def test_gpus_that_are_taken_and_a_driver_that_fails(
@@ -191,16 +193,40 @@ def test_a_store_that_is_full_or_read_only(small_disk: Path) -> None:
     assert machine.check_store(Store(small_disk / "other")).state == "fail"
 
 
-def test_what_rays_runtimes_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_rays_runtimes_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    session = tmp_path / "ray" / "session_2026-01-01_00-00-00_000000_1"
+    folder = tmp_path / "ray"
+    session = folder / "session_2026-01-01_00-00-00_000000_1"
     session.mkdir(parents=True)
-    (session / "log").write_bytes(b"x" * 8192)
-    monkeypatch.setattr(services, "_ray_processes", list)
-    assert services.check_ray_left(Store(tmp_path)).found.startswith("1 old sessions, 0 MiB")
-    monkeypatch.setattr(services, "_MAX_LEFT_BYTES", 4096)
-    found = services.check_ray_left(Store(tmp_path))
-    assert (found.state, found.fix.endswith("session_2*")) == ("warn", True)
+    (session / "log").write_bytes(b"x" * 2**20)
+    found = services.check_ray_sessions(Store(tmp_path))
+    assert (found.state, found.found) == ("ok", f"1 old sessions, 1 MiB, in {folder}")
+    found = services.check_ray_sessions(Store(tmp_path), max_left_bytes=2**19)
+    assert (found.state, found.found) == ("warn", f"1 old sessions, 1 MiB, in {folder}")
+    assert found.fix == f"remove them while no Ray runs: rm -r {folder}/session_2*"
+    # A runtime that goes on is known by its process, which names its session.
+    raylet = _program(tmp_path, "read _", name="raylet")
+    with subprocess.Popen([raylet, session], stdin=subprocess.PIPE) as running:
+        found = services.check_ray_sessions(Store(tmp_path), max_left_bytes=2**19)
+        running.communicate()
+    assert (found.state, found.found) == ("ok", "nothing")
+
+
+def test_a_process_that_a_ray_runtime_has_left(tmp_path: Path) -> None:
+    raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
+    start = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=2).pid)"
+    done = subprocess.run(
+        [sys.executable, "-c", start, raylet, "60"], stdout=subprocess.PIPE, check=True
+    )
+    orphan = int(done.stdout)
+    try:
+        found = services.check_ray_processes(Store(tmp_path))
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    assert found.state == "warn"
+    assert str(orphan) in found.found.partition("[")[2].rstrip("]").split(", ")
 
 
 def test_a_check_that_breaks_is_a_finding(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_singles_and_batches_score_alike(fn: Any) -> None:
 def test_the_style_is_found_once_and_a_constant_is_a_single() -> None:
     calls: list[Any] = []
 
-    def constant(prompt, response):  # type: ignore[no-untyped-def]
+    def constant(prompt, response):
         calls.append(type(prompt))
         return 0.5
 
@@ -92,7 +92,7 @@ def test_only_the_completion_that_fails_is_an_error(rollout: Callable[..., Rollo
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
 def test_singles_and_batches_refuse_what_is_no_finite_number(value: Any) -> None:
     def single(prompt: str, response: str) -> float:
-        return value  # type: ignore[no-any-return]
+        return value
 
     def batch(prompts: list[str], responses: list[str]) -> list[float]:
         return [1.0, value]
@@ -106,7 +106,7 @@ def test_singles_and_batches_refuse_what_is_no_finite_number(value: Any) -> None
 @pytest.mark.parametrize("result", [[1.0], [1.0, 2.0, 3.0], 1.0, "ab", {"a": 1, "b": 2}, None])
 def test_a_batch_of_another_shape_is_refused(result: Any) -> None:
     def batch(prompts: list[str], responses: list[str]) -> list[float]:
-        return result  # type: ignore[no-any-return]
+        return result
 
     with pytest.raises(RewardError):
         FunctionalRewardWrapper(batch).rewards(*PAIRS)

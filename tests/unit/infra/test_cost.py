@@ -1,6 +1,7 @@
 """Sums by hand of what work costs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from nemo_rl_core.infra.cost import (
     peak_flops,
 )
 from nemo_rl_core.infra.lineage import Cost
+from nemo_rl_core.infra.produce import cost_html
 
 SHAPE = ModelShape(num_multiplied=1000, num_layers=2, attention_width=8)
 
@@ -146,7 +148,7 @@ def test_the_table_shows_what_there_is_to_show() -> None:
         records = [StageRecord("train_sft", "ran", 2.0, cost=cost) for cost in costs]
         console = Console(file=StringIO(), width=200)
         console.print(summary_table(records))
-        return str(console.file.getvalue())  # type: ignore[attr-defined]
+        return str(console.file.getvalue())
 
     assert "CPU s" not in shown(Cost())
     bare = shown(Cost(cpu_seconds=1.25, flops=3e12 - 1.59e8), Cost(cpu_seconds=2.5, flops=1.59e8))
@@ -156,3 +158,37 @@ def test_the_table_shows_what_there_is_to_show() -> None:
     assert "money" not in bare and "MFU" not in bare
     priced = shown(Cost(money=0.5, currency="EUR", mfu=0.25), Cost(money=0.25, currency="EUR"))
     assert all(word in priced for word in ("0.5000 EUR", "0.7500 EUR", "25.0 %"))
+
+
+def test_a_decks_table_has_a_column_for_each_figure_that_is_known() -> None:
+    def columns(cost: Cost) -> dict[str, str]:
+        names, values = (
+            re.findall(rf"<{cell} [^>]*>(.*?)</{cell}>", cost_html(cost)) for cell in ("th", "td")
+        )
+        return dict(zip(names, values, strict=True))
+
+    assert columns(Cost()) == {"wall seconds": "0.0", "CPU seconds": "0.0"}
+    cost = Cost(
+        wall_seconds=61.25,
+        cpu_seconds=0.06,
+        gpu_seconds=122.5,
+        tokens=7,
+        generated_tokens=1234,
+        trained_tokens=5678,
+        flops=2.5e15,
+        mfu=0.375,
+        peak_memory_gib=1.5,
+        money=0.5,
+        currency="EUR",
+    )
+    assert columns(cost) == {
+        "wall seconds": "61.2",
+        "CPU seconds": "0.1",
+        "GPU seconds": "122.5",
+        "generated tokens": "1,234",
+        "trained tokens": "5,678",
+        "TFLOPs": "2.5e+03",
+        "MFU": "37.5 %",
+        "peak GiB": "1.50",
+        "money": "0.5000 EUR",
+    }

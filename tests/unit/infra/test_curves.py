@@ -36,7 +36,7 @@ class _Page(HTMLParser):
 def _polylines(svg: str) -> list[list[tuple[float, float]]]:
     root = ET.fromstring(svg)
     return [
-        [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]  # type: ignore[misc]
+        [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
         for line in root.iter("{http://www.w3.org/2000/svg}polyline")
     ]
 

@@ -76,9 +76,9 @@ def test_a_manifest_older_than_figures_is_read(tmp_path: Path) -> None:
 
 def test_manifest_is_frozen_and_closed() -> None:
     with pytest.raises(pydantic.ValidationError):
-        _manifest("a").stage = "b"  # type: ignore[misc]
+        _manifest("a").stage = "b"
     with pytest.raises(pydantic.ValidationError, match="extra"):
-        Manifest(kind="m", format="f", stage="s", content_hash="c", sead=1)  # type: ignore[call-arg]
+        Manifest(kind="m", format="f", stage="s", content_hash="c", sead=1)
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"kind": "model"', '{"kind": "model"}'])

@@ -101,7 +101,7 @@ def make(
         return Conversation(prompt, place, bounds=bounds, tokenizer=tokenizer, stop_strings=())
 
     def stream(**options: Any) -> RolloutStream:
-        made.append(RolloutStream(engine, dialogue, environment, seed=0, **options))  # type: ignore[arg-type]
+        made.append(RolloutStream(engine, dialogue, environment, seed=0, **options))
         return made[-1]
 
     yield stream

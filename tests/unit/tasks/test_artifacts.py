@@ -26,7 +26,7 @@ from tasks.artifacts import (
 
 def make(kind: type[Artifact], folder: Path, **fields: object) -> Artifact:
     shared = {"stage": "train_sft", "content_hash": "ab" * 32, "step": 4, "summary": "loss → 1.0"}
-    return kind(directory=FlyteDirectory(str(folder)), **{**shared, **fields})  # type: ignore[arg-type]
+    return kind(directory=FlyteDirectory(str(folder)), **{**shared, **fields})
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_an_artifact_survives_the_way_through_flyte(
     context = FlyteContextManager.current_context()
     (tmp_path / "text.txt").write_text("content")
     sent = make(kind, tmp_path, **fields)
-    literal_type = TypeEngine.to_literal_type(annotated)  # type: ignore[arg-type]
-    literal = TypeEngine.to_literal(context, sent, annotated, literal_type)  # type: ignore[arg-type]
+    literal_type = TypeEngine.to_literal_type(annotated)
+    literal = TypeEngine.to_literal(context, sent, annotated, literal_type)
     # What Flyte's cache compares: not the path.
     assert literal.hash == "ab" * 32
     received = TypeEngine.to_python_value(context, literal, kind)
@@ -83,7 +83,7 @@ def test_equal_content_in_another_folder_is_equal_to_the_cache(tmp_path: Path) -
 def test_an_artifact_is_frozen_and_closed(tmp_path: Path) -> None:
     artifact = make(DatasetArtifact, tmp_path)
     with pytest.raises(ValidationError):
-        artifact.step = 5  # type: ignore[misc]
+        artifact.step = 5
     with pytest.raises(ValidationError):
         make(DatasetArtifact, tmp_path, colour="red")
 

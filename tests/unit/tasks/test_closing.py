@@ -18,7 +18,7 @@ from tasks.closing import closing_lines
 
 def make(kind: type[Artifact], folder: Path, stage: str, **fields: object) -> Artifact:
     shared = {"stage": stage, "content_hash": "ab" * 32}
-    return kind(directory=FlyteDirectory(str(folder)), **shared, **fields)  # type: ignore[arg-type]
+    return kind(directory=FlyteDirectory(str(folder)), **shared, **fields)
 
 
 def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:

@@ -58,9 +58,12 @@ import json, sys
 from pathlib import Path
 from tasks.experiments.sft import SFTExperiment
 from workflows.sft import sft
-rows = Path(sys.argv[1])
-rows.write_text('{"prompt": "1+1=", "answer": "2"}\\\\n{"prompt": "", "answer": "3"}\\\\n')
-data = {"kind": "file", "train": str(rows), "validation": str(rows), "max_prompt_tokens": 16}
+train, validation = (Path(sys.argv[1]) / f"{name}.jsonl" for name in ("train", "validation"))
+train.write_text('{"prompt": "1+1=", "answer": "2"}\\n{"prompt": "", "answer": "3"}\\n')
+validation.write_text('{"prompt": "1+2=", "answer": "3"}\\n')
+data = {
+    "kind": "file", "train": str(train), "validation": str(validation), "max_prompt_tokens": 16
+}
 try:
     sft(config=SFTExperiment.model_validate({"data": data}))
 except Exception as error:
@@ -72,6 +75,6 @@ except Exception as error:
 def test_a_run_that_fails_on_its_way_leaves_a_record(
     python: Callable[..., str], tmp_path: Path
 ) -> None:
-    assert "RunFailed" in python(_FAILS.replace("\\\\n", "\\n"), tmp_path / "rows.jsonl")
+    assert "RunFailed" in python(_FAILS, tmp_path)
     (path,) = (tmp_path / "store" / "failures").glob("*-sft.json")
-    assert "are in the training data too" in json.loads(path.read_text())["error"]
+    assert "prompt is empty" in json.loads(path.read_text())["error"]

@@ -11,7 +11,7 @@ from flytekit import workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.infra.produce import Made, cost_html
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.recorder import RunFailed
 from tasks.stage import cached_task, make
@@ -156,7 +156,8 @@ def test_everything_lies_in_the_store(run_both: Callable[..., Outcome], own_stor
     assert parent["content_hash"] == manifests["first"]["content_hash"]
     assert manifests["first"]["config"] == {"text": "a"}
     assert made.artifact.folder.parent == own_store / "artifacts"
-    assert (made.artifact.folder / "deck.html").read_text().startswith("<p>hello</p>")
+    deck = (made.artifact.folder / "deck.html").read_text()
+    assert deck == "<p>hello</p>" + cost_html(made.artifact.manifest.cost)
     # Neither a copy of what stages hand on, nor work that is done.
     assert not list((own_store / "cache" / "raw").glob("*/*"))
     assert not [path for path in (own_store / "work").iterdir() if path.is_dir()]

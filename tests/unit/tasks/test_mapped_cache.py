@@ -30,7 +30,7 @@ def measured(config: Point) -> Dataset:
         if config.name in _broken:
             raise ConnectionError("the judge does not answer")
         (folder / "name.txt").write_text(config.name)
-        return Made("report", "text", config.name)
+        return Made("report", "text", config.name, num_tokens=5)
 
     return DatasetArtifact(**make("measured", config=config, parents={}, work=work))
 
@@ -43,6 +43,12 @@ def mapped(names: list[str]) -> list[Dataset | None]:
 @workflow
 def sweep(names: list[str]) -> list[Dataset | None]:
     return mapped(names=names)
+
+
+def num_tokens(output: str) -> str:
+    """What the table's last line says that the run has taken."""
+    (total,) = [line for line in output.splitlines() if line.startswith("│ total")]
+    return total.split("│")[4].strip()
 
 
 def run(*names: str) -> list[Dataset | None]:
@@ -61,12 +67,16 @@ def test_a_point_that_failed_is_tried_again_and_the_others_are_not(
     output = capfd.readouterr().out
     assert output.startswith("measured  started\nmeasured  ran  ")
     assert "  2 points ended well\n" in output
+    assert num_tokens(output) == "10"
     assert run("a", "b", "c")[1] is None
     assert _worked == ["b"]
+    # Points that were found have cost this run nothing.
+    assert num_tokens(capfd.readouterr().out) == "0"
     _broken.clear()
     mended = run("a", "b", "c")
     assert [report and report.summary for report in mended] == ["a", "b", "c"]
     assert _worked == ["b"]
+    assert num_tokens(capfd.readouterr().out) == "5"
     run("a", "b", "c")
     assert _worked == []
 

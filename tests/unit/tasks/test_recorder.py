@@ -17,8 +17,9 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
+from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.logging import StageResumed, publish, report
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.infra.produce import Made, cost_html
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
@@ -164,7 +165,7 @@ def test_what_flytekit_must_go_on_doing() -> None:
     """The parts of flytekit that the recorder stands on, by their signatures."""
 
     def parameters(function: object) -> list[str]:
-        return list(inspect.signature(inspect.unwrap(function)).parameters)  # type: ignore[arg-type]
+        return list(inspect.signature(inspect.unwrap(function)).parameters)
 
     assert parameters(WorkflowBase.local_execute) == ["self", "ctx", "kwargs"]
     assert parameters(Task.local_execute) == ["self", "ctx", "kwargs"]
@@ -198,7 +199,8 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
 
         made = nodes["rows"]
         assert made.cost["tokens"] == 6 and made.summary == "train, validation"
-        assert Path(made.deck_path).read_text().startswith("<p>rows</p>")
+        cost = Manifest.read(Path(made.deck_path).parent).cost
+        assert Path(made.deck_path).read_text() == "<p>rows</p>" + cost_html(cost)
         detail = read.node(nodes["training 2"].id)
         values = {value.name: value for value in detail.inputs}
         assert json.loads(values["config"].value) == {"text": "b!", "broken": False}

@@ -35,7 +35,7 @@ class Flaky:
 
 def _until(condition: object, what: str) -> None:
     deadline = time.monotonic() + 20
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
 

@@ -37,7 +37,7 @@ def make_loop(work: Path, *, steps: StepRange = FIVE_STEPS, save_every: int = 2)
 def run(loop: StepLoop, policy: CountingPolicy, *, until: int = 10**9) -> list[int]:
     """Steps that were run; dies before the one after `until`."""
     done = []
-    for step in loop.steps(policy):  # type: ignore[arg-type]
+    for step in loop.steps(policy):
         if step > until:
             break
         policy.value += 1

@@ -1,6 +1,7 @@
 """The command itself: its list, its errors, and what it does not import."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,19 +67,16 @@ def test_a_command_is_imported_when_it_is_called(
     assert isinstance(group.get_command(click.Context(group), "hello"), click.Command)
 
 
-def test_an_explained_error_has_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from nemo_rl_core.errors import StoreError
-
-    @click.command()
-    def broken() -> None:
-        raise StoreError("the store is gone", got="nothing", fix="find it")
-
-    group = click.Group("nemo-rl", commands={"broken": broken})
-    monkeypatch.setattr(cli, "group", group)
-    monkeypatch.setattr(sys, "argv", ["nemo-rl", "broken"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "nemo-rl: the store is gone\n  got: nothing\n  fix: find it\n"
+def test_an_explained_error_has_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from tasks.cli import main; main()", "verify", "grpo"],
+        env={**os.environ, "NEMO_RL_HOME": str(tmp_path)},
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "nemo-rl: there is no artifact that begins with 'grpo'\n"
+        "  expected: the name of one folder in the store's artifacts/, or its beginning\n"
+        "  got: nothing of that name\n"
+        "  fix: see `ls` of that folder, or `nemo-rl runs` for what a run has made\n"
+    )

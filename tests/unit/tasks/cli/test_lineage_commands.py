@@ -79,7 +79,7 @@ def ran(own_store: Path) -> Ran:
 
 
 def ask(command: object, *words: str) -> Result:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(command, words)  # type: ignore[arg-type]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(command, words)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -130,16 +130,19 @@ def test_a_card_to_a_file(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     ask(card, ran.artifact.folder.name, "--output", str(path), "--name", "Tuned")
     assert "# Tuned" in path.read_text()
-    assert "**tune\\_more**" in path.read_text() or "**tune_more**" in path.read_text()
+    assert "**tune_more**" in path.read_text()
 
 
 def test_nothing_is_run_again_where_it_cannot_be_the_same(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.reproduction.package_versions", lambda: {"torch": "0.1"})
-    with pytest.raises(StoreError, match="torch was"):
-        ask(reproduce, ran.artifact.folder.name)
-    monkeypatch.undo()
+    older = tmp_path / "site" / "torch-0.1.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(older.parent)
+        with pytest.raises(StoreError, match=r"torch was 2\.[^;]* and is 0\.1"):
+            ask(reproduce, ran.artifact.folder.name)
     used = tmp_path / "used"
     used.mkdir()
     (used / "file").touch()
