@@ -2,7 +2,9 @@
 
 Every artifact's making is a run with a START and a COMPLETE event, whose inputs and output are data
 sets. Ids are made from the artifacts' own, so that sending the same twice adds nothing.
-See https://openlineage.io/spec/2-0-2/OpenLineage.json
+See https://openlineage.io/spec/2-0-2/OpenLineage.json; the facets' versions are those of the client
+openlineage-python 1.54. The code's commit stands in a facet of our own: `sourceCodeLocation` asks
+for a web address, which is not known here.
 """
 
 import json
@@ -17,10 +19,11 @@ from typing import Any
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
 
-PRODUCER = "urn:nemo-rl-flow"
+_URN = "urn:nemo-rl-flow"
+PRODUCER = f"{_URN}:lineage"
 _SPEC = "https://openlineage.io/spec"
 _EVENT_SCHEMA = f"{_SPEC}/2-0-2/OpenLineage.json#/$defs/RunEvent"
-_RUNS = uuid.uuid5(uuid.NAMESPACE_URL, PRODUCER)
+_RUNS = uuid.uuid5(uuid.NAMESPACE_URL, _URN)
 _TIMEOUT_SECONDS = 10.0
 
 Event = dict[str, Any]
@@ -35,13 +38,14 @@ def events_of(graph: AncestryGraph, *, namespace: str = "nemo-rl-flow") -> list[
     """
     known = {each.id: each for each in graph.artifacts}
     events = []
-    for each in graph.artifacts:
+    # Times are of whole seconds: what has the same one stays in the order of its making.
+    for each in reversed(graph.artifacts):
         if each.artifact is not None:
-            parents = [
-                (known[link.parent], link.role)
-                for link in graph.parentage
-                if link.child == each.id and link.parent in known
-            ]
+            roles: dict[str, list[str]] = {}
+            for link in graph.parentage:
+                if link.child == each.id and link.parent in known:
+                    roles.setdefault(link.parent, []).append(link.role)
+            parents = [(known[name], ", ".join(sorted(read))) for name, read in roles.items()]
             events += _making(each, each.artifact, parents, namespace)
     return sorted(events, key=lambda event: str(event["eventTime"]))
 
@@ -58,10 +62,13 @@ def _making(
     job = {
         "namespace": namespace,
         "name": artifact.stage.partition(" ")[0],
-        "facets": _job_facets(artifact),
+        "facets": {"jobType": _JOB_TYPE},
     }
     inputs = [
-        {**_dataset(parent, namespace), "inputFacets": {"nemo_rl_role": _facet(role=role)}}
+        {
+            **_dataset(parent, namespace),
+            "inputFacets": {"nemo_rl_role": _own_facet("role", role=role)},
+        }
         for parent, role in parents
     ]
     shared = {"producer": PRODUCER, "schemaURL": _EVENT_SCHEMA, "run": run, "job": job}
@@ -78,17 +85,33 @@ def _time(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _facet(schema: str = "", **fields: object) -> dict[str, Any]:
-    """A facet of the standard by the name of its schema, or one of our own."""
-    url = f"{_SPEC}/facets/{schema}" if schema else f"{PRODUCER}:facet"
+def _facet(version: str, schema: str, /, **fields: object) -> dict[str, Any]:
+    """A facet of the standard, by its schema's version and name."""
+    url = f"{_SPEC}/facets/{version}/{schema}.json#/$defs/{schema}"
     return {"_producer": PRODUCER, "_schemaURL": url, **fields}
+
+
+def _own_facet(name: str, /, **fields: object) -> dict[str, Any]:
+    return {"_producer": PRODUCER, "_schemaURL": f"{_URN}:facet:{name}", **fields}
+
+
+_JOB_TYPE = _facet(
+    "2-0-4",
+    "JobTypeJobFacet",
+    processingType="BATCH",
+    integration="NEMO_RL_FLOW",
+    jobType="TASK",
+)
 
 
 def _run_facets(each: Ancestor, artifact: ArtifactRow) -> dict[str, Any]:
     manifest = artifact.manifest
     facets = {
-        "nemo_rl_making": _facet(
+        "nemo_rl_making": _own_facet(
+            "making",
             execution=each.execution,
+            git_commit=manifest.get("git_commit"),
+            git_dirty=manifest.get("git_dirty"),
             cost=manifest.get("cost", {}),
             machine=manifest.get("machine", {}),
             config=manifest.get("config", {}),
@@ -99,44 +122,21 @@ def _run_facets(each: Ancestor, artifact: ArtifactRow) -> dict[str, Any]:
     version = manifest.get("packages", {}).get("nemo-rl-flow")
     if version:
         facets["processing_engine"] = _facet(
-            "1-1-0/ProcessingEngineRunFacet.json#/$defs/ProcessingEngineRunFacet",
-            name="nemo-rl-flow",
-            version=version,
-        )
-    return facets
-
-
-def _job_facets(artifact: ArtifactRow) -> dict[str, Any]:
-    manifest = artifact.manifest
-    facets = {
-        "jobType": _facet(
-            "2-0-4/JobTypeJobFacet.json#/$defs/JobTypeJobFacet",
-            processingType="BATCH",
-            integration="NEMO_RL_FLOW",
-            jobType="TASK",
-        )
-    }
-    if manifest.get("git_commit"):
-        facets["sourceCodeLocation"] = _facet(
-            "1-0-1/SourceCodeLocationJobFacet.json#/$defs/SourceCodeLocationJobFacet",
-            type="git",
-            url=PRODUCER,
-            version=manifest["git_commit"] + ("-dirty" if manifest.get("git_dirty") else ""),
+            "1-1-1", "ProcessingEngineRunFacet", name="nemo-rl-flow", version=version
         )
     return facets
 
 
 def _dataset(each: Ancestor, namespace: str) -> dict[str, Any]:
-    version = _facet(
-        "1-0-0/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet",
-        datasetVersion=each.content_hash,
-    )
-    facets = {"version": version}
+    facets = {
+        "version": _facet("1-0-1", "DatasetVersionDatasetFacet", datasetVersion=each.content_hash)
+    }
     if each.artifact is not None:
-        facets["storage"] = _facet(
-            "1-0-0/StorageDatasetFacet.json#/$defs/StorageDatasetFacet",
-            storageLayer="file",
-            fileFormat=each.artifact.format,
+        facets["datasetType"] = _facet(
+            "1-0-1",
+            "DatasetTypeDatasetFacet",
+            datasetType="MODEL" if each.artifact.kind in ("checkpoint", "model") else "FILE",
+            subType=each.artifact.kind.upper(),
         )
     return {"namespace": namespace, "name": each.id, "facets": facets}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from nemo_rl_core.history.database import open_for_writing, transaction
+from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.infra.store import Store
 
@@ -122,7 +123,7 @@ def _fill_artifact(
             artifact,
             f"grpo_iteration {place}",
             digest,
-            str(store.artifacts / artifact),
+            to_record(store, store.artifacts / artifact),
             json.dumps(manifest),
             node,
         ),

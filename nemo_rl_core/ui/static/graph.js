@@ -89,7 +89,7 @@
 
   function layOut() {
     const graph = new dagre.graphlib.Graph({ compound: true });
-    graph.setGraph({ rankdir: data.direction, nodesep: 22, ranksep: 46, marginx: 16, marginy: 16 });
+    graph.setGraph({ rankdir: data.direction, nodesep: 22, ranksep: 46, marginx: 16, marginy: 24 });
     graph.setDefaultEdgeLabel(() => ({}));
     const visible = data.nodes.filter((node) => standIn(node.id) === node);
     for (const node of visible) {
@@ -148,10 +148,12 @@
     const header = 14; // dagre leaves no room for a title: the gap to the rank above has it
     const left = box.x - box.width / 2, top = box.y - box.height / 2 - header;
     const said = `${node.label} · ${node.state || node.detail}`;
-    return make("g", {},
-      make("rect", { class: "cluster", x: left, y: top, width: box.width, height: box.height + header, rx: 10 }),
-      make("a", { href: node.href, "aria-label": said }, make("text", { x: left + 14, y: top + 18 }, short(said))),
-      toggle(node, left + box.width - 6, top + 4, "–"));
+    return {
+      back: make("rect", { class: "cluster", x: left, y: top, width: box.width, height: box.height + header, rx: 10 }),
+      head: make("g", {},
+        make("a", { href: node.href, "aria-label": said }, make("text", { class: "title", x: left + 14, y: top + 18 }, short(said))),
+        toggle(node, left + box.width - 6, top + 4, "–")),
+    };
   }
 
   function drawEdge(edge, points) {
@@ -173,9 +175,10 @@
     const layer = make("g", { "data-layer": "" });
     const place = (node) => graph.node(String(node.id));
     const depth = (node) => { let n = 0; for (let up = byId.get(node.parent); up; up = byId.get(up.parent)) n += 1; return n; };
-    const clusters = visible.filter(isCluster).sort((a, b) => depth(a) - depth(b));
-    for (const node of clusters) layer.append(drawCluster(node, place(node)));
+    const clusters = visible.filter(isCluster).sort((a, b) => depth(a) - depth(b)).map((node) => drawCluster(node, place(node)));
+    for (const { back } of clusters) layer.append(back);
     for (const edge of edges) layer.append(drawEdge(edge, graph.edge(String(edge.source), String(edge.target)).points));
+    for (const { head } of clusters) layer.append(head); // over the arrows that cross it
     // In reading order, so that the tab key goes the way the data goes.
     const leaves = visible.filter((node) => !isCluster(node)).sort((a, b) => place(a).y - place(b).y || place(a).x - place(b).x);
     for (const node of leaves) layer.append(drawLeaf(node, place(node)));

@@ -20,7 +20,8 @@ from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.store import Store
 
 TEXT = {"type": "string", "minLength": 1}
-URI = {"type": "string", "pattern": "^[a-z]+:.+"}
+UUID_TEXT = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}
+URI = {"type": "string", "pattern": "^(https://[a-z]+|urn:[a-z-]+:).+"}
 
 
 def facets(**required: list[str]) -> dict[str, Any]:
@@ -42,7 +43,7 @@ DATASET = {
     "properties": {
         "namespace": TEXT,
         "name": TEXT,
-        "facets": facets(version=["datasetVersion"], storage=["storageLayer"]),
+        "facets": facets(version=["datasetVersion"], datasetType=["datasetType"]),
         "inputFacets": facets(),
         "outputFacets": facets(),
     },
@@ -60,7 +61,7 @@ RUN_EVENT = {
         },
         "run": {
             "required": ["runId"],
-            "properties": {"runId": TEXT, "facets": facets(processing_engine=["version"])},
+            "properties": {"runId": UUID_TEXT, "facets": facets(processing_engine=["version"])},
             "additionalProperties": False,
         },
         "job": {
@@ -68,9 +69,7 @@ RUN_EVENT = {
             "properties": {
                 "namespace": TEXT,
                 "name": TEXT,
-                "facets": facets(
-                    jobType=["processingType", "integration"], sourceCodeLocation=["type", "url"]
-                ),
+                "facets": facets(jobType=["processingType", "integration"]),
             },
             "additionalProperties": False,
         },
@@ -88,6 +87,9 @@ def events(
     make_artifact: Callable[..., tuple[Path, Manifest]],
 ) -> list[Event]:
     data = make_artifact("prepare_data train", "aa")
+    manifest = data[1].model_copy(update={"packages": {"nemo-rl-flow": "0.1.0"}})
+    manifest.write(data[0])
+    data = data[0], manifest
     trained = make_artifact("train_sft", "bb", data)
     writer = begin("run1")
     inputs = [as_value("train", "Dataset", {}, data[0].name)]
@@ -120,6 +122,47 @@ def test_events_are_what_the_standard_asks_for(events: list[Event]) -> None:
     assert read["inputFacets"]["nemo_rl_role"]["role"] == "train"
     assert made["facets"]["version"]["datasetVersion"] == "bb" * 32
     assert end["run"]["facets"]["nemo_rl_making"]["execution"] == "run1"
+
+
+def test_facets_name_the_schemas_that_the_client_of_the_standard_writes(
+    events: list[Event],
+) -> None:
+    """As in openlineage-python 1.54.0; other facets are ours, by the prefix of their names."""
+    named: dict[str, str] = {}
+    for event in events:
+        holders = [event["run"], event["job"], *event["inputs"], *event["outputs"]]
+        for holder in holders:
+            for name, facet in {**holder["facets"], **holder.get("inputFacets", {})}.items():
+                named[name] = facet["_schemaURL"]
+    own = {name for name in named if name.startswith("nemo_rl_")}
+    assert own == {"nemo_rl_making", "nemo_rl_role"}
+    spec = "https://openlineage.io/spec/facets"
+    assert {name: url for name, url in named.items() if name not in own} == {
+        name: f"{spec}/{version}/{schema}.json#/$defs/{schema}"
+        for name, version, schema in [
+            ("datasetType", "1-0-1", "DatasetTypeDatasetFacet"),
+            ("jobType", "2-0-4", "JobTypeJobFacet"),
+            ("processing_engine", "1-1-1", "ProcessingEngineRunFacet"),
+            ("version", "1-0-1", "DatasetVersionDatasetFacet"),
+        ]
+    }
+
+
+def test_what_was_read_twice_is_one_input(
+    store: Store, begin: Callable[..., HistoryWriter], make_artifact: Callable[..., Any]
+) -> None:
+    start = make_artifact("train_sft", "aa")
+    trained = make_artifact("grpo_iteration 1", "bb", start, start)
+    writer = begin("run1")
+    names = ("reference", "checkpoint")
+    inputs = [as_value(name, "Checkpoint", {}, start[0].name) for name in names]
+    node = writer.begin_node("grpo_iteration", task="t.grpo_iteration", kind="task", inputs=inputs)
+    writer.end_node(node, NodeEnd("succeeded", made=[trained]))
+    writer.end("succeeded")
+    with History(store) as history:
+        *_, end = events_of(history.ancestry(trained[0].name))
+    (read,) = end["inputs"]
+    assert read["inputFacets"]["nemo_rl_role"]["role"] == "checkpoint, reference"
 
 
 def test_the_schema_refuses_what_is_wrong(events: list[Event]) -> None:
