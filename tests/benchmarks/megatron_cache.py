@@ -4,6 +4,9 @@ A model of SmolLM2-135M's shape, with random weights and a fifth of its layers, 
 one thread: once as the engine does it, and once with all tokens of all rows anew for each next one,
 which is the same engine with an empty cache for every token. Both draw the same tokens; their runs
 alternate. Measured as CPU time, for others were at work on the machine.
+
+Eight rows of 64 prompt tokens and 64 new ones take 2.9 s (2.8 to 3.0) with the cache and 28.5 s
+(28.2 to 28.6) without it, 9.9 times as long (9.6 to 10.2 in three pairs).
 """
 
 import statistics
