@@ -122,6 +122,16 @@ def test_one_process_saves_and_goes_on_to_the_bit(tmp_path: Path, num_before: in
     assert saver(resumed, other).load(tmp_path) == num_before
     train(resumed, other, 2)
     assert_same(state_of(resumed, other), state_of(straight, optimizer))
+    # And writes the same bytes, by which artifacts are known.
+    written = []
+    for name, ended in (("straight", (straight, optimizer)), ("resumed", (resumed, other))):
+        folder = tmp_path / name
+        folder.mkdir()
+        last = saver(*ended)
+        last.start_saving(folder, num_updates=num_before + 2)
+        last.finish_saving()
+        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert written[0] == written[1]
 
 
 def test_one_process_saves_and_two_ranks_go_on(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> 
 
 
 def saved_twice(folder: Path, path: Path) -> None:
-    """The same state, saved before going on and while two more steps are made."""
+    """The same state, saved before going on and while two more steps are made, and loaded."""
     from nemo_rl_core.algorithms.sft.loss import NLLLoss
 
     backend = make_backend(folder, layout(2))
@@ -165,17 +165,21 @@ def saved_twice(folder: Path, path: Path) -> None:
     for _ in range(2):
         backend.train_step(make_batch(), NLLLoss())
     backend.shutdown()  # which waits
+    resumed = make_backend(folder, layout(2))
+    resumed.load_checkpoint(path / "waited")
+    resumed.save_checkpoint(path / "resumed")
+    resumed.shutdown()
     assert not (path / "meanwhile" / "trainer" / ".metadata.tmp").exists()
 
 
 @pytest.mark.slow
-def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile(
+def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile_or_loaded(
     dense: Path, tmp_path: Path
 ) -> None:
     found = []
     for run in ("first", "rerun"):
         run_ranks(saved_twice, dense, tmp_path / run, world_size=2)
-        for name in ("waited", "meanwhile"):
+        for name in ("waited", "meanwhile", "resumed"):
             folder = tmp_path / run / name
             files = {
                 str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
