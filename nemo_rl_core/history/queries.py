@@ -9,7 +9,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -264,10 +264,12 @@ class History:
                 got=several,
             )
         # Made before this database: its folder knows, too.
-        for folder in (Path(name).expanduser().resolve(), self.store.artifacts / name):
-            for place in (folder, *folder.parents):
-                if (place / MANIFEST).is_file() and (found := ancestry.from_folder(place)):
-                    return found
+        # What is no path of a file (too long, with a null character) is no artifact either.
+        with suppress(OSError, ValueError):
+            for folder in (Path(name).expanduser().resolve(), self.store.artifacts / name):
+                for place in (folder, *folder.parents):
+                    if (place / MANIFEST).is_file() and (found := ancestry.from_folder(place)):
+                        return found
         raise _unknown("artifact", name, "give its id, its folder, or the beginning of its hash")
 
     def artifacts_of(self, execution: str) -> list[ArtifactRow]:

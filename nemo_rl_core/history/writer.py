@@ -86,7 +86,7 @@ def _recorded(
                 return None
             try:
                 return method(self, *args, **kwargs)
-            except (sqlite3.Error, OSError, StoreError) as error:
+            except (sqlite3.Error, OSError, OverflowError, StoreError) as error:
                 self._working = False
                 logger.warning(
                     "this run is recorded in %s no further, and goes on: %s",
@@ -201,7 +201,7 @@ class HistoryWriter:
         with transaction(self._open) as database:
             database.execute(
                 "INSERT OR IGNORE INTO edges VALUES (?, ?, ?, ?, ?)",
-                (self._id, source, target, output, name),
+                _storable(self._id, source, target, output, name),
             )
 
     @_recorded
@@ -218,7 +218,7 @@ class HistoryWriter:
             database.execute(
                 "UPDATE nodes SET state = ?, ended_at = ?, cached_from = ?, deck_path = ?, "
                 "cost = ?, summary = ?, error = ?, log_to = ? WHERE id = ?",
-                (
+                _storable(
                     end.state,
                     now,
                     _maker(database, node) if end.state == "cached" else None,
@@ -233,7 +233,7 @@ class HistoryWriter:
             database.execute(
                 "UPDATE attempts SET state = ?, ended_at = ?, error = ? "
                 "WHERE node = ? AND state = 'running'",
-                (end.state, now, end.error, node),
+                _storable(end.state, now, end.error, node),
             )
 
     @_recorded
@@ -255,13 +255,14 @@ class HistoryWriter:
         with transaction(self._open) as database:
             database.executemany(
                 "INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)",
-                [(node, step, name, float(value)) for name, value in metrics.items()],
+                [_storable(node, step, name, float(value)) for name, value in metrics.items()],
             )
 
     @_recorded
     def _end(self, state: State, error: str) -> None:
         with transaction(self._open) as database:
-            end_execution(database, self._id, state=state, ended_at=time.time(), error=error)
+            (said,) = _storable(error)
+            end_execution(database, self._id, state=state, ended_at=time.time(), error=said)
 
     @property
     def _open(self) -> sqlite3.Connection:
@@ -282,11 +283,19 @@ def _json(value: object) -> str:
     return json.dumps(value, default=str)
 
 
+def _storable(*values: Any) -> tuple[Any, ...]:
+    """A row whose texts SQLite can store: an error's may quote a completion, too."""
+    return tuple(
+        each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each
+        for each in values
+    )
+
+
 def insert(database: sqlite3.Connection, table: str, **values: object) -> int:
     """Adds a row; returns its number."""
     columns, marks = ", ".join(values), ", ".join("?" * len(values))
     done = database.execute(
-        f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values())
+        f"INSERT INTO {table} ({columns}) VALUES ({marks})", _storable(*values.values())
     )
     return done.lastrowid or 0
 
@@ -296,7 +305,7 @@ def _insert_values(
 ) -> None:
     database.executemany(
         f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?, ?)",
-        [(node, each.name, each.type, each.value, each.artifact) for each in values],
+        [_storable(node, each.name, each.type, each.value, each.artifact) for each in values],
     )
 
 

@@ -1,6 +1,7 @@
 """The metrics of a run, those of a stage's iterations joined to one line."""
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def _points(
 ) -> dict[str, list[Point]]:
     """A node's curves; numbers of removed nodes are used again, so its beginning is in the key."""
     curves = history.metrics(node, names=[*names, _GLOBAL_STEP])
-    steps = dict(curves.get(_GLOBAL_STEP, ()))
+    steps = {step: at for step, at in curves.get(_GLOBAL_STEP, ()) if math.isfinite(at)}
     return {
         name: thinned([(steps.get(step, step), value) for step, value in curves[name]])
         for name in names

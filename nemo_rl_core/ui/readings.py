@@ -1,6 +1,8 @@
 """Completions to read: rows of an artifact's rollouts or of an evaluation, filtered."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,20 +95,24 @@ def has_completions(folder: Path) -> bool:
     if steps(folder):
         return True
     path = file_of(folder, None)
-    return path is not None and "completion" in _columns(path)
+    try:
+        return path is not None and "completion" in _columns(path)
+    except OSError:
+        return True  # the page of the completions says what is wrong
 
 
 def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
     """The rows that pass, and how many there are in all.
 
     Raises:
-        OSError: If the file went away, or is no parquet file (`pyarrow.ArrowInvalid`).
+        OSError: If the file went away, or is no parquet file.
     """
     import pyarrow.parquet as pq
 
     columns = [name for name in _COLUMNS if name in _columns(path)]
-    rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
-    rows = [{**dict.fromkeys(_COLUMNS), **row, "place": place} for place, row in enumerate(rows)]
+    with _damage_is_of_the_file():
+        found: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+    rows = [_row(place, values) for place, values in enumerate(found)]
     kept = [row for row in rows if wanted.passes(row)]
     if wanted.order in ("best", "worst"):
         sign = -1 if wanted.order == "best" else 1
@@ -117,8 +123,28 @@ def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
     return kept, len(rows)
 
 
+def _row(place: int, values: dict[str, Any]) -> dict[str, Any]:
+    """With every column that is shown; what is no number is no reward."""
+    row = {**dict.fromkeys(_COLUMNS), **values, "place": place}
+    if not isinstance(row["reward"], (int, float)) or math.isnan(row["reward"]):
+        row["reward"] = None
+    return row
+
+
 def _columns(path: Path) -> list[str]:
     import pyarrow.parquet as pq
 
-    names: list[str] = pq.read_schema(path).names
+    with _damage_is_of_the_file():
+        names: list[str] = pq.read_schema(path).names
     return names
+
+
+@contextmanager
+def _damage_is_of_the_file() -> Iterator[None]:
+    """Raises OSError for whatever pyarrow finds wrong in a file."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise OSError(str(error)) from error

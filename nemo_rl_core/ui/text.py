@@ -1,6 +1,7 @@
 """Values as text that is safe to show and easy to read: completions, times, sizes."""
 
 import json
+import math
 import re
 import unicodedata
 from datetime import UTC, datetime
@@ -50,8 +51,8 @@ def cut(value: object, length: int = 400) -> str:
 
 
 def duration(seconds: float | None) -> str:  # noqa: PLR0911  (one line a unit)
-    """Such as `40 ms`, `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash for None."""
-    if seconds is None:
+    """Such as `40 ms`, `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash for what is no time."""
+    if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 0.1:
         return f"{1000 * max(0.0, seconds):.0f} ms"
@@ -106,4 +107,4 @@ def readable(value: Any) -> str:
 
 def short_stage(name: str) -> str:
     """`tasks.grpo_iteration.grpo_iteration` is `grpo_iteration`."""
-    return name.rpartition(".")[2]
+    return cut(name.rpartition(".")[2], 120)

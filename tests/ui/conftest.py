@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -253,6 +253,12 @@ def served(store: Store) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[[Store], AbstractContextManager[str]]:
+    """Serves the page of any store."""
+    return served
 
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -417,6 +417,23 @@ def test_long_values_are_cut_and_odd_ones_written(store: Store, begin: Begin) ->
     assert values == ["a\ud800b\x00", "p"]
 
 
+def test_what_sqlite_cannot_store_ends_no_run(store: Store, begin: Begin) -> None:
+    """Half a surrogate pair, as an error may quote it, and a number of more than 64 bits."""
+    half = "half \ud800 a pair"
+    writer = begin("odd", workflow=half, command=[half])
+    node = writer.begin_node(half, task=half, kind="task", inputs=[as_value(half, half, half)])
+    writer.log_metrics(node, 1, {half: 1.0})
+    writer.end_node(node, NodeEnd("failed", error=half, summary=half))
+    other = writer.begin_node("more", task="t", kind="task")
+    writer.log_metrics(other, 2**70, {"loss": 1.0})
+    writer.end("failed", half)
+    with History(store) as history:
+        run = history.execution("odd")
+        assert (run.state, run.error) == ("failed", "half \\ud800 a pair")
+        assert history.nodes("odd")[0].error == run.error
+        assert history.metric_names(node) == [run.error]
+
+
 def test_names_of_runs_are_ids(store: Store, begin: Begin) -> None:
     with RunLog.start(store) as log:
         begin(log.folder.name).end("succeeded")
