@@ -61,7 +61,7 @@ def cached(engine: Any) -> torch.Tensor:
 
 def recomputed(engine: Any) -> torch.Tensor:
     """`[B, T + new]`, with an empty cache for each token."""
-    from nemo_rl_core.backends.generation.megatron_cache import KeyValueCache
+    from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache
 
     ids = prompts()
     for _ in range(NUM_NEW_TOKENS):

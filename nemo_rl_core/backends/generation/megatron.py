@@ -23,7 +23,7 @@ from nemo_rl_core.backends.decoding.requests import (
     read_requests,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.backends.generation.megatron_cache import KeyValueCache, attend_by_mask
+from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache, attend_by_mask
 from nemo_rl_core.backends.training.megatron.model import build_model
 from nemo_rl_core.backends.training.megatron.packed import output_weight
 from nemo_rl_core.backends.training.megatron.topology import (

@@ -1,1 +1,6 @@
 """Megatron-core as a training backend: models, weights and steps over tensor and pipeline axes."""
+
+from nemo_rl_core.backends.training.megatron.cpu import import_uncompiled_where_cuda_is_absent
+
+# Before any module of this package, and so before any of Megatron's.
+import_uncompiled_where_cuda_is_absent()

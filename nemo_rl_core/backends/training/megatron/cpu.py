@@ -39,7 +39,6 @@ def run_on_cpu_where_cuda_is_absent() -> None:
     global _applied  # noqa: PLW0603  (a process is either redirected or it is not)
     if _applied or torch.cuda.is_available():
         return
-    _import_uncompiled()
     _redirect_torch()
     _redirect_random_state()
     for name in _MODULES_THAT_NAME_CUDA:
@@ -55,9 +54,14 @@ def run_on_cpu_where_cuda_is_absent() -> None:
     _applied = True
 
 
-def _import_uncompiled() -> None:
-    # Megatron hands its small functions to torch.compile as it is imported: on a CPU that needs a
-    # C++ compiler when they are called, and loads the compiler's modules, most of the import.
+def import_uncompiled_where_cuda_is_absent() -> None:
+    """Imports Megatron-core's decorator for small functions so that it compiles none of them.
+
+    It hands them to `torch.compile` as their modules are imported: on a CPU that needs a C++
+    compiler when they are called, and loads the compiler's modules, most of the import.
+    """
+    if torch.cuda.is_available():
+        return
     library: Any = torch
     compile_, library.compile = library.compile, _uncompiled
     try:

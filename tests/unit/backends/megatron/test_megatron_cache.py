@@ -107,7 +107,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
 def cached_logits(backend: Any) -> torch.Tensor:
     """`[steps, B, V]` along the forced tokens, two rows being left out after the third."""
     from nemo_rl_core.backends.decoding.requests import padded_on_the_left
-    from nemo_rl_core.backends.generation.megatron_cache import KeyValueCache
+    from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache
 
     ids, mask = padded_on_the_left(PROMPTS)
     cache = KeyValueCache(backend._models[0], (mask == 0).sum(dim=1), 7 + FORCED.shape[1])

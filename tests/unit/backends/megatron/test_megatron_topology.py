@@ -1,5 +1,8 @@
 """Ranks, groups and the redirected assumptions about CUDA."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -166,3 +169,17 @@ def test_a_folder_without_a_weight_is_refused(tmp_path) -> None:
 
     with pytest.raises(WorkerError, match=r"lacks weights(.|\n)*layers.2.mlp.experts.3.up_proj"):
         run_ranks(load, world_size=1)
+
+
+@needs_no_cuda
+@pytest.mark.parametrize(
+    "module", ["backends.training.megatron.backend", "backends.generation.megatron"]
+)
+def test_small_functions_need_no_compiler(module: str) -> None:
+    # In a process of its own: what is imported first decides.
+    program = f"""
+import nemo_rl_core.{module}
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+assert not hasattr(swiglu, "_torchdynamo_orig_callable")
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
