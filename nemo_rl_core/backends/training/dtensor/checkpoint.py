@@ -67,8 +67,8 @@ class TrainerState:
             numbers = self._numbers()
             write_state(folder, backend="dtensor", num_updates=num_updates, numbers=numbers)
         response = async_save(
-            # An optimizer that was loaded has its parameters in another order than one that was not;
-            # the files name them in the order given, and are to be the same.
+            # An optimizer that was loaded has its parameters in another order than one that was
+            # not; the files name them in the order given, and are to be the same.
             dict(sorted(tensors.items())),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             # Copies what is on the CPU already, too, and before this call returns.
