@@ -1,9 +1,5 @@
 """The command of a user, whose engine is killed in the middle of a step."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,65 +7,40 @@ from typing import Any
 
 import pytest
 
+from tests.commands import RECIPE, run, step_metrics
+
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_STEPS = 8
-RECIPE: dict[str, Any] = {
-    "model": {
-        "kind": "from_config",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_layers": 1,
-        "num_heads": 2,
-    },
-    "data": {"kind": "arithmetic", "num_train": 64, "num_validation": 16, "max_operand": 9},
-    "sft": {"num_steps": 2, "global_batch_size": 16},
-    "grpo": {
-        "num_iterations": 1,
-        "num_steps_per_iteration": NUM_STEPS,
-        "num_prompts_per_step": 4,
-        "num_generations_per_prompt": 4,
-    },
+SMALL: dict[str, Any] = {
+    **RECIPE,
+    "sft": {**RECIPE["sft"], "num_steps": 2},
     # Long enough for a step to have a middle.
     "generation": {"max_new_tokens": 48},
-    "cluster": {"num_threads": 1},
-    "evaluation": {"num_samples_per_prompt": 2},
+    "grpo": {**RECIPE["grpo"], "num_iterations": 1, "num_steps_per_iteration": NUM_STEPS},
 }
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a run left: its terminal, and what its iteration made."""
+class Iteration:
+    """What a run said, and what its iteration made."""
 
     output: str
     artifact: Path
 
     def figures(self, name: str) -> list[float]:
         """That metric of every step."""
-        lines = (self.artifact / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["metrics"][name] for line in lines]
+        return [metrics[name] for metrics in step_metrics(self.artifact)]
 
 
-def run(store: Path, **grpo: int) -> Run:
-    recipe = {**RECIPE, "grpo": {**RECIPE["grpo"], **grpo}}
+def run_iteration(store: Path, *, save_every_num_steps: int) -> Iteration:
+    """When it saves changes no weight, but is a reason to train again; the rest is cached."""
+    grpo = {**SMALL["grpo"], "save_every_num_steps": save_every_num_steps}
     before = iterations(store)
-    finished = subprocess.run(
-        [
-            Path(sys.executable).with_name("pyflyte"),
-            *("run", "workflows/grpo.py", "grpo", "--config", json.dumps(recipe)),
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, "NEMO_RL_HOME": str(store)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout[-3000:]
+    finished = run({**SMALL, "grpo": grpo}, store, timeout_seconds=400)
+    assert finished.exit_code == 0, finished.output[-3000:]
     (made,) = iterations(store) - before
-    return Run(finished.stdout, made)
+    return Iteration(finished.output, made)
 
 
 def iterations(store: Path) -> set[Path]:
@@ -81,7 +52,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_step_costs_nothing(
     killer: Callable[..., Any], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    undisturbed = run(store)
+    undisturbed = run_iteration(store, save_every_num_steps=4)
     assert undisturbed.figures("num_engine_restarts") == [0] * NUM_STEPS
     assert "engine restarts" not in undisturbed.output
 
@@ -91,8 +62,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_step_costs_nothing(
 
     kill = killer("VllmBackend.generate", when=has_trained)
     kill.start()
-    # When it saves changes no weight, but is a reason to train again; earlier stages are cached.
-    disturbed = run(store, save_every_num_steps=3)
+    disturbed = run_iteration(store, save_every_num_steps=3)
     assert kill.join() == ["ray::VllmBackend.generate"]
     restarts = disturbed.figures("num_engine_restarts")
     assert restarts[0] == 0

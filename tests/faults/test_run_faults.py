@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import RewardError, WorkerLostError
-from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.rollouts.quarantine import judged
 from nemo_rl_core.rollouts.records import RolloutRecords
-from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Rollout
+from tests.training import Watch, assert_equal_weights, replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session")]
 
@@ -99,18 +96,9 @@ class Runs:
 
     def replay(self, result: TrainResult, records: RolloutRecords, work: Path) -> Path:
         """Trains again on records, where no engine and no reward is; returns the model's folder."""
-        parents = {p.stage: Path(p.path) for p in Manifest.read(result.folder).parents}
-        start = parents["prepare_model"] / "model"
-        work.mkdir()
-        job = Job(
-            train=parents["prepare_data train"],
-            start=start,
-            work=work,
-            reference=start,
-            replay=records.folder,
-        )
         ahead = {"max_staleness": 0} if self._kind == "ahead" else None
-        KINDS[self._kind].from_pretrained("unused", asynchronous=ahead, **SETTINGS).run(job)
+        trainer = KINDS[self._kind].from_pretrained("unused", asynchronous=ahead, **SETTINGS)
+        replay(trainer, result, records.folder, work)
         return work
 
 
@@ -144,16 +132,6 @@ def _healed(runs: Runs) -> Any:
 
 def recorded(result: TrainResult, step: int) -> list[Rollout]:
     return RolloutRecords(result.folder / "rollouts").load(step)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def assert_equal_weights(one: Path, other: Path) -> None:
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def said(rollouts: Sequence[Rollout]) -> list[tuple[int, ...]]:
@@ -236,9 +214,9 @@ def test_a_trainer_that_is_killed_stops_the_run_which_then_goes_on_from_its_save
         runs.fit(callbacks=[kill, SaveIsWritten(step=3)], name="killed trainer")
     assert kill.join() == ["ray::DTensorBackend.train_step"]
     assert "resumes from the last save" in str(stopped.value)
-    seen = Seen()
-    result = runs.fit(callbacks=[seen], name="killed trainer")
-    assert seen.steps == [3, 4]
+    watch = Watch()
+    result = runs.fit(callbacks=[watch], name="killed trainer")
+    assert watch.steps == [3, 4]
     assert_equal_weights(result.folder, undisturbed.folder)
     assert [said(recorded(result, step)) for step in (1, 2, 3, 4)] == [
         said(recorded(undisturbed, step)) for step in (1, 2, 3, 4)
@@ -259,16 +237,6 @@ class SaveIsWritten(Callback):
             time.sleep(0.01)
 
 
-class Seen(Callback):
-    """Which steps were run."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
-        self.steps.append(step)
-
-
 def test_too_many_failures_stop_the_run_until_the_reward_is_mended(
     runs: Runs, undisturbed: TrainResult
 ) -> None:
@@ -281,7 +249,7 @@ def test_too_many_failures_stop_the_run_until_the_reward_is_mended(
     for words in ("at most 10%", "LookupError: no answer sheet", "max_failed_fraction"):
         assert words in text
     runs.heal()
-    seen = Seen()
-    result = runs.fit(callbacks=[seen], name="failing reward")
-    assert seen.steps == [3, 4]
+    watch = Watch()
+    result = runs.fit(callbacks=[watch], name="failing reward")
+    assert watch.steps == [3, 4]
     assert_equal_weights(result.folder, undisturbed.folder)

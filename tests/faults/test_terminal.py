@@ -38,7 +38,7 @@ def test_a_store_that_cannot_be_written(tmp_path: Path, home: str) -> None:
     (tmp_path / "file").write_text("a file, not a folder")
     finished = run({}, tmp_path / home)
     shown = finished.stdout + finished.stderr
-    assert finished.returncode in (1, 2), shown
+    assert finished.returncode == 2, shown
     assert "Traceback" not in shown
     assert "NEMO_RL_HOME" in shown
     for word in ("got:", "fix:"):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
@@ -22,17 +21,16 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, WorkerError
-from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
-from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Prompt, Rollout
+from tests.training import assert_equal_weights, replay
 
 pytestmark = pytest.mark.slow
 
@@ -310,21 +308,11 @@ def ahead(session: ClusterSession, tiny_model: Path) -> TrainResult:
     return fitted(AsyncGRPOTrainer, tiny_model, max_staleness=2)
 
 
-def weights(result: TrainResult) -> dict[str, torch.Tensor]:
-    return load_file(result.folder / "model" / "model.safetensors")
-
-
-def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not one[name].equal(other[name])] == []
-
-
 def test_without_staleness_the_weights_are_those_of_training_by_turns(
     by_turns: TrainResult, tiny_model: Path
 ) -> None:
-    assert_equal_weights(
-        weights(fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)), weights(by_turns)
-    )
+    in_step = fitted(AsyncGRPOTrainer, tiny_model, max_staleness=0)
+    assert_equal_weights(in_step.folder, by_turns.folder)
 
 
 def test_samples_are_as_old_as_allowed_and_no_older(ahead: TrainResult) -> None:
@@ -342,37 +330,14 @@ def test_samples_are_as_old_as_allowed_and_no_older(ahead: TrainResult) -> None:
     assert max(ages.values()) <= 2
 
 
-class Watch(Callback):
-    """Keeps the figures of every step."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
-        self.seen.append(dict(metrics))
-
-
 def replayed(result: TrainResult, work: Path, **settings: Any) -> list[dict[str, float]]:
-    """Trains again on what was recorded, into `work`; returns the figures of the steps."""
-    parents = {parent.stage: Path(parent.path) for parent in Manifest.read(result.folder).parents}
-    start = parents["prepare_model"] / "model"
-    work.mkdir()
-    job = Job(
-        train=parents["prepare_data train"],
-        start=start,
-        work=work,
-        reference=start,
-        replay=result.folder / "rollouts",
-    )
-    trainer = AsyncGRPOTrainer.from_pretrained(start, **settings)
-    watch = Watch()
-    trainer.run(job, callbacks=[watch])
-    return watch.seen
+    trainer = AsyncGRPOTrainer.from_pretrained("unused", **settings)
+    return replay(trainer, result, result.folder / "rollouts", work)
 
 
 def test_a_replay_gives_the_weights_that_time_has_made(ahead: TrainResult, tmp_path: Path) -> None:
     seen = replayed(ahead, tmp_path / "work", asynchronous={"max_staleness": 2}, **SETTINGS)
-    assert_equal_weights(load_file(tmp_path / "work/model/model.safetensors"), weights(ahead))
+    assert_equal_weights(tmp_path / "work", ahead.folder)
     assert all(0 <= each["staleness"] <= each["staleness_max"] <= 2 for each in seen)
 
 
@@ -416,7 +381,7 @@ def test_turns_are_taken_while_the_trainer_is_busy(
     assert [metrics["num_failed_rollouts"] for metrics in result.metrics] == [0, 0, 0, 0]
     assert all(metrics["staleness_max"] <= 1 for metrics in result.metrics)
     replayed(result, tmp_path / "work", **settings)
-    assert_equal_weights(load_file(tmp_path / "work/model/model.safetensors"), weights(result))
+    assert_equal_weights(tmp_path / "work", result.folder)
 
 
 @pytest.mark.parametrize(

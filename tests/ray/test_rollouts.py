@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer, SFTTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.rollouts.quarantine import judged
 from nemo_rl_core.rollouts.records import RolloutRecords
-from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Rollout
+from tests.training import assert_equal_weights, replay
 
 OFFLINE = {"cluster": {"num_threads": 1}, "save_every_num_steps": 9, "learning_rate": 0.01}
 # As in conftest.py, so that all tests share one engine.
@@ -93,37 +91,6 @@ def recorded(result: TrainResult) -> RolloutRecords:
     return RolloutRecords(result.folder / "rollouts")
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def replayed(
-    trainer: Any, result: TrainResult, replay: RolloutRecords, work: Path
-) -> list[dict[str, float]]:
-    """Trains again on what was recorded; returns the figures of its steps."""
-    parents = {parent.stage: Path(parent.path) for parent in Manifest.read(result.folder).parents}
-    start = parents["prepare_model"] / "model"
-    work.mkdir()
-    job = Job(
-        train=parents["prepare_data train"],
-        start=start,
-        work=work,
-        reference=start,
-        replay=replay.folder,
-    )
-    seen: list[dict[str, float]] = []
-
-    from nemo_rl_core.trainers.callbacks import Callback
-
-    class Watch(Callback):
-        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
-            seen.append(dict(metrics))
-
-    trainer.run(job, callbacks=[Watch()])
-    assert trainer.sampler is None
-    return seen
-
-
 def without(metrics: dict[str, float], *names: str) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name not in names}
 
@@ -190,18 +157,18 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     for step in (1, 2):
         others.save(step, judged(recorded(failing).load(step)))
     trainer = GRPOTrainer.from_pretrained("unused", num_steps_per_iteration=2, **ONLINE)
-    seen = replayed(trainer, failing, others, tmp_path / "work")
+    seen = replay(trainer, failing, others.folder, tmp_path / "work")
     ignored = ("global_step", "num_failed_rollouts", "failed_fraction")
     assert [without(m, *ignored) for m in seen] == [without(m, *ignored) for m in failing.metrics]
-    assert_equal(weights(tmp_path / "work"), weights(failing.folder))
+    assert_equal_weights(tmp_path / "work", failing.folder)
 
 
 def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path: Path) -> None:
     settings = {"num_steps_per_iteration": 2, "max_failed_fraction": 0.5, **ONLINE}
     trainer = GRPOTrainer.from_pretrained("unused", **settings)
-    seen = replayed(trainer, game, recorded(game), tmp_path / "work")
+    seen = replay(trainer, game, recorded(game).folder, tmp_path / "work")
     assert seen == [without(metrics, "global_step") for metrics in game.metrics]
-    assert_equal(weights(tmp_path / "work"), weights(game.folder))
+    assert_equal_weights(tmp_path / "work", game.folder)
     again = RolloutRecords(tmp_path / "work" / "rollouts")
     assert [again.load(step) for step in (1, 2)] == [recorded(game).load(step) for step in (1, 2)]
 
@@ -215,10 +182,5 @@ def test_ppo_learns_from_turns_and_is_replayed(
     assert all(metrics["token_mult_prob_error"] < 1.001 for metrics in result.metrics)
     assert result.metrics[0]["num_turns"] > 1.2
     trainer = PPOTrainer.from_pretrained("unused", **settings)
-    replayed(trainer, result, recorded(result), tmp_path / "work")
-    assert_equal(weights(tmp_path / "work"), weights(result.folder))
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    replay(trainer, result, recorded(result).folder, tmp_path / "work")
+    assert_equal_weights(tmp_path / "work", result.folder)

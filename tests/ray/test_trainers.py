@@ -30,6 +30,7 @@ from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.trainers.base import BaseTrainer, Job
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from tests.training import Watch
 
 LN_2 = math.log(2)
 SUMS = [(a, b) for a in range(3, 9) for b in range(5)]
@@ -205,14 +206,9 @@ def dpo(**settings: Any) -> DPOTrainer:
 
 
 def first_loss(trainer: BaseTrainer[Any, Any], job: Job) -> float:
-    first: list[float] = []
-
-    class Watch(Callback):
-        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
-            first.append(metrics["loss"])
-
-    trainer.run(job, callbacks=[Watch()])
-    return first[0]
+    watch = Watch()
+    trainer.run(job, callbacks=[watch])
+    return watch.metrics[0]["loss"]
 
 
 def test_the_first_loss_of_dpo_is_ln_2(session: ClusterSession, pairs_job: Job) -> None:
@@ -276,13 +272,13 @@ def test_preference_losses_without_pairs_or_reference_run(
 def test_validation_is_reported_and_called_back(session: ClusterSession, tiny_model: Path) -> None:
     seen: list[tuple[int, dict[str, float]]] = []
 
-    class Watch(Callback):
+    class WatchValidation(Callback):
         def on_validation_end(self, trainer: Any, step: int, metrics: Any) -> None:
             seen.append((step, dict(metrics)))
 
     result = SFTTrainer.from_pretrained(
         tiny_model, num_steps=3, global_batch_size=4, validate_every_num_steps=2, **OFFLINE
-    ).fit(PROMPTS, callbacks=[Watch()])
+    ).fit(PROMPTS, callbacks=[WatchValidation()])
     assert [step for step, _ in seen] == [2, 3]
     assert [step.get("validation_loss") for step in result.metrics] == [
         None,

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-Run = Any
+from tests.commands import NUM_STEPS, SAVE_EVERY, Run
 
-NUM_STEPS = 12
-SAVE_EVERY = 4
 EARLY_STAGES = ["prepare_model", "prepare_data", "train_sft", "evaluate"]
 STAGES = [
     *EARLY_STAGES,
@@ -33,15 +31,15 @@ STAGES = [
 def test_a_run_ends_with_its_table_and_what_to_do_next(first_run: Run) -> None:
     assert first_run.stages("ran") == STAGES
     assert "Traceback" not in first_run.output
-    rows = [line for line in first_run.lines if "│" in line]
-    for stage in {stage.split()[0] for stage in STAGES}:
-        assert any(stage in row for row in rows), stage
-    assert any("total" in row for row in rows)
+    rows = [line.split("│")[1].strip() for line in first_run.lines if line.startswith("│")]
+    assert rows == [*STAGES, "total"]
     # One line a step, with the step's reward and speed.
     assert re.search(r"grpo_iteration 1 1/12  reward \d\.\d{3}  [\d,]+ tokens/s", first_run.output)
     measured = re.findall(r"accuracy of (.+): \d\.\d{3} \[", first_run.output)
     assert measured == ["train_sft", "grpo_iteration 2"]
-    assert "romoted: " in first_run.output or "NOT promoted" in first_run.output
+    decision = json.loads((first_run.artifact("promote") / "decision.json").read_text())
+    verdicts = {True: "promoted: ", False: "NOT promoted: "}
+    assert first_run.value(verdicts[decision["promoted"]])
     model = Path(first_run.value("model:"))
     assert (model / "model.safetensors").is_file()
     assert str(model) in first_run.value("chat:")

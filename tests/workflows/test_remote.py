@@ -23,32 +23,16 @@ from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.infra.lineage import git_state
 from nemo_rl_core.infra.store import Store
+from tests.commands import RECIPE
 from tests.workflows.flyte_backend import Attempt, Backend, ExecutionRecord
 
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
-RECIPE: dict[str, Any] = {
-    "model": {
-        "kind": "from_config",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_layers": 1,
-        "num_heads": 2,
-    },
-    "data": {"kind": "arithmetic", "num_train": 64, "num_validation": 16, "max_operand": 9},
-    "sft": {"num_steps": 6, "global_batch_size": 16},
-    "grpo": {
-        "num_iterations": 1,
-        "num_steps_per_iteration": 12,
-        "num_prompts_per_step": 4,
-        "num_generations_per_prompt": 4,
-        "save_every_num_steps": 2,
-    },
-    "generation": {"max_new_tokens": 3},
-    "cluster": {"num_threads": 1},
-    "evaluation": {"num_samples_per_prompt": 2},
+SMALL: dict[str, Any] = {
+    **RECIPE,
+    "grpo": {**RECIPE["grpo"], "num_iterations": 1, "save_every_num_steps": 2},
 }
 
 
@@ -72,7 +56,7 @@ def _start(backend: Backend, home: Path, *arguments: str) -> "subprocess.Popen[s
 def _launch(backend: Backend, home: Path) -> "subprocess.Popen[str]":
     # All of the code travels: stages import most of it within their bodies.
     flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
-    recipe = ["--config", json.dumps(RECIPE)]
+    recipe = ["--config", json.dumps(SMALL)]
     return _start(backend, home, "run", *flags, "workflows/grpo.py", "grpo", *recipe)
 
 
@@ -164,7 +148,7 @@ def test_a_killed_container_goes_on_from_its_checkpoint(
     assert [each.exit_code for each in node.attempts] == [-signal.SIGKILL, 0]
 
     # The same recipe on this machine, undisturbed, gives the same weights.
-    local = run_recipe(RECIPE, tmp_path / "local")
+    local = run_recipe(SMALL, tmp_path / "local")
     assert local.exit_code == 0, local.output[-2000:]
     manifest = json.loads((local.artifact("export") / "manifest.json").read_text())
     assert _output(execution, "model")["content_hash"] == manifest["content_hash"]

@@ -84,7 +84,9 @@ def test_a_folder_that_lacks_a_part_is_refused(tmp_path: Path, missing: str) -> 
     (tmp_path / "m" / missing).unlink()
     with pytest.raises(ModelError, match=f"has no {missing}") as caught:
         check_pretrained(str(tmp_path / "m"))
-    assert "model.safetensors" in caught.value.got or "config.json" in caught.value.got
+    left = sorted(path.name for path in (tmp_path / "m").iterdir())
+    assert "model.safetensors" in left
+    assert caught.value.got == f"{tmp_path / 'm'}: {', '.join(left)}"
     assert "save_pretrained" in caught.value.fix
 
 

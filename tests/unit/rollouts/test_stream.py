@@ -21,7 +21,11 @@ NUM_TURNS = 3
 
 
 class Engine:
-    """Answers each request with the same digit at once; may be lost, and knows nothing then."""
+    """Answers each request with the same digit at once; may be lost, and knows nothing then.
+
+    It is lost at a moment that a real one cannot be made to choose; real ones that stream, fail and
+    are killed are in `tests/ray/test_asynchronous.py` and `tests/faults/test_run_faults.py`.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._answer = (*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id)
