@@ -5,13 +5,13 @@ buckets, takes their checksums, hands them over, checks what arrived and copies 
 receiver's own tensors. A plain copy moves the same bytes as one block: into shared memory by one
 process, out of it into memory of its own by the other, all of it touched before.
 
-On two cores that a dozen other programs wanted as well, 9 repetitions, medians: a plain copy takes
-0.18 s through shared memory and 0.36 s through gloo, a whole sync 0.25 s (1.4 times as long) and
-0.71 s (2.0 times). The first transfer takes longer: the system hands out its memory then.
+On two quiet cores, 9 repetitions, medians and spread: a plain copy takes 0.063 s (0.058 to 0.069)
+through shared memory and 0.127 s (0.107 to 0.150) through gloo, a whole sync 0.106 s (0.092 to
+0.124; 1.7 times as long) and 0.248 s (0.218 to 0.270; 2.0 times). With a dozen other programs on
+the same cores it was 1.4 and 2.0 times.
 
 The second table is of `Generation.update_weights`, from a policy to an engine over transformers:
-0.27 s, 0.17 s at the least. Through Ray's object store, with a model that was built anew each time,
-it was 2.6 s, 1.6 s at the least.
+0.112 s (0.099 to 0.127), and 1.37 s for the first, for which the system hands out its memory.
 """
 
 import mmap
