@@ -12,7 +12,8 @@ from pathlib import Path
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
-from nemo_rl_core.infra.lineage import Machine, git_state, package_versions
+from nemo_rl_core.infra.git import git_state
+from nemo_rl_core.infra.lineage import Machine, package_versions
 from nemo_rl_core.infra.store import Store
 from tasks.caching import source_digest
 

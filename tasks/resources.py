@@ -13,7 +13,7 @@ from typing import Any
 from flytekit import ImageSpec, Resources
 
 from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
-from nemo_rl_core.infra.lineage import git_state
+from nemo_rl_core.infra.git import git_state
 from tasks import images
 
 LIGHT = Resources(cpu="1", mem="2Gi")

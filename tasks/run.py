@@ -15,7 +15,8 @@ from nemo_rl_core.distributed import session
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 from nemo_rl_core.infra.display import choose_display, show_on, summary_table
-from nemo_rl_core.infra.lineage import git_state, package_versions
+from nemo_rl_core.infra.git import git_state
+from nemo_rl_core.infra.lineage import package_versions
 from nemo_rl_core.infra.logging import RunLog, redirect_descriptors, subscribe
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.tracking import tracked

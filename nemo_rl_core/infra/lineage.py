@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, is_dataclass
@@ -15,7 +14,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -322,45 +321,6 @@ def _look_up(depth: int, ref: ParentRef, recorded: Mapping[str, Manifest]) -> An
     if manifest.content_hash != ref.content_hash:
         return Ancestor(depth, ref, "changed")
     return Ancestor(depth, ref, "found", manifest)
-
-
-class GitState(NamedTuple):
-    """The commit of a working tree, and whether it holds anything else; None outside a tree."""
-
-    commit: str | None
-    dirty: bool | None
-
-    @property
-    def as_environment(self) -> dict[str, str]:
-        """What tells a container of it, where the code lies and the repository does not."""
-        if self.commit is None:
-            return {}
-        return {_COMMIT: f"{self.commit} {'dirty' if self.dirty else 'clean'}"}
-
-
-_COMMIT = "NEMO_RL_COMMIT"
-
-
-def git_state(path: Path) -> GitState:
-    """The state of the repository that holds `path`; files that git does not know make it dirty.
-
-    Outside a repository, what `GitState.as_environment` has said of one.
-    """
-    # A git hook exports GIT_DIR, which would make git look at another repository than this one.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(path), *arguments]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=30
-        )
-        return done.stdout.strip()
-
-    try:
-        return GitState(git("rev-parse", "HEAD"), git("status", "--porcelain") != "")
-    except (OSError, subprocess.SubprocessError):
-        commit, _, state = environment.get(_COMMIT, "").partition(" ")
-        return GitState(commit, state == "dirty") if commit else GitState(None, None)
 
 
 def package_versions() -> dict[str, str]:

@@ -11,13 +11,13 @@ from nemo_rl_core.infra import usage
 from nemo_rl_core.infra.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import hash_folder
+from nemo_rl_core.infra.git import git_state
 from nemo_rl_core.infra.lineage import (
     ANCESTORS,
     MANIFEST,
     Cost,
     Manifest,
     config_hash,
-    git_state,
     package_versions,
     write_ancestors,
 )

@@ -3,8 +3,8 @@
 `python tests/benchmarks/large_pages.py STORE [--browser] [--repeats 20]`; a STORE without a history
 is filled first by `large_history.py`.
 
-On two quiet cores in a browser, 9 openings, medians: 41 ms (an artifact that is looked for) to 79 ms
-(the last page of executions); the largest 95th percentile is 147 ms (an ancestry of 100).
+On two quiet cores in a browser, 9 openings, medians: 41 ms (an artifact that is looked for) to
+79 ms (the last page of executions); the largest 95th percentile is 147 ms (an ancestry of 100).
 """
 
 import argparse

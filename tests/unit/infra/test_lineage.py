@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.git import GitState, git_state
 from nemo_rl_core.infra.lineage import (
     Cost,
-    GitState,
     Machine,
     Manifest,
     ParentRef,
     ancestry,
     config_hash,
-    git_state,
     package_versions,
     recorded_ancestors,
     write_ancestors,
