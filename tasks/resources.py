@@ -7,6 +7,7 @@ None of it changes a result, so none of it is part of a cache key (see `tasks/ca
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,6 @@ from tasks import images
 
 LIGHT = Resources(cpu="1", mem="2Gi")
 """Stages without workers: reading, checking, comparing."""
-
-_COMMIT_HERE = git_state(Path(__file__).parent).as_environment
-"""For the manifests of a cluster: its containers have the code, and no repository."""
 
 _CORES_PER_GPU, _GIB_PER_GPU = 11, 120
 """Eight of them leave room for the system on the smallest machine with eight A100 (96, 1,152)."""
@@ -136,6 +134,12 @@ def _gpu_nodes(count: int, num_gpus: int) -> Nodes:
     return Nodes(count, num_gpus, resources, shared_memory_gib=memory * 2 // 5)
 
 
+@cache
+def _commit() -> dict[str, str]:
+    """For the manifests of a cluster, whose containers have the code and no repository."""
+    return git_state(Path(__file__).parent).as_environment
+
+
 @dataclass(frozen=True)
 class Kind:
     """What stages of a kind have in common on a cluster; a local run reads nothing of it.
@@ -168,7 +172,7 @@ class Kind:
             "retries": self.retries,
             "timeout": self.timeout,
             "interruptible": self.interruptible,
-            "environment": _COMMIT_HERE,
+            "environment": _commit(),
         }
 
     def on(self, shape: Shape) -> "Kind":

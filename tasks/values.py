@@ -1,6 +1,7 @@
 """What flytekit hands from node to node, as plain values: literals, promises and Python's own."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,8 +10,10 @@ from flytekit.core.promise import Promise
 from flytekit.models.literals import Literal, Scalar
 from pydantic import BaseModel
 
+from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.records import Value
 from nemo_rl_core.history.writer import as_value
+from nemo_rl_core.infra.lineage import Manifest
 from tasks.artifacts import Artifact
 
 
@@ -60,11 +63,14 @@ def _at(value: Any, path: list[str | int]) -> Any:
 def artifact_id(value: Any) -> str | None:
     """The id of the artifact that a plain value describes; None where it describes another thing.
 
-    An artifact's id is the name of its folder.
+    An artifact's id is its manifest's name, whatever its folder is called here.
     """
-    if isinstance(value, dict) and isinstance(value.get("directory"), dict):
-        return Path(str(value["directory"].get("path"))).name
-    return None
+    if not isinstance(value, dict) or not isinstance(value.get("directory"), dict):
+        return None
+    folder = Path(str(value["directory"].get("path")))
+    with suppress(StoreError):
+        return Manifest.read(folder).name or folder.name
+    return folder.name
 
 
 def described(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:

@@ -4,6 +4,7 @@ import json
 import sqlite3
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,7 @@ def of_folder(folder: Path) -> AncestryGraph:
         known[key] = _row(folder.parent / key, each)
 
     def look_up(depth: int, key: str, content_hash: str) -> Ancestor:
-        row = known.get(key)
+        row = known.get(key) or known.get(content_hash)  # as those were called that have no name
         run = row.manifest["run"] if row else None
         execution = run["execution"] if run else None
         state: Literal["found", "missing"] = "found" if depth == 0 else "missing"
@@ -120,6 +121,17 @@ def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
         return Ancestor(artifact, known, depth, record, execution, _state(folder, known))
 
     return look_up
+
+
+def folder_around(path: Path) -> Path | None:
+    """The artifact's folder that a path is or lies in; None where it lies in none."""
+    # What is no path of a file (too long, with a null character) is no artifact either.
+    with suppress(OSError, ValueError):
+        whole = path.resolve()
+        for place in (whole, *whole.parents) if whole.exists() else ():
+            if (place / MANIFEST).is_file():
+                return place
+    return None
 
 
 def from_folder(folder: Path) -> ArtifactRow | None:

@@ -95,7 +95,9 @@ def model_card(
         _training(known),
         _evaluation(evaluations, manifest),
         _lineage(manifest, ancestors),
-        _reproduction(manifest, reproduce or f"nemo-rl reproduce {checkpoint.name}"),
+        _reproduction(
+            manifest, reproduce or f"nemo-rl reproduce {manifest.name or checkpoint.name}"
+        ),
     ]
     return "\n".join(part for part in parts if part)
 

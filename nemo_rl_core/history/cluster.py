@@ -10,12 +10,11 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import datetime
 from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, transaction
-from nemo_rl_core.history.places import to_record
+from nemo_rl_core.history.places import from_record, to_record
 from nemo_rl_core.history.writer import insert, insert_artifact
 from nemo_rl_core.infra.lineage import Manifest, recorded_ancestors
 from nemo_rl_core.infra.metrics import MetricsFile
@@ -38,17 +37,27 @@ def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
         StoreError: If a folder has no manifest that names its run.
     """
     found: dict[str, tuple[StageRun, Manifest]] = {}
+    others: dict[str, Manifest] = {}
     places: dict[str, Path] = {}
     for folder in folders:
         run, manifest = _read(folder)
         found[manifest.name], places[manifest.name] = (run, manifest), folder.resolve()
-        for each in recorded_ancestors(folder).values():
-            if each.run is not None:  # else of a local run, that somebody has uploaded
-                found.setdefault(each.name, (each.run, each))
+        for name, each in recorded_ancestors(folder).items():
+            if each.run is None:  # of a local run, that somebody has uploaded
+                others[name] = each
+            else:
+                found.setdefault(name, (each.run, each))
     with closing(open_for_writing(store)) as database, transaction(database):
-        # Who made an artifact, before who read it.
-        for run, manifest in sorted(found.values(), key=lambda each: each[0].started_at):
-            _import(database, store, run, manifest, places.get(manifest.name))
+        for name, each in others.items():
+            if _place_of(database, store, name) is None:
+                insert_artifact(database, store, store.artifacts / name, each, None)
+        in_order = sorted(found.items(), key=lambda each: each[1][0].started_at)
+        nodes = {
+            name: _import(database, store, run, manifest, places.get(name))
+            for name, (run, manifest) in in_order
+        }
+        for name, (run, manifest) in in_order:
+            _connect(database, run, manifest, nodes[name])
     return {run.execution for run, _ in found.values()}
 
 
@@ -70,24 +79,32 @@ def _import(
     run: StageRun,
     manifest: Manifest,
     folder: Path | None,
-) -> None:
+) -> int:
+    """Adds the stage and what it made, and returns its node; what is there already stays."""
     known = database.execute(
-        "SELECT made_by, execution FROM artifacts JOIN nodes ON nodes.id = made_by "
-        "WHERE artifacts.id = ?",
-        (manifest.name,),
+        "SELECT nodes.id FROM nodes JOIN node_outputs ON node = nodes.id "
+        "WHERE execution = ? AND artifact = ?",
+        (run.execution, manifest.name),
     ).fetchone()
-    if known and known["execution"] != run.execution:
-        return  # another run has made the very same, and has its own record
-    node = known["made_by"] if known else _insert_node(database, run, manifest)
-    if known is None or folder is not None:
-        place = folder or store.artifacts / manifest.name
-        insert_artifact(database, store, place, manifest, node)
+    node: int = known["id"] if known else _insert_node(database, run, manifest)
+    place = _place_of(database, store, manifest.name)
+    if place is None or (folder is not None and not place.is_dir()):
+        # A run of this machine may have made the very same, and keeps it.
+        insert_artifact(database, store, folder or store.artifacts / manifest.name, manifest, node)
     if folder is not None:
         _take_files(database, store, node, folder)
+    return node
+
+
+def _place_of(database: sqlite3.Connection, store: Store, name: str) -> Path | None:
+    """Where an artifact that is recorded lies, or lay."""
+    row = database.execute("SELECT path FROM artifacts WHERE id = ?", (name,)).fetchone()
+    return Path(from_record(store, row["path"])) if row else None
 
 
 def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest) -> int:
-    ended = datetime.fromisoformat(manifest.created_at).timestamp()
+    # When its manifest was written is known to the second only.
+    ended = run.started_at + manifest.cost.wall_seconds
     _import_execution(database, run, manifest, ended)
     node = insert(
         database,
@@ -113,15 +130,20 @@ def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest
     for parent in manifest.parents:
         values = {"node": node, "name": parent.role, "type": "", "value": "{}"}
         insert(database, "node_inputs", **values, artifact=parent.name)
-        database.execute(
-            "INSERT OR IGNORE INTO edges SELECT nodes.execution, nodes.id, ?, 'o0', ? "
-            "FROM artifacts JOIN nodes ON nodes.id = made_by "
-            "WHERE artifacts.id = ? AND nodes.execution = ?",
-            (node, parent.role, parent.name, run.execution),
-        )
     values = {"node": node, "name": "o0", "type": "", "value": "{}"}
     insert(database, "node_outputs", **values, artifact=manifest.name)
     return node
+
+
+def _connect(database: sqlite3.Connection, run: StageRun, manifest: Manifest, node: int) -> None:
+    """From the nodes of the same execution that made what this one read."""
+    for parent in manifest.parents:
+        database.execute(
+            "INSERT OR IGNORE INTO edges SELECT execution, nodes.id, ?, 'o0', ? "
+            "FROM nodes JOIN node_outputs ON node = nodes.id "
+            "WHERE artifact = ? AND execution = ?",
+            (node, parent.role, parent.name, run.execution),
+        )
 
 
 def _take_files(database: sqlite3.Connection, store: Store, node: int, folder: Path) -> None:

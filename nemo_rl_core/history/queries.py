@@ -9,7 +9,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +29,6 @@ from nemo_rl_core.history.records import (
     State,
     Value,
 )
-from nemo_rl_core.infra.lineage import MANIFEST
 from nemo_rl_core.infra.store import Store
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -243,6 +242,8 @@ class History:
         Raises:
             StoreError: If there is none, or several.
         """
+        if here := self._on_disk(name):
+            return here
         parts = Path(name).expanduser().parts
         rows = []
         for part in reversed(parts):
@@ -263,14 +264,16 @@ class History:
                 expected="enough of an id to tell",
                 got=several,
             )
-        # Made before this database: its folder knows, too.
-        # What is no path of a file (too long, with a null character) is no artifact either.
-        with suppress(OSError, ValueError):
-            for folder in (Path(name).expanduser().resolve(), self.store.artifacts / name):
-                for place in (folder, *folder.parents):
-                    if (place / MANIFEST).is_file() and (found := ancestry.from_folder(place)):
-                        return found
         raise _unknown("artifact", name, "give its id, its folder, or the beginning of its hash")
+
+    def _on_disk(self, name: str) -> ArtifactRow | None:
+        """By a path in an artifact's folder, wherever that lies and whatever it is called now."""
+        for folder in (Path(name).expanduser(), self.store.artifacts / name):
+            place = ancestry.folder_around(folder)
+            found = ancestry.from_folder(place) if place else None
+            if found:
+                return self.artifact(found.id) if self.has_artifact(found.id) else found
+        return None
 
     def artifacts_of(self, execution: str) -> list[ArtifactRow]:
         """What a run's nodes returned, made or taken from the cache, oldest first."""

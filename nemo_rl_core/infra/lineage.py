@@ -299,9 +299,11 @@ def ancestry(manifest: Manifest, recorded: Mapping[str, Manifest] | None = None)
     waiting = deque((1, parent) for parent in manifest.parents)
     while waiting:
         depth, ref = waiting.popleft()
-        if (ref.content_hash, ref.path) in seen:
+        # One artifact has many paths: each pod has its own.
+        identity = (ref.key, "" if ref.name else ref.path)
+        if identity in seen:
             continue
-        seen.add((ref.content_hash, ref.path))
+        seen.add(identity)
         ancestor = _look_up(depth, ref, recorded or {})
         found.append(ancestor)
         if ancestor.manifest is not None:

@@ -125,23 +125,27 @@ def find_run(store: Store, name: str) -> Path:
 
 def parent_names(store: Store, manifest: Manifest) -> frozenset[str]:
     """Artifacts of this store that one was made from: its parents, and folders its config names."""
-    paths = [parent.path for parent in manifest.parents]
-    return frozenset(named_artifacts(store, [paths, manifest.config]))
+    parents = {parent.name or Path(parent.path).name for parent in manifest.parents}
+    return frozenset(parents.union(named_artifacts(store, manifest.config)))
 
 
 def named_artifacts(store: Store, value: Any) -> Iterator[str]:
-    """Artifacts whose folders, or files in them, are named anywhere in some JSON."""
+    """Artifacts whose folders, or files in them, are named anywhere in some JSON.
+
+    A store that was moved is still called by its old place there.
+    """
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
         for each in value:
             yield from named_artifacts(store, each)
-    elif isinstance(value, str) and (found := _in_artifacts(store).search(value)):
-        yield found[1]
+    elif isinstance(value, str):
+        for name in _IN_ARTIFACTS.findall(value):
+            if (store.artifacts / name).is_dir():
+                yield name
 
 
-def _in_artifacts(store: Store) -> re.Pattern[str]:
-    return re.compile(re.escape(str(store.artifacts)) + r"/([^/\0]+)")
+_IN_ARTIFACTS = re.compile(r"/artifacts/([^/\0]+)")
 
 
 def _folders(parent: Path) -> list[str]:

@@ -183,7 +183,7 @@ def _differs(what: str, recorded: str, found: str) -> str:
 
 def _lost_parents(store: Store, manifest: Manifest) -> Iterator[str]:
     for parent in manifest.parents:
-        name = Path(parent.path).name
+        name = parent.name or Path(parent.path).name
         # A store may have been moved since: then the parent lies beside its child.
         folders = [Path(parent.path), store.artifacts / name]
         folder = next((each for each in folders if each.is_dir()), None)

@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from nemo_rl_core.history.ancestry import of_folder
+from nemo_rl_core.history.ancestry import folder_around, of_folder
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.differences import MISSING, differences
 from nemo_rl_core.history.openlineage import events_of, send
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Ancestor, AncestryGraph, Parentage
-from nemo_rl_core.infra.lineage import MANIFEST
 from nemo_rl_core.infra.store import Store
 
 _MAX_DIFFERENCES = 12
@@ -56,13 +55,13 @@ def lineage(
 
 
 def _graph(checkpoint: str, store: Store) -> AncestryGraph:
-    folder = Path(checkpoint).expanduser()
-    is_elsewhere = (folder / MANIFEST).is_file() and store.artifacts not in folder.resolve().parents
-    if is_elsewhere and not path_of(store).is_file():
+    folder = folder_around(Path(checkpoint).expanduser())
+    is_elsewhere = folder is not None and store.artifacts.resolve() not in folder.parents
+    if folder and is_elsewhere and not path_of(store).is_file():
         return of_folder(folder)
     with History(store) as history:
         found = history.find_artifact(checkpoint)
-        if is_elsewhere and not history.has_artifact(found.id):
+        if folder and is_elsewhere and not history.has_artifact(found.id):
             return of_folder(folder)
         return history.ancestry(found.id)
 

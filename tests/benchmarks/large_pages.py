@@ -4,7 +4,8 @@
 is filled first by `large_history.py`.
 
 On two quiet cores in a browser, 9 openings, medians: 41 ms (an artifact that is looked for) to
-79 ms (the last page of executions); the largest 95th percentile is 147 ms (an ancestry of 100).
+79 ms (the last page of executions). The 95th percentile of so few is an estimate: 147 ms at most,
+of an ancestry of 100.
 """
 
 import argparse

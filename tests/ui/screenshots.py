@@ -1,7 +1,8 @@
 """Writes the README's screenshots of the page: `python tests/ui/screenshots.py STORE FOLDER`.
 
-STORE holds a GRPO run and its rerun. The pictures lie in `deployment/screenshots/`: no part of the
-installed package, and beside what else is needed to show and ship the project.
+STORE holds a GRPO run that samples ahead, one by turns, and the rerun of that. The pictures lie in
+`deployment/screenshots/`: no part of the installed package, and beside what else is needed to show
+and ship the project.
 """
 
 import argparse
@@ -23,7 +24,7 @@ WIDTH, HEIGHT = 1180, 760
 def pictures(store: Store) -> dict[str, tuple[str, str]]:
     """By file name: the page's path and the colour scheme."""
     with History(store) as history:
-        rerun, first = history.executions(workflow="grpo", limit=2).items
+        rerun, first, ahead = history.executions(workflow="grpo", limit=3).items
         exports = [one for one in history.artifacts_of(first.id) if one.stage == "export"]
         training = [a for a in history.artifacts_of(first.id) if a.stage.startswith("grpo_iter")]
     return {
@@ -31,6 +32,7 @@ def pictures(store: Store) -> dict[str, tuple[str, str]]:
         "graph": (f"/executions/{first.id}/graph", "light"),
         "timeline": (f"/executions/{rerun.id}/timeline", "dark"),
         "curves": (f"/executions/{first.id}/curves", "dark"),
+        "compare": (f"/compare?run={first.id}&run={ahead.id}&metric=reward", "light"),
         "ancestry": (f"/artifacts/{exports[0].id}/ancestry", "light"),
         "completions": (f"/artifacts/{training[-1].id}/completions?order=best", "light"),
     }

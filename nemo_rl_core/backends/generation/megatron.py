@@ -61,6 +61,7 @@ class MegatronInferenceBackend(ReceivesWeights):
             attend_by_mask(model)
         self.load_weights(setup.model_folder)
 
+    @torch.no_grad()
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
         setup = self._setup
@@ -104,7 +105,7 @@ class MegatronInferenceBackend(ReceivesWeights):
 
     def _next_logits(self, cache: KeyValueCache, input_ids: torch.Tensor) -> torch.Tensor:
         """`[B, V]` logits of what follows `input_ids [B, L]`, on every rank of the engine."""
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state  # after what this package does to it
 
         hidden = cache.append(input_ids.to(self._device))
         size = (len(input_ids), self._models[0].hf_config.vocab_size)
@@ -146,7 +147,7 @@ class MegatronInferenceBackend(ReceivesWeights):
         """Nothing was given away."""
 
     def sleep(self) -> None:
-        """Nothing is kept between two calls but the weights."""
+        """Keys and values do not outlive a call; weights stay where they are."""
 
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""

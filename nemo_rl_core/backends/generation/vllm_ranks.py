@@ -45,10 +45,11 @@ def forget_names() -> None:
 
     for path in _SHARED_MEMORY.glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
         path.unlink(missing_ok=True)
-    queue: Any = get_tp_group().mq_broadcaster
-    if queue is not None and queue.buffer.is_creator:
-        queue.buffer.shared_memory.unlink()
-        queue.buffer.is_creator = False  # who would take the name off once more at its own end
+    # Ranks of one machine share it; between machines there is none.
+    ring: Any = getattr(get_tp_group().mq_broadcaster, "buffer", None)
+    if ring is not None and ring.is_creator:
+        ring.shared_memory.unlink()
+        ring.is_creator = False  # who would take the name off once more at its own end
 
 
 def meet(num_ranks: int) -> None:

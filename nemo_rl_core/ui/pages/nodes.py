@@ -65,15 +65,19 @@ def deck(request: Request) -> Response:
 
 
 def _deck_of(history: History, request: Request, one: Node) -> Path | None:
-    """The deck's file; that of the maker for a cache hit. Only the store's files are shown."""
-    written = one.deck_path
-    if not written and one.cached_from is not None:
-        written = history.node(one.cached_from).node.deck_path
-    if not written:
+    """The deck's file; that of the maker for a cache hit.
+
+    Only files of the store are shown, and of artifacts that were imported.
+    """
+    maker = one if one.deck_path or one.cached_from is None else history.node(one.cached_from).node
+    if not maker.deck_path:
         return None
-    root: Path = request.app.state.source.store.root
-    path = Path(written).resolve()
-    return path if path.is_relative_to(root) and path.is_file() else None
+    made = [value.artifact for value in history.node(maker.id).outputs if value.artifact]
+    folders = [Path(history.artifact(each).path) for each in made if history.has_artifact(each)]
+    path = Path(maker.deck_path).resolve()
+    shown = (request.app.state.source.store.root, *folders)
+    may_be_shown = any(path.is_relative_to(folder) for folder in shown)
+    return path if may_be_shown and path.is_file() else None
 
 
 def _above(one: Node, by_id: dict[int, Node]) -> list[Node]:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.ancestry import of_folder
@@ -16,6 +17,7 @@ from nemo_rl_core.infra.produce import Inputs, Made, produce
 from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.types import StepReport
+from nemo_rl_core.ui.app import create_app
 
 CONTAINER = {
     "FLYTE_INTERNAL_EXECUTION_ID": "a1b2",
@@ -38,21 +40,27 @@ def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
     return produce(Inputs(name, {}, parents=parents), work, run=run)
 
 
-@pytest.fixture
-def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def download(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] = CONTAINER
+) -> dict[str, Path]:
     """A checkpoint and its data; a bucket calls folders as it likes, and so does each pod."""
     found = {}
     before: dict[str, Path] = {}
     for name, role in (("prepare_data", "train"), ("train_sft", "policy")):
-        monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / f"pod of {name}"))
-        made = stage(name, CONTAINER, **before)
-        found[name] = tmp_path / "downloaded" / f"7f{len(found)}"
+        monkeypatch.setenv("NEMO_RL_HOME", str(folder / f"pod of {name}"))
+        made = stage(name, environment, **before)
+        found[name] = folder / "downloaded" / f"7f{len(found)}"
         shutil.move(made, found[name])
-        passed_on = tmp_path / "tmp" / f"in the next pod {len(found)}"
+        passed_on = folder / "tmp" / f"in the next pod {len(found)}"
         shutil.copytree(found[name], passed_on)
         before = {role: passed_on}
-    shutil.rmtree(tmp_path / "tmp")
+    shutil.rmtree(folder / "tmp")
     return found
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    return download(tmp_path, monkeypatch)
 
 
 def name_of(folder: Path) -> str:
@@ -110,6 +118,51 @@ def test_one_folder_tells_of_the_others(store: Store, downloaded: dict[str, Path
         assert [each.state for each in later.artifacts] == ["found", "found"]
         assert history.metrics(history.nodes("a1b2")[0].id)["loss"] == [(7, 0.5)]
         assert len(history.nodes("a1b2")) == 2
+
+
+def test_two_runs_that_made_the_same_have_their_own_records(
+    store: Store, downloaded: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = {**CONTAINER, "FLYTE_INTERNAL_EXECUTION_ID": "c3d4"}
+    later = download(tmp_path / "later", monkeypatch, again)
+    assert import_folders(store, [downloaded["train_sft"]]) == {"a1b2"}
+    assert import_folders(store, list(later.values())) == {"c3d4"}
+    with History(store) as history:
+        for run in ("a1b2", "c3d4"):
+            rows, trained = history.nodes(run)
+            (edge,) = history.edges(run)
+            assert (edge.source, edge.target) == (rows.id, trained.id)
+            assert trained.ended_at is not None and trained.ended_at >= trained.started_at
+        # What lies where it was is looked for there; what was never here, where it is now.
+        graph = history.ancestry(name_of(later["train_sft"]))
+        assert [each.execution for each in graph.artifacts] == ["a1b2", "a1b2"]
+        paths = [each.artifact.path for each in graph.artifacts if each.artifact]
+        assert paths == [str(downloaded["train_sft"]), str(later["prepare_data"])]
+
+
+def test_data_of_a_local_run_is_an_ancestor_too(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "laptop"))
+    rows = stage("prepare_data", {})
+    trained = stage("train_sft", CONTAINER, train=rows)
+    assert import_folders(store, [trained]) == {"a1b2"}
+    with History(store) as history:
+        data = history.ancestry(trained.name).artifacts[1]
+        assert (data.id, data.execution) == (rows.name, None)
+        assert data.artifact is not None and data.artifact.stage == "prepare_data"
+
+
+def test_the_page_shows_the_deck_of_a_downloaded_stage(
+    store: Store, downloaded: dict[str, Path]
+) -> None:
+    import_folders(store, [downloaded["train_sft"]])
+    (downloaded["train_sft"] / "deck.html").write_text("a deck from afar")
+    client = TestClient(create_app(store), base_url="http://localhost")
+    with History(store) as history:
+        rows, trained = history.nodes("a1b2")
+    assert client.get(f"/nodes/{trained.id}/deck").text == "a deck from afar"
+    assert client.get(f"/nodes/{rows.id}/deck").status_code == 404
 
 
 def test_who_made_it_is_no_part_of_the_content(

@@ -100,6 +100,19 @@ def test_a_folder_named_by_a_config_or_by_a_runs_inputs_is_needed(small: Small) 
     assert make_plan(small.store, Policy(keep_runs=1)).artifacts == ()
 
 
+def test_in_a_store_that_was_moved_what_is_needed_stays(small: Small, tmp_path: Path) -> None:
+    given = small.artifact("export", days_old=50)
+    data = small.artifact("prepare_data", days_old=50)
+    small.run("older", given, data, days_old=50)
+    model = {"name": str(small.store.artifacts / given / "model")}
+    made = small.artifact("train_sft", data, days_old=1, model=model)
+    small.run("newer", made, days_old=1)
+    small.store.release()
+    moved = Store(small.store.root.rename(tmp_path / "elsewhere"))
+    plan = make_plan(moved, Policy(keep_runs=1))
+    assert (plan.runs, plan.artifacts) == (("older",), ())
+
+
 def test_a_removed_artifact_is_made_again(small: Small) -> None:
     small.artifact("train_sft", days_old=1)
     small.store.release()

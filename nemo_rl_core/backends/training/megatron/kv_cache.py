@@ -21,6 +21,9 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+_MOST_SCORES = 2**28
+"""Of queries with keys, over all heads, at once: 1 GiB in float32."""
+
 
 class KeyValueCache:
     """What one call has computed of its rows; made anew for each, so no weights outlive a change.
@@ -30,10 +33,21 @@ class KeyValueCache:
             reads masks. Without sequence and context parallelism.
         padding: `[B]` places at the start of each row that hold no token.
         num_places: The most tokens a row is to have, its padding included.
+        most_scores: Of queries with keys that are held at once; long prompts go through the model
+            some rows after others.
     """
 
-    def __init__(self, model: Any, padding: torch.Tensor, num_places: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        padding: torch.Tensor,
+        num_places: int,
+        *,
+        most_scores: int = _MOST_SCORES,
+    ) -> None:
         self._model, self._padding = model, padding
+        heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
+        self._most_scores = most_scores // heads
         self._memory = StaticInferenceContext(len(padding), num_places)
         places = torch.arange(num_places, device=padding.device)
         positions = (places - padding[:, None]).clamp(min=0)
@@ -53,8 +67,21 @@ class KeyValueCache:
             `[B, D]` final hidden states of the last token of each row; None on pipeline stages
             before the last.
         """
-        model, memory = self._model, self._memory
-        start, end = memory.sequence_len_offset, memory.sequence_len_offset + input_ids.shape[1]
+        memory, (num_rows, num_new) = self._memory, input_ids.shape
+        end = memory.sequence_len_offset + num_new
+        at_once = max(1, self._most_scores // (num_new * end))
+        found = []
+        for first in range(0, num_rows, at_once):
+            memory.batch_size_offset = first
+            found.append(self._append_to(slice(first, first + at_once), input_ids, end))
+        memory.batch_size_offset = 0
+        memory.increment_sequence_len_offset(num_new)
+        hidden = [each for each in found if each is not None]
+        return torch.cat(hidden) if hidden else None
+
+    def _append_to(self, rows: slice, input_ids: torch.Tensor, end: int) -> torch.Tensor | None:
+        """The same for some neighbouring rows, of the ids of all."""
+        model, input_ids = self._model, input_ids[rows]
         embedded = None
         if model.pre_process:
             embedded = model.embedding(input_ids=input_ids, position_ids=None)
@@ -62,11 +89,10 @@ class KeyValueCache:
             model.set_input_tensor(self._received(input_ids))
         hidden: torch.Tensor = model.decoder(
             hidden_states=embedded,
-            attention_mask=self._forbidden(start, end),
-            rotary_pos_emb=self._rotary,
-            inference_context=memory,
+            attention_mask=_forbidden(self._padding[rows], end - input_ids.shape[1], end),
+            rotary_pos_emb=self._rotary[:, rows],
+            inference_context=self._memory,
         )
-        memory.increment_sequence_len_offset(end - start)
         if model.post_process:
             return hidden[-1]
         send_to_next_pipeline_rank(hidden)
@@ -79,12 +105,6 @@ class KeyValueCache:
             held[layer] = keys[:, rows], values[:, rows]
         self._padding, self._rotary = self._padding[rows], self._rotary[:, rows]
 
-    def _forbidden(self, start: int, end: int) -> torch.Tensor:
-        """`[B, 1, L, S]` for the queries at these places: keys of padding, and later ones."""
-        places = torch.arange(end, device=self._padding.device)
-        later = places > places[start:, None]
-        return (later | (places < self._padding[:, None, None]))[:, None]
-
     def _received(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[L, B, D]` of the same tokens, from the stage before."""
         config = self._model.config
@@ -92,6 +112,13 @@ class KeyValueCache:
         hidden = torch.empty(size, dtype=config.pipeline_dtype, device=input_ids.device)
         recv_from_prev_pipeline_rank_(hidden)
         return hidden
+
+
+def _forbidden(padding: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """`[B, 1, L, S]` for the queries at these places: keys of padding, and later ones."""
+    places = torch.arange(end, device=padding.device)
+    later = places > places[start:, None]
+    return (later | (places < padding[:, None, None]))[:, None]
 
 
 def attend_by_mask(model: Any) -> None:

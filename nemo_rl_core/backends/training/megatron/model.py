@@ -169,7 +169,6 @@ def _chunk(
     if not has_transformer_engine():
         _use_own_norm(spec)
         if training.context_parallel_size > 1:
-            # Not before Megatron's functions are kept from torch.compile, see `cpu`.
             from nemo_rl_core.backends.training.megatron.context import attend_to_whole_rows
 
             attend_to_whole_rows(spec)

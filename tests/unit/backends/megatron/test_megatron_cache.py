@@ -104,13 +104,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
     return {name: root / name for name in MODELS}
 
 
-def cached_logits(backend: Any) -> torch.Tensor:
+def cached_logits(backend: Any, **options: int) -> torch.Tensor:
     """`[steps, B, V]` along the forced tokens, two rows being left out after the third."""
     from nemo_rl_core.backends.decoding.requests import padded_on_the_left
     from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache
 
     ids, mask = padded_on_the_left(PROMPTS)
-    cache = KeyValueCache(backend._models[0], (mask == 0).sum(dim=1), 7 + FORCED.shape[1])
+    padding, num_places = (mask == 0).sum(dim=1), 7 + FORCED.shape[1]
+    cache = KeyValueCache(backend._models[0], padding, num_places, **options)
     steps = [backend._next_logits(cache, ids)]
     rows = torch.arange(len(PROMPTS))
     for step, tokens in enumerate(FORCED.T):
@@ -152,6 +153,8 @@ def test_cached_logits_and_tokens_at_every_layout(folders: dict[str, Path]) -> N
         reference = started(folders[name], HuggingFaceGenerationConfig(**words))
         return {
             "cached": cached_logits(backend),
+            # Room for the scores of two rows' prompts, and of one in two tensor ranks' heads.
+            "in parts": cached_logits(backend, most_scores=2 * 4 * 7 * 7),
             "plain": plain_logits(backend),
             "greedy": [sequences(one, EVERY, greedy=True) for one in (backend, reference)],
             "drawn": [sequences(one, EVERY, greedy=False) for one in (backend, reference)],
@@ -168,8 +171,9 @@ def test_cached_logits_and_tokens_at_every_layout(folders: dict[str, Path]) -> N
         largest = plain.abs().max()
         assert largest > 1, name
         for rank in found:
-            error = ((rank["cached"] - plain).abs().max() / largest).item()
-            assert error < 1e-5, (name, layout, error)
+            for way in ("cached", "in parts"):
+                error = ((rank[way] - plain).abs().max() / largest).item()
+                assert error < 1e-5, (name, layout, way, error)
             for kind in ("greedy", "drawn"):
                 own, expected = rank[kind]
                 assert own == expected, (name, layout, kind)

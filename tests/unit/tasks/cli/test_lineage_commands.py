@@ -1,6 +1,7 @@
 """`nemo-rl runs`, `lineage`, `card` and `reproduce` on a small real run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +95,25 @@ def test_the_tree_goes_back_to_the_data(ran: Ran) -> None:
     assert "start: tune 1  tune-" in shown
     assert "train: rows  rows-" in shown
     assert "7 tokens" in shown and "run 20" in shown
+
+
+def test_a_folder_from_elsewhere_tells_its_own_ancestry(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = json.loads(ask(lineage, ran.artifact.folder.name, "--json").output)
+    monkeypatch.chdir(tmp_path)
+    # A name that an artifact of the store begins with, and the place of another store.
+    shutil.copytree(ran.artifact.folder, "rows")
+    for store in ("", str(tmp_path / "empty")):
+        for words in ("rows", "rows/model", str(tmp_path / "rows" / "model" / "weights.txt")):
+            options = ["--store", store] if store else []
+            found = json.loads(ask(lineage, words, "--json", *options).output)
+            assert found["root"] == here["root"], words
+            for key in ("id", "content_hash", "depth"):
+                assert [each[key] for each in found["artifacts"]] == [
+                    each[key] for each in here["artifacts"]
+                ]
+            assert found["parentage"] == here["parentage"]
 
 
 def test_the_graph_as_json(ran: Ran) -> None:
