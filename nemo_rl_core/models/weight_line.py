@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 from nemo_rl_core.distributed.weight_sync import (
     Place,
     RouteHost,
+    WeightRoute,
     carrier_between,
     compare_digests,
     machine_of_this_process,
@@ -44,6 +45,11 @@ class WeightLine:
             timeout_seconds=min(timeout_seconds or _MAX_WAIT_SECONDS, _MAX_WAIT_SECONDS),
         )
 
+    @property
+    def route(self) -> WeightRoute:
+        """How the two ends find one another."""
+        return self._host.route
+
     def transfer(self, engine: RayWorkerGroup, **options: Any) -> str:
         """Hands all weights over.
 
@@ -58,9 +64,11 @@ class WeightLine:
             ConsistencyError: If something else has arrived.
             WorkerError: If either end is lost or fails.
         """
-        route, trainer = self._host.route, self.trainer
+        route, trainer = self.route, self.trainer
+        # Of engines that are gone, nobody else tells the trainer.
+        kept = [line.route for line in _lines.values() if line.trainer is trainer]
         sending = [
-            trainer.start_single_worker("send_weights", route, engine.name, rank=rank)
+            trainer.start_single_worker("send_weights", route, kept, rank=rank)
             for rank in range(trainer.world_size)
         ]
         receiving = [
@@ -101,7 +109,7 @@ def transfer_weights(
     line = _lines.pop(engine, None)  # comes back if all goes well
     if line is None or line.trainer is not trainer:
         if line is not None:
-            _close(line.trainer, engine)
+            _close(line)
         line = WeightLine(trainer, engine, timeout_seconds)
     digest = line.transfer(engine, **options)
     _lines[engine] = line
@@ -112,14 +120,14 @@ def close_line(engine: RayWorkerGroup) -> None:
     """Gives back what the trainer holds for this engine; a no-op where nothing was sent."""
     line = _lines.pop(engine, None)
     if line is not None:
-        _close(line.trainer, engine)
+        _close(line)
 
 
-def _close(trainer: RayWorkerGroup, engine: RayWorkerGroup) -> None:
-    if trainer.world_size:
+def _close(line: WeightLine) -> None:
+    if line.trainer.world_size:
         # Of a trainer that was lost, nothing is left to be given back.
         with suppress(WorkerError):
-            trainer.run_single_worker("close_route", engine.name)
+            line.trainer.run_single_worker("close_route", line.route)
 
 
 def _own_address() -> str:

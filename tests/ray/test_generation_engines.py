@@ -275,6 +275,10 @@ def test_an_engine_over_two_workers_draws_as_one_does(
     trained = engine.generate(batch, greedy=False)
     assert not agree(trained, expected)
     assert agree(split.generate(batch, greedy=False), trained)
+    # Both are called "generation"; each has a route of its own from the one trainer.
+    for either in (engine, split, engine):
+        either.update_weights(policy)
+    assert agree(engine.generate(batch, greedy=False), trained)
     # Nothing has a name by which it could stay behind, even while the engine runs.
     left = {path.name for path in Path("/dev/shm").iterdir()} - names
     assert [name for name in left if "cpushm" in name or "psm" in name] == []

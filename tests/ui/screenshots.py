@@ -44,6 +44,10 @@ def write(browser: Browser, address: str, store: Store, folder: Path) -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
         page.goto(address + path)
         page.wait_for_load_state("networkidle")
+        if name == "compare":  # below what differs
+            page.get_by_text("grpo_iteration: reward").first.scroll_into_view_if_needed()
+            page.mouse.wheel(0, HEIGHT // 2)
+            page.wait_for_timeout(300)
         # The store's place is this machine's business.
         page.evaluate("document.querySelector('.foot .mono').textContent = '~/.nemo_rl'")
         page.screenshot(path=folder / f"{name}.png")

@@ -7,7 +7,7 @@ once, and its memory with it.
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -28,18 +28,18 @@ class HasPlace:
 class SendsWeights(HasPlace):
     """One rank of a trainer; the first one has the ends of all routes that it serves."""
 
-    _senders: dict[str, WeightSender] | None = None
+    _senders: dict[WeightRoute, WeightSender] | None = None
 
     @abstractmethod
     def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights in the type that engines compute with; every rank iterates to the end."""
 
-    def send_weights(self, route: WeightRoute, receivers: str) -> str:
+    def send_weights(self, route: WeightRoute, kept: Collection[WeightRoute] = ()) -> str:
         """Sends all weights; every rank of the trainer is called at once.
 
         Args:
             route: Opened where it is new.
-            receivers: Whom it leads to; an older route to them is closed.
+            kept: Those to other engines that are still there; the ends of all others are closed.
 
         Returns:
             On rank 0 the digest of what was sent, and elsewhere nothing.
@@ -49,25 +49,27 @@ class SendsWeights(HasPlace):
         """
         weights = self.sent_weights()
         try:
-            return self._sent(weights, route, receivers) if rank() == 0 else ""
+            return self._sent(weights, route, kept) if rank() == 0 else ""
         finally:
             # Gathering is a collective: all ranks go through it, whatever becomes of the transfer.
             deque(weights, maxlen=0)
 
     def _sent(
-        self, weights: Iterator[tuple[str, torch.Tensor]], route: WeightRoute, receivers: str
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        route: WeightRoute,
+        kept: Collection[WeightRoute],
     ) -> str:
-        self._senders = self._senders or {}
-        sender = self._senders.pop(receivers, None)  # comes back if all goes well
-        if sender is None or sender.route != route:
-            sender = WeightSender(route)
+        opened = self._senders or {}
+        sender = opened.pop(route, None) or WeightSender(route)  # comes back if all goes well
+        self._senders = {each: opened[each] for each in kept if each in opened}
         digest = sender.send(weights)
-        self._senders[receivers] = sender
+        self._senders[route] = sender
         return digest
 
-    def close_route(self, receivers: str) -> None:
-        """Gives back what the way to these receivers holds; a no-op where there is none."""
-        (self._senders or {}).pop(receivers, None)
+    def close_route(self, route: WeightRoute) -> None:
+        """Gives back what a route holds; a no-op where it is not open."""
+        (self._senders or {}).pop(route, None)
 
 
 class ReceivesWeights(HasPlace):

@@ -74,9 +74,9 @@ def side_by_side(*ends: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def transfer(trainer: Trainer, engine: Engine, route: WeightRoute) -> list[Any]:
+def transfer(trainer: Trainer, engine: Engine, route: WeightRoute, *kept: WeightRoute) -> list[Any]:
     return side_by_side(
-        lambda: trainer.send_weights(route, "engine"), lambda: engine.receive_weights(route, 0)
+        lambda: trainer.send_weights(route, kept), lambda: engine.receive_weights(route, 0)
     )
 
 
@@ -87,14 +87,32 @@ def test_a_route_serves_every_transfer_until_another_one_takes_its_place() -> No
     for trainer.step, host in enumerate([first, first, second], start=1):
         sent, received = transfer(trainer, engine, host.route)
         assert sent == received
-        ends.append((trainer._senders["engine"], engine._receiver))
+        assert trainer._senders.keys() == {host.route}
+        ends.append((trainer._senders[host.route], engine._receiver))
     assert engine.taken == [[("first", step), ("second", step)] for step in (1.0, 2.0, 3.0)]
     assert ends[0] == ends[1]
     assert ends[1][0] is not ends[2][0]
     assert ends[1][1] is not ends[2][1]
-    trainer.close_route("engine")
-    trainer.close_route("engine")
+    for _ in range(2):
+        trainer.close_route(second.route)
     assert trainer._senders == {}
+
+
+def test_two_engines_keep_their_routes() -> None:
+    trainer, one, other = Trainer(), Engine(), Engine()
+    both = hosts(2)  # meeting points live as long as their hosts
+    first, second = (host.route for host in both)
+    for step, engine, route, others in (
+        (1, one, first, []),
+        (2, other, second, [first]),
+        (3, one, first, [second]),
+        (4, other, second, [first]),
+    ):
+        trainer.step = step
+        sent, received = transfer(trainer, engine, route, *others)
+        assert sent == received
+    assert trainer._senders.keys() == {first, second}
+    assert [len(engine.taken) for engine in (one, other)] == [2, 2]
 
 
 def test_a_failure_drops_both_ends_and_another_route_works() -> None:
@@ -116,7 +134,7 @@ def test_every_rank_gathers_to_the_end_though_the_engine_has_failed() -> None:
         trainer = Trainer()
         trainer.step = 1
         if rank() == 1:
-            return [trainer.send_weights(route, "engine") for route in (first, second)]
+            return [trainer.send_weights(route) for route in (first, second)]
         broken, engine = BrokenEngine(), Engine()
         failed = transfer(trainer, broken, first)[0]
         digests = transfer(trainer, engine, second)
