@@ -127,6 +127,7 @@ def test_everything_registers_and_registers_again(backend: Backend, tmp_path: Pa
     assert counted == (len(backend.tasks), len(backend.workflows), len(backend.launch_plans))
 
 
+@pytest.mark.thorough
 def test_a_killed_container_goes_on_from_its_checkpoint(
     backend: Backend, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:
