@@ -33,7 +33,10 @@ torch, transformers and what they stand on, Ray, flytekit."""
 _MODULE_NAME = re.compile(r"(?:nemo_rl_core|tasks)(?:\.\w+)+(?::\w+)?")
 
 _NOT_OF_THE_RESULT = frozenset(
-    [f"tasks.{name}" for name in ("attempts", "images", "pods", "ray_stage", "resources")]
+    [
+        f"tasks.{name}"
+        for name in ("attempts", "failures", "images", "pods", "ray_stage", "resources")
+    ]
     + ["nemo_rl_core.config.tracking", "nemo_rl_core.history", "nemo_rl_core.tracking"]
 )
 """They decide on machines, memory and containers, or tell of the run; the result is the same."""

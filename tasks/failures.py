@@ -1,9 +1,10 @@
 """What a workflow leaves when it fails: a record of what went wrong, and how to go on.
 
-Flyte runs a workflow's handler with the workflow's inputs and, as `err`, what went wrong; so there
-is one task for each kind of recipe. Workflows name them through this module (`failures.grpo`), and
-never import the task: `pyflyte run FILE --help` lists every task that a workflow's module names,
-and breaks on an input of type `FlyteError`.
+Flyte runs a workflow's handler with the workflow's inputs and, as `err`, what went wrong, and wants
+both to have the same types. So each recipe's module has a handler, beside the recipe. Workflows
+name it through that module (`recipes.record_failure`) and never import the task: `pyflyte run
+FILE --help` lists every task that a workflow's module names, and breaks on an input of type
+`FlyteError`.
 """
 
 import json
@@ -20,23 +21,14 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.store import Store
-from tasks.experiments.convert import ConvertExperiment
-from tasks.experiments.distillation import DistillationExperiment
-from tasks.experiments.dpo import DPOExperiment
-from tasks.experiments.evaluate import EvaluateExperiment
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.experiments.post_train import PostTrainExperiment
-from tasks.experiments.ppo import PPOExperiment
-from tasks.experiments.reward_model import RewardModelExperiment
-from tasks.experiments.sft import SFTExperiment
-from tasks.experiments.sweep import SweepExperiment
 from tasks.recipe import Recipe, RecipeError
 from tasks.resources import PLAIN
 
 _LOG = logging.getLogger(__name__)
 
 
-_handler = task(**{**PLAIN.options, "enable_deck": True})
+failure_handler = task(**{**PLAIN.options, "enable_deck": True})
+"""A task that Flyte runs when a workflow has failed."""
 
 
 def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
@@ -76,69 +68,3 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
         _LOG.warning("the record of the failure cannot be written", exc_info=True)
         return
     click.echo(f"  record, and how to go on: {folder / name}.json", err=True)
-
-
-@_handler
-def convert_model(config: ConvertExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/convert.py`."""
-    leave_record("convert", "convert_model", config, err)
-
-
-@_handler
-def distill(config: DistillationExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/distill.py`."""
-    leave_record("distill", "distill", config, err)
-
-
-@_handler
-def dpo(config: DPOExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/dpo.py`."""
-    leave_record("dpo", "dpo", config, err)
-
-
-@_handler
-def check_regression(config: EvaluateExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/regression.py`; also where it did its work and refused the model."""
-    leave_record("regression", "check_regression", config, err)
-
-
-@_handler
-def evaluate_model(config: EvaluateExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/evaluate.py`."""
-    leave_record("evaluate", "evaluate_model", config, err)
-
-
-@_handler
-def grpo(config: GRPOExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/grpo.py`."""
-    leave_record("grpo", "grpo", config, err)
-
-
-@_handler
-def post_train(config: PostTrainExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/post_train.py`."""
-    leave_record("post_train", "post_train", config, err)
-
-
-@_handler
-def ppo(config: PPOExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/ppo.py`."""
-    leave_record("ppo", "ppo", config, err)
-
-
-@_handler
-def reward_model(config: RewardModelExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/reward_model.py`."""
-    leave_record("reward_model", "reward_model", config, err)
-
-
-@_handler
-def sft(config: SFTExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/sft.py`."""
-    leave_record("sft", "sft", config, err)
-
-
-@_handler
-def sweep(config: SweepExperiment, err: FlyteError | None = None) -> None:
-    """After `workflows/sweep.py`."""
-    leave_record("sweep", "sweep", config, err)

@@ -28,7 +28,7 @@ from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.infra.resources import ResourceManager
 from tasks.experiments.common import Experiment
-from tasks.experiments.sweep import SweepExperiment
+from tasks.recipe import Recipe
 
 
 def preflight(inputs: Mapping[str, Any]) -> None:
@@ -38,11 +38,9 @@ def preflight(inputs: Mapping[str, Any]) -> None:
         NemoRLError: For the first thing that is missing.
     """
     for value in inputs.values():
-        if isinstance(value, Experiment):
-            _check(value)
-        if isinstance(value, SweepExperiment):
-            for point in value.points:
-                _check(value.experiment(point))
+        if isinstance(value, Recipe):
+            for experiment in value.experiments:
+                _check(experiment)
 
 
 def _check(experiment: Experiment) -> None:

@@ -1,7 +1,7 @@
 """Recipes: sparse YAML files, laid over one another, and refused in a few lines."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 import yaml
@@ -11,6 +11,9 @@ from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.config.base import FrozenConfig, describe
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasks.experiments.common import Experiment
 
 RECIPES = Path(__file__).resolve().parent.parent / "workflows" / "recipes"
 
@@ -30,6 +33,11 @@ class Recipe(FrozenConfig):
 
     tracking: TrackingConfig = TrackingConfig()
 
+    @property
+    def experiments(self) -> "list[Experiment]":
+        """What is checked against this machine before anything starts."""
+        return []
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
@@ -40,6 +48,27 @@ class Recipe(FrozenConfig):
         except ConfigError as error:
             raise RecipeError(str(error)) from error
         return validated
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+_default_names: dict[int, str] = {}
+"""Names of the workflows' defaults, by the id of the recipe, which lives as long as its module."""
+
+
+def default_recipe(kind: type[AnyRecipe], name: str) -> AnyRecipe:
+    """The recipe `name` of `workflows/recipes` as a workflow's default.
+
+    `pyflyte run ... --help` shows it by this name (see `tasks/command_help.py`).
+    """
+    recipe = kind.model_validate({"recipe": name})
+    _default_names[id(recipe)] = name
+    return recipe
+
+
+def default_name(value: object) -> str | None:
+    """The name under which `default_recipe` made a recipe; None for everything else."""
+    return _default_names.get(id(value))
 
 
 def with_base(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
 from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.tracking import tracked
-from tasks import local
+from tasks import literal_types, local
 from tasks.artifacts import Artifact
 from tasks.attempts import carried_over
 from tasks.caching import source_digest
 from tasks.ray_stage import ray_stage
 from tasks.resources import PLAIN, Kind, one_gpu
 
+literal_types.register()
 local.use_store()
 
 plan_task = task(**PLAIN.options)

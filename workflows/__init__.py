@@ -1,5 +1,6 @@
 """The DAGs: one a file, one screen each."""
 
-from tasks import recorder
+from tasks import command_help, recorder
 
+command_help.show_recipes_by_name()
 recorder.install()

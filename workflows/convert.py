@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Checkpoint
 from tasks.convert import convert
+from tasks.experiments import convert as recipes
 from tasks.experiments.convert import ConvertExperiment, plan_convert
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
+from tasks.recipe import default_recipe
 from tasks.to_megatron import to_megatron
 
-DEFAULT = ConvertExperiment.model_validate({"recipe": "convert_arithmetic"})
+DEFAULT = default_recipe(ConvertExperiment, "convert_arithmetic")
 
 
 class Converted(NamedTuple):
@@ -25,7 +26,7 @@ class Converted(NamedTuple):
     transformers: Checkpoint
 
 
-@workflow(on_failure=failures.convert_model)
+@workflow(on_failure=recipes.record_failure)
 def convert_model(config: ConvertExperiment = DEFAULT) -> Converted:
     """prepare → to Megatron → back, with proof."""
     stages = plan_convert(config=config)

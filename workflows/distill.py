@@ -5,19 +5,20 @@
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
+from tasks.experiments import distillation as recipes
 from tasks.experiments.distillation import (
     DistillationExperiment,
     DistillationStage,
     plan_distillation,
 )
 from tasks.prepare_model import prepare_model
+from tasks.recipe import default_recipe
 from tasks.stage import choice
 from tasks.train_student import train_student
 from workflows.common import Outcome, begin, conclude, held_out, measure, warm_start
 
-DEFAULT = DistillationExperiment.model_validate({"recipe": "distill_arithmetic"})
+DEFAULT = default_recipe(DistillationExperiment, "distill_arithmetic")
 
 
 @choice
@@ -38,7 +39,7 @@ def learn(
     )
 
 
-@workflow(on_failure=failures.distill)
+@workflow(on_failure=recipes.record_failure)
 def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)

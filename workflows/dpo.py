@@ -7,15 +7,16 @@ from typing import Any
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset, Tokenizer
 from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
+from tasks.experiments import dpo as recipes
 from tasks.experiments.dpo import DPOExperiment, DPOIterations, plan_dpo
+from tasks.recipe import default_recipe
 from tasks.stage import choice
 from workflows.common import Outcome, begin, conclude, make_pairs, measure
 
-DEFAULT = DPOExperiment.model_validate({"recipe": "dpo_arithmetic"})
+DEFAULT = default_recipe(DPOExperiment, "dpo_arithmetic")
 
 
 @choice
@@ -63,7 +64,7 @@ def iterate(
     return checkpoint
 
 
-@workflow(on_failure=failures.dpo)
+@workflow(on_failure=recipes.record_failure)
 def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → n times (pairs → reference logprobs → DPO) → evaluate → promote → export."""
     stages = plan_dpo(config=config)

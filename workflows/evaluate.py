@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Comparison, Dataset, Evaluation
 from tasks.evaluate_comparison import compare
 from tasks.evaluate_questions import evaluate_questions
+from tasks.experiments import evaluate as recipes
 from tasks.experiments.evaluate import BaselineStage, EvaluateExperiment, plan_evaluate
 from tasks.prepare_model import prepare_model
+from tasks.recipe import default_recipe
 from tasks.stage import choice
 from workflows.common import measure
 
-DEFAULT = EvaluateExperiment.model_validate({"recipe": "evaluate_arithmetic"})
+DEFAULT = default_recipe(EvaluateExperiment, "evaluate_arithmetic")
 
 
 class Evaluated(NamedTuple):
@@ -36,7 +37,7 @@ def compare_with(config: BaselineStage, questions: Dataset, after: Evaluation) -
     return [compare(config=config.comparison, before=before, after=after)]
 
 
-@workflow(on_failure=failures.evaluate_model)
+@workflow(on_failure=recipes.record_failure)
 def evaluate_model(config: EvaluateExperiment = DEFAULT) -> Evaluated:
     """prepare → questions → evaluate → compare, where there is a baseline."""
     stages = plan_evaluate(config=config)

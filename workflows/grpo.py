@@ -6,14 +6,15 @@
 from flytekit import workflow
 
 from nemo_rl_core.config.environment import reads_reward_model
-from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
+from tasks.experiments import grpo as recipes
 from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
 from tasks.grpo_iteration import grpo_iteration
+from tasks.recipe import default_recipe
 from tasks.stage import choice
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
-DEFAULT = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
+DEFAULT = default_recipe(GRPOExperiment, "grpo_arithmetic")
 
 
 @choice
@@ -41,7 +42,7 @@ def iterate(
     return checkpoint
 
 
-@workflow(on_failure=failures.grpo)
+@workflow(on_failure=recipes.record_failure)
 def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)

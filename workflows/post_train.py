@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
+from tasks.experiments import post_train as recipes
 from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
+from tasks.recipe import default_recipe
 from workflows import dpo, grpo, reward_model
 from workflows.common import begin, conclude, make_pairs, measure
 
-DEFAULT = PostTrainExperiment.model_validate({"recipe": "post_train_arithmetic"})
+DEFAULT = default_recipe(PostTrainExperiment, "post_train_arithmetic")
 
 
 class PostTrainOutcome(NamedTuple):
@@ -29,7 +30,7 @@ class PostTrainOutcome(NamedTuple):
     lineage: Lineage
 
 
-@workflow(on_failure=failures.post_train)
+@workflow(on_failure=recipes.record_failure)
 def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)

@@ -5,14 +5,15 @@
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset
+from tasks.experiments import ppo as recipes
 from tasks.experiments.ppo import PPOExperiment, PPOStage, plan_ppo
 from tasks.ppo_iteration import ppo_iteration
+from tasks.recipe import default_recipe
 from tasks.stage import choice
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
-DEFAULT = PPOExperiment.model_validate({"recipe": "ppo_arithmetic"})
+DEFAULT = default_recipe(PPOExperiment, "ppo_arithmetic")
 
 
 @choice
@@ -37,7 +38,7 @@ def iterate(
     return checkpoint
 
 
-@workflow(on_failure=failures.ppo)
+@workflow(on_failure=recipes.record_failure)
 def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → PPO iterations → evaluate → promote → export → lineage."""
     stages = plan_ppo(config=config)

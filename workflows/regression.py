@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Comparison, Evaluation
+from tasks.experiments import evaluate as recipes
 from tasks.experiments.evaluate import EvaluateExperiment
+from tasks.recipe import default_recipe
 from tasks.refuse_regression import refuse_regression
 from workflows.evaluate import evaluate_model
 
-DEFAULT = EvaluateExperiment.model_validate({"recipe": "regression_arithmetic"})
+DEFAULT = default_recipe(EvaluateExperiment, "regression_arithmetic")
 
 
 class Checked(NamedTuple):
@@ -23,7 +24,7 @@ class Checked(NamedTuple):
     comparison: Comparison
 
 
-@workflow(on_failure=failures.check_regression)
+@workflow(on_failure=recipes.record_refusal)
 def check_regression(config: EvaluateExperiment = DEFAULT) -> Checked:
     """prepare → questions → evaluate both → compare → refuse what is worse."""
     measured = evaluate_model(config=config)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from flytekit import workflow
 
-from tasks import failures
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage
 from tasks.evaluate_reward_model import evaluate_reward_model
+from tasks.experiments import reward_model as recipes
 from tasks.experiments.reward_model import (
     RewardModelEvaluationStage,
     RewardModelExperiment,
@@ -17,11 +17,12 @@ from tasks.experiments.reward_model import (
     plan_reward_model,
 )
 from tasks.lineage_report import lineage_report
+from tasks.recipe import default_recipe
 from tasks.stage import choice
 from tasks.train_reward_model import train_reward_model
 from workflows.common import begin, held_out, make_pairs
 
-DEFAULT = RewardModelExperiment.model_validate({"recipe": "reward_model_arithmetic"})
+DEFAULT = default_recipe(RewardModelExperiment, "reward_model_arithmetic")
 
 
 class RewardModelOutcome(NamedTuple):
@@ -51,7 +52,7 @@ def measure_reward_model(
     )
 
 
-@workflow(on_failure=failures.reward_model)
+@workflow(on_failure=recipes.record_failure)
 def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
     """prepare → SFT → pairs → reward model → accuracy on held-out pairs → lineage."""
     stages = plan_reward_model(config=config)

@@ -5,16 +5,17 @@
 
 from flytekit import workflow
 
-from tasks import failures
+from tasks.experiments import sft as recipes
 from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
+from tasks.recipe import default_recipe
 from workflows.common import Outcome, choose_questions, conclude, measure, warm_start
 
-DEFAULT = SFTExperiment.model_validate({"recipe": "sft_arithmetic"})
+DEFAULT = default_recipe(SFTExperiment, "sft_arithmetic")
 
 
-@workflow(on_failure=failures.sft)
+@workflow(on_failure=recipes.record_failure)
 def sft(config: SFTExperiment = DEFAULT) -> Outcome:
     """prepare → SFT → evaluate → promote → export → lineage."""
     stages = plan_sft(config=config)

@@ -35,6 +35,11 @@ class Experiment(Recipe):
     promotion: PromotionConfig = PromotionConfig()
 
     @property
+    def experiments(self) -> "list[Experiment]":
+        """The experiment itself."""
+        return [self]
+
+    @property
     def measure(self) -> EnvironmentConfig:
         """What says whether a completion is right."""
         return self.evaluation.environment or self.environment

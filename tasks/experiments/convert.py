@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
 from pydantic import PositiveFloat, PositiveInt
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import MegatronTraining
 from tasks.experiments.common import DataStage, Experiment, ModelStage
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -55,3 +57,9 @@ def plan_convert(config: ConvertExperiment) -> ConvertPlan:
         megatron=MegatronStage(training=config.training, dtype=config.model.dtype),
         proof=config.proof,
     )
+
+
+@failure_handler
+def record_failure(config: ConvertExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/convert.py`."""
+    leave_record("convert", "convert_model", config, err)

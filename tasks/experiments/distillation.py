@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
@@ -17,6 +19,7 @@ from tasks.experiments.common import (
     SFTStage,
     rollout_fields,
 )
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -79,3 +82,9 @@ def plan_distillation(config: DistillationExperiment) -> DistillationPlan:
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: DistillationExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/distill.py`."""
+    leave_record("distill", "distill", config, err)

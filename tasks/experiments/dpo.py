@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule, DPOSettings
 from nemo_rl_core.config.base import FrozenConfig
 from tasks.experiments.common import (
@@ -14,6 +16,7 @@ from tasks.experiments.common import (
     trainer_fields,
 )
 from tasks.experiments.pairs import PairExperiment, PairPlan, ReferenceStage
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -70,3 +73,9 @@ def plan_dpo(config: DPOExperiment) -> DPOPlan:
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: DPOExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/dpo.py`."""
+    leave_record("dpo", "dpo", config, err)

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flytekit.types.error.error import FlyteError
 from pydantic import Field, NonNegativeInt, field_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from tasks.experiments.common import DataStage, EvaluationStage, Experiment, ModelStage
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -97,3 +99,15 @@ def plan_evaluate(config: EvaluateExperiment) -> EvaluatePlan:
             comparison=ComparisonStage(confidence=config.evaluation.confidence, seed=config.seed),
         ),
     )
+
+
+@failure_handler
+def record_failure(config: EvaluateExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/evaluate.py`."""
+    leave_record("evaluate", "evaluate_model", config, err)
+
+
+@failure_handler
+def record_refusal(config: EvaluateExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/regression.py`; also where it did its work and refused the model."""
+    leave_record("regression", "check_regression", config, err)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.grpo.config import (
     GDPO,
     GRPOConfig,
@@ -23,6 +25,7 @@ from tasks.experiments.common import (
     SFTStage,
     rollout_fields,
 )
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -96,3 +99,9 @@ def plan_grpo(config: GRPOExperiment) -> GRPOPlan:
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: GRPOExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/grpo.py`."""
+    leave_record("grpo", "grpo", config, err)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
@@ -21,6 +23,7 @@ from tasks.experiments.dpo import DPOIterations
 from tasks.experiments.grpo import GRPOStage, refuse_unfit
 from tasks.experiments.pairs import PairExperiment, PairPlan
 from tasks.experiments.reward_model import RewardModelEvaluationStage, RewardModelStage
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -83,3 +86,9 @@ def plan_post_train(config: PostTrainExperiment) -> PostTrainPlan:
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: PostTrainExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/post_train.py`."""
+    leave_record("post_train", "post_train", config, err)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.ppo.config import PPOSchedule, PPOSettings
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
@@ -15,6 +17,7 @@ from tasks.experiments.common import (
     SFTStage,
     rollout_fields,
 )
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -61,3 +64,9 @@ def plan_ppo(config: PPOExperiment) -> PPOPlan:
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: PPOExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/ppo.py`."""
+    leave_record("ppo", "ppo", config, err)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
 from nemo_rl_core.config.trainer import TrainerSettings, refuse_without_scalar_head
 from tasks.experiments.common import (
@@ -12,6 +14,7 @@ from tasks.experiments.common import (
     trainer_fields,
 )
 from tasks.experiments.pairs import PairExperiment, PairPlan
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -66,3 +69,9 @@ def plan_reward_model(config: RewardModelExperiment) -> RewardModelPlan:
         reward_model=RewardModelStage(reward_model=config.reward_model, **trainer_fields(config)),
         evaluation=RewardModelEvaluationStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: RewardModelExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/reward_model.py`."""
+    leave_record("reward_model", "reward_model", config, err)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flytekit.types.error.error import FlyteError
+
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from tasks.experiments.common import (
     DataStage,
@@ -12,6 +14,7 @@ from tasks.experiments.common import (
     QuestionStage,
     SFTStage,
 )
+from tasks.failures import failure_handler, leave_record
 from tasks.stage import plan_task
 
 
@@ -43,3 +46,9 @@ def plan_sft(config: SFTExperiment) -> SFTPlan:
         evaluation=EvaluationStage.of(config),
         promotion=PromotionStage.of(config),
     )
+
+
+@failure_handler
+def record_failure(config: SFTExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/sft.py`."""
+    leave_record("sft", "sft", config, err)

@@ -3,6 +3,7 @@
 from itertools import product
 from typing import Any
 
+from flytekit.types.error.error import FlyteError
 from pydantic import Field, PositiveInt, field_validator
 
 from nemo_rl_core.config.base import FrozenConfig
@@ -10,12 +11,14 @@ from nemo_rl_core.errors import ConfigError
 from tasks.experiments.common import (
     DataStage,
     EvaluationStage,
+    Experiment,
     ModelStage,
     QuestionStage,
     SFTStage,
     rollout_fields,
 )
 from tasks.experiments.grpo import GRPOExperiment, GRPOStage
+from tasks.failures import failure_handler, leave_record
 from tasks.recipe import Recipe
 from tasks.stage import plan_task
 
@@ -62,6 +65,11 @@ class SweepExperiment(Recipe):
         return [
             dict(zip(self.over, values, strict=True)) for values in product(*self.over.values())
         ]
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """One a point."""
+        return [self.experiment(point) for point in self.points]
 
     def experiment(self, point: dict[str, Value]) -> GRPOExperiment:
         """The recipe of one point.
@@ -138,3 +146,9 @@ def plan_sweep(config: SweepExperiment) -> SweepPlan:
         min_success_ratio=config.min_success_ratio,
         summary=SummaryStage(points=config.points, confidence=config.confidence),
     )
+
+
+@failure_handler
+def record_failure(config: SweepExperiment, err: FlyteError | None = None) -> None:
+    """After `workflows/sweep.py`."""
+    leave_record("sweep", "sweep", config, err)

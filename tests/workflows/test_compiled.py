@@ -192,7 +192,8 @@ def test_the_interface_is_typed(package: Package) -> None:
     }  # fmt: skip
     assert interface.inputs.variables["iteration"].type.simple == 1  # INTEGER
     checkpoint = MessageToDict(interface.outputs.variables["o0"].type)
-    assert checkpoint["metadata"]["title"] == "CheckpointArtifact"
+    assert checkpoint["structure"]["tag"] == "CheckpointArtifact"
+    assert "metadata" not in checkpoint  # the schema of a nested recipe fills megabytes
     config = MessageToDict(interface.inputs.variables["config"].type)
     assert config["metadata"]["additionalProperties"] is False
     assert "cluster" in config["metadata"]["properties"]

@@ -1,5 +1,6 @@
 """What a failed run leaves: what went wrong, and a recipe to go on with."""
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,7 @@ from pathlib import Path
 import pytest
 from flytekit.types.error.error import FlyteError
 
-from tasks import failures
-from tasks.experiments.grpo import GRPOExperiment
+from tasks.experiments.grpo import GRPOExperiment, record_failure
 
 
 def test_the_record_says_how_to_go_on(
@@ -16,7 +16,7 @@ def test_the_record_says_how_to_go_on(
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
     config = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "seed": 7})
-    failures.grpo(config=config, err=FlyteError(message="out of paper", failed_node_id="n3"))
+    record_failure(config=config, err=FlyteError(message="out of paper", failed_node_id="n3"))
     (path,) = (tmp_path / "failures").glob("*-grpo.json")
     record = json.loads(path.read_text())
     assert (record["error"], record["failed_node"]) == ("out of paper", "n3")
@@ -31,7 +31,7 @@ def test_a_store_that_cannot_be_written_does_not_hide_the_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "file"))
-    failures.grpo(config=GRPOExperiment(), err=None)
+    record_failure(config=GRPOExperiment(), err=None)
 
 
 def test_every_workflow_has_its_handler() -> None:
@@ -50,7 +50,12 @@ def test_every_workflow_has_its_handler() -> None:
     assert len(found) >= 10
     for name, value in found.items():
         value.compile()
-        assert value.failure_node.flyte_entity.name == f"tasks.failures.{name}"
+        handler = value.failure_node.flyte_entity
+        assert handler.name.startswith("tasks.experiments.")
+        assert set(handler.python_interface.inputs) == {"config", "err"}
+        module = value.name.split(".")[1]
+        written = inspect.getsource(handler.task_function)
+        assert f'leave_record("{module}", "{name}", config, err)' in written
 
 
 _FAILS = """
