@@ -30,7 +30,7 @@ class OpaqueTransformer(PydanticTransformer):
         )
 
     def get_literal_type(self, t: type[BaseModel]) -> LiteralType:
-        """A struct in MessagePack that names its class, annotated or not; Flyte does not know its fields."""
+        """A struct in MessagePack with the name of its class; Flyte does not know its fields."""
         return LiteralType(
             simple=SimpleType.STRUCT,
             structure=TypeStructure(tag=getattr(t, "__origin__", t).__name__),
