@@ -6,8 +6,6 @@ every stage of a pipeline does, loads neither torch nor Ray.
 
 from typing import Any
 
-# Relative on purpose: a stage's source digest follows absolute module names in strings, and every
-# stage reaches this file.
 _PUBLIC = {
     "train": ".api.train",
     "register_algorithm": ".api.functional",

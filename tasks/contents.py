@@ -4,7 +4,6 @@ A stage's record carries these digests beside the names, so that Flyte's cache s
 as the changed input that it is. What the project makes itself has none: its source is digested.
 """
 
-import importlib.util
 from pathlib import Path
 
 from nemo_rl_core.config.data import DataConfig, FileData
@@ -22,6 +21,7 @@ from nemo_rl_core.config.environment import (
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from nemo_rl_core.infra.files import hash_file, hash_folder
+from tasks.user_source import user_source
 
 
 def data_content(data: DataConfig) -> str:
@@ -44,10 +44,8 @@ def model_content(model: ModelConfig) -> str:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """A digest of what scores: modules of the user's reward functions, folders of reward models,
-    files of retrievers.
-
-    What such a module imports does not count.
+    """A digest of what scores: modules of the user's reward functions with all that they import
+    (see `user_source`), folders of reward models, files of retrievers.
     """
     found = [_scored_by(each) for each in single_environments(environment)]
     for conversation in conversations(environment):
@@ -72,11 +70,7 @@ def _scored_by(environment: SingleEnvironmentConfig) -> str:
         return hash_folder(folder) if folder.is_dir() else ""
     if not isinstance(environment, RewardFunction):
         return ""
-    try:
-        spec = importlib.util.find_spec(environment.target.partition(":")[0])
-    except (ImportError, ValueError):
-        return ""  # the stage that calls it will say what is wrong
-    return _file(Path(spec.origin)) if spec and spec.origin else ""
+    return user_source(environment.target.partition(":")[0])
 
 
 def _path(path: Path) -> str:

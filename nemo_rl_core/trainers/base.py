@@ -25,16 +25,13 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.timer import Timer
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.short_forms import PretrainedPolicy
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
+from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
 from nemo_rl_core.trainers.validation import ValidationRunner
-
-# Relative on purpose: a stage's source digest follows absolute imports, and what only `fit` needs
-# (readers of data, makers of models, short forms) must not make a stage that calls `run` run again.
-from ..models.policy.short_forms import PretrainedPolicy
-from .fitting import FitRequest, TrainResult, fit
 
 if TYPE_CHECKING:  # what only scores must not make a stage run again that trains on rows
     from nemo_rl_core.environments.interfaces import Scorer

@@ -26,8 +26,7 @@ def main(root: Path) -> None:
         file = path.relative_to(root)
         module = ".".join(part for part in file.with_suffix("").parts if part != "__init__")
         if str(file) not in touched:
-            for parse in (caching._module_digest, caching._imports, caching._external):
-                parse(module)
+            caching._reached(module)
     for name, (files, old, new) in {"nothing": ([], "", ""), **asked["edits"]}.items():
         if os.fork() == 0:
             before = {file: (root / file).read_text() for file in files}

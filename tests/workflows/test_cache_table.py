@@ -59,6 +59,16 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
     "the DPO loss": ([LOSS.format("dpo")], "", CODE),
     "the SFT loss": ([LOSS.format("sft")], "", CODE),
     "an environment's source": (["nemo_rl_core/environments/exact.py"], "", CODE),
+    "the checker of code, which is read as text": (
+        ["nemo_rl_core/environments/code_checker/checker.py"],
+        "",
+        CODE,
+    ),
+    "the sandbox's launcher, which is started": (
+        ["nemo_rl_core/environments/sandbox/launcher.py"],
+        "",
+        CODE,
+    ),
     "the engine's source": (["nemo_rl_core/backends/generation/vllm.py"], "", CODE),
 }
 """Files, what is replaced in each (nothing: it is appended), and by what."""
@@ -341,6 +351,8 @@ TABLE: dict[str, str] = {
     "the DPO loss": "... ...M.. ... .... ... .. .",
     "the SFT loss": "..M u.uuuu uuu uuuu ... uu u",
     "an environment's source": "... M.uuuu MMM Muuu ... Mu u",
+    "the checker of code, which is read as text": "... M.uuuu MMM Muuu ... Mu u",
+    "the sandbox's launcher, which is started": "... M.uuuu MMM Muuu ... Mu u",
     "the engine's source": "... M.uuuu MMM Muuu ... Mu u",
     "what rows say": ".Mu uuuuuu uuu uuuu .uM uu u",
     "the order of the rows": ".Mu uuuuuu uuu uuuu .uM uu u",
@@ -403,10 +415,10 @@ def digests_after_edits(folder: Path) -> dict[str, dict[str, str]]:
 
 def digests_with_package(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The source digests if another version of a package were installed."""
-    versions = caching.package_versions()
-    assert name in versions
+    version = caching._version
+    assert version(name) is not None
     with monkeypatch.context() as patch:
-        patch.setattr(caching, "package_versions", lambda: {**versions, name: "0.0.1"})
+        patch.setattr(caching, "_version", lambda each: "0" if each == name else version(each))
         return {
             module: caching.source_digest(module)
             for module in {module_of(task) for task in stages().values()}

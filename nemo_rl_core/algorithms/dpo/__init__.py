@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # relative on purpose: a stage's source digest follows absolute imports
-    from ...trainers.fitting import TrainResult
-    from .trainer import DPOTrainer
+if TYPE_CHECKING:
+    from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
+    from nemo_rl_core.trainers.fitting import TrainResult
 
 __all__ = ["dpo_train", "setup"]
 
 
 def setup(model: str | Path, **overrides: Any) -> "DPOTrainer":
     """A trainer of a model; see `BaseTrainer.from_pretrained`."""
-    from .trainer import DPOTrainer
+    from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
 
     return DPOTrainer.from_pretrained(model, **overrides)
 

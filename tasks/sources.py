@@ -1,0 +1,167 @@
+"""What one file of source says for a cache key: a digest of its code, and what it names.
+
+Parsing every module of the project takes longer than importing it, so that what was found is kept
+beside the compiled modules, by the content of each file.
+"""
+
+import ast
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.infra.files import write_atomic
+
+_MAX_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file says.
+
+    Attributes:
+        digest: Of the syntax tree; comments, docstrings and layout do not count.
+        imports: Modules and names in modules that it imports anywhere in its code, with dots. What
+            only a type checker reads is left out.
+        strings: Its strings that may name a module, as registries do: `package.module:Class`.
+        lazy: The table `_PUBLIC` of a package whose names are imported when they are asked for:
+            from the name to the module, which may be relative.
+        beside: Files and folders beside it that it names by `Path(__file__).with_name(...)`, to
+            read them or to start them.
+    """
+
+    digest: str
+    imports: list[str]
+    strings: list[str]
+    lazy: dict[str, str]
+    beside: list[str]
+
+
+def read_source(path: Path, module: str) -> Source:
+    """What the file says.
+
+    Args:
+        path: A file of Python.
+        module: Its name, from which relative imports are resolved; a package's ends in `.__init__`.
+
+    Raises:
+        SyntaxError: If it is no Python.
+    """
+    content = path.read_bytes()
+    key = hashlib.sha256(module.encode() + b"\0" + content).hexdigest()
+    known = _known()
+    if key not in known:
+        known[key] = _analysed(ast.parse(content), module)
+    return known[key]
+
+
+def keep_sources() -> None:
+    """Writes what was found by this process, for the next; where that fails, nothing is lost."""
+    known = _known()
+    if len(known) == _num_kept():
+        return
+    # Those of files that are long gone are not carried on for ever.
+    kept = list(known)[-_MAX_KEPT:]
+    table = {key: asdict(known[key]) for key in kept}
+    with suppress(OSError, NemoRLError):
+        write_atomic(_table_path(), json.dumps(table))
+
+
+@cache
+def _known() -> dict[str, Source]:
+    try:
+        table = json.loads(_table_path().read_text())
+        return {key: Source(**fields) for key, fields in table.items()}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+@cache
+def _num_kept() -> int:
+    return len(_known())
+
+
+def _table_path() -> Path:
+    """Another file for another version of Python, or of this module."""
+    here = Path(__file__)
+    version = hashlib.sha256(platform.python_version().encode() + here.read_bytes()).hexdigest()
+    return here.parent / "__pycache__" / f"sources.{version[:16]}.json"
+
+
+def _analysed(tree: ast.Module, module: str) -> Source:
+    nodes = list(_executed(tree))
+    constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    imports = {name for node in nodes for name in _imported(node, module)}
+    beside = {name for node in nodes for name in _beside(node)}
+    lazy = _lazy_names(tree)
+    for node in [tree, *nodes]:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            _drop_docstring(node)
+    return Source(
+        digest=hashlib.sha256(ast.dump(tree).encode()).hexdigest(),
+        imports=sorted(imports),
+        strings=sorted(each for each in constants if isinstance(each, str) and _is_name(each)),
+        lazy=lazy,
+        beside=sorted(beside),
+    )
+
+
+def _executed(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes, but for those that only a type checker reads."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and _is_for_types(node.test):
+            waiting += node.orelse
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def _imported(node: ast.AST, module: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        # `module` counts its own name, and `.__init__` of a package, as one level.
+        above = module.split(".")[: -node.level] if node.level else []
+        base = ".".join([*above, *([node.module] if node.module else [])])
+        # An imported name may itself be a module, or stand for one.
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_name(text: str) -> bool:
+    module, _, name = text.partition(":")
+    return "." in module and all(each.isidentifier() for each in [*module.split("."), name or "_"])
+
+
+def _lazy_names(tree: ast.Module) -> dict[str, str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
+            table: dict[str, str] = ast.literal_eval(node.value)
+            return table
+    return {}
+
+
+def _beside(node: ast.AST) -> Iterator[str]:
+    """The name in `Path(__file__).with_name("name")`."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="with_name") as function, args=[ast.Constant(name)]):
+            if ast.unparse(function.value) == "Path(__file__)":
+                yield str(name)
+
+
+def _drop_docstring(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+) -> None:
+    if ast.get_docstring(node, clean=False) is not None:
+        node.body = node.body[1:]
