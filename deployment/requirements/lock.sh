@@ -12,7 +12,8 @@ lock() {
   # What is pinned already stays, if it still fits: delete a file to have the newest of everything.
   if [ -f "$name.txt" ]; then cp "$name.txt" "$name.txt.new"; fi
   "$root/.venv/bin/uv" pip compile "$name.in" --python "$root/.venv/bin/python" --quiet \
-    --no-header --no-emit-index-url --no-emit-find-links --output-file "$name.txt.new" "$@"
+    --no-header --no-emit-index-url --no-emit-find-links --output-file "$name.txt.new" \
+    --overrides overrides_common.txt "$@"
   sed -i "1i # Written by \`make lock\` from $name.in; edit that file instead." "$name.txt.new"
   mv "$name.txt.new" "$name.txt"
   echo "$name.txt: $(grep -c == "$name.txt") packages"
@@ -20,7 +21,7 @@ lock() {
 
 trap 'rm -f cpu.txt.new gpu.txt.new' EXIT
 torch_source "$root/.venv/bin/python"
-lock cpu --overrides overrides.txt "${TORCH_SOURCE[@]}"
+lock cpu --overrides overrides_cpu.txt "${TORCH_SOURCE[@]}"
 lock gpu
 if grep -nE '://|@ |/(home|root|opt|work|tmp)/' cpu.txt gpu.txt; then
   echo "a lock names a host or a path of this machine (above)" >&2

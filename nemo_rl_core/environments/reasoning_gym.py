@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
+from nemo_rl_core.infra.reasoning_gym_library import load_reasoning_gym
 from nemo_rl_core.types import Rollout
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -87,6 +88,6 @@ def _score_one(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
 
 @lru_cache(maxsize=64)
 def _dataset(task: str, options: str) -> Any:
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(task, **{**json.loads(options), "seed": 0, "size": 1})
+    return load_reasoning_gym().create_dataset(
+        task, **{**json.loads(options), "seed": 0, "size": 1}
+    )

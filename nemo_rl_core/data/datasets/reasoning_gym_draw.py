@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_rl_core.config.data import ReasoningGymData
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.infra.reasoning_gym_library import load_reasoning_gym
 from nemo_rl_core.types import Row
 
 _RUNS_TEXT = "its scorer runs what the model wrote as Python, in the training process"
@@ -140,17 +141,15 @@ def _metadata(task: str, options: dict[str, Any], entry: dict[str, Any], dataset
 
 
 def _create(task: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
+    library = load_reasoning_gym()
     if task in _LEFT_OUT:
         raise DataError(
             f"the reasoning-gym task {task!r} cannot be used: {_LEFT_OUT[task]}",
             got=task,
             fix="choose another task",
         )
-    if task not in DATASETS:
-        choices = sorted(set(DATASETS) - set(_LEFT_OUT))
+    if task not in library.factory.DATASETS:
+        choices = sorted(set(library.factory.DATASETS) - set(_LEFT_OUT))
         nearest = difflib.get_close_matches(task, choices, n=3)
         raise DataError(
             f"reasoning-gym has no task {task!r}",
@@ -159,7 +158,7 @@ def _create(task: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
             fix="correct data.tasks",
         )
     try:
-        return reasoning_gym.create_dataset(task, **{**options, "seed": seed, "size": size})
+        return library.create_dataset(task, **{**options, "seed": seed, "size": size})
     # Named fault boundary: each task checks its options in its own way, often by `assert`.
     except Exception as error:
         raise DataError(
