@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -80,15 +81,26 @@ def _leveldb_records(log: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-@pytest.mark.slow
-def test_wandb_offline(tmp_path: Path) -> None:
+def _wandb_records(path: Path) -> list[Any]:
+    """All records of a run, which W&B's own process may still be writing after `finish`."""
     from wandb.proto import wandb_internal_pb2
 
+    for _ in range(600):
+        found = [
+            wandb_internal_pb2.Record.FromString(data)
+            for data in _leveldb_records(path.read_bytes()[7:])
+        ]
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(f"{path} has no last record after a minute")
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
     _log_two_stages(_open(kind="wandb", mode="offline", folder=str(tmp_path)))
     (path,) = tmp_path.rglob("*.wandb")
     rows = []
-    for data in _leveldb_records(path.read_bytes()[7:]):
-        record = wandb_internal_pb2.Record.FromString(data)
+    for record in _wandb_records(path):
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
