@@ -6,7 +6,7 @@ ARGUMENTS ?=
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-slow parity lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-slow test-bare parity lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -36,12 +36,17 @@ smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 test: setup ## Run the fast tests, with at least 85 % coverage
 	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu' \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=85
+	@$(bin)/python tests/benchmarks/machine.py
 
 parity: setup ## Show how both training backends agree with transformers, layout by layout
 	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py
 
-test-slow: setup ## Run the tests that take minutes
-	$(bin)/pytest -m 'slow and not gpu'
+test-slow: setup ## Run the tests that take minutes, those that CI leaves out too
+	$(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 -m 'slow and not gpu'
+	@$(bin)/python tests/benchmarks/machine.py
+
+test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
+	bash tests/bare_debian.sh
 
 package: setup ## Write what a Flyte cluster would be given to build/flow.tgz
 	@mkdir -p build

@@ -18,7 +18,7 @@ root=$(mktemp -d)
 trap 'rm -rf --one-file-system "$root"' EXIT
 
 mirror=$(sed -n 's/^URIs: *\([^ ]*\).*/\1/p; s/^deb \([^ ]*\) .*/\1/p' \
-  /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null | head -n 1)
+  /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null | head -n 1 || true)
 echo "bare_debian: debootstrap"
 debootstrap --variant=minbase --include=python3.11,python3.11-venv,git,make,ca-certificates \
   bookworm "$root" ${mirror:+"$mirror"} > /dev/null

@@ -18,14 +18,23 @@ _WITH_RAY = (
     "tests/faults/test_command_faults.py",
 )
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Two processes of `pytest -n 2` share the cores; alone, one has them all.
+_SHARED = "PYTEST_XDIST_WORKER" in os.environ
+os.environ.setdefault("OMP_NUM_THREADS", "1" if _SHARED else "2")
 # Before `tasks` is imported, which points flytekit at the store: no test touches the user's own.
 _STORE = tempfile.TemporaryDirectory(prefix="nemo-rl-test-store-")
 os.environ["NEMO_RL_HOME"] = _STORE.name
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests that start Ray first: they take longest, and one process runs them all."""
+    """Puts tests that start Ray first: they take longest, and one process runs them all.
+
+    What is `thorough` is slow, too.
+    """
+    for item in items:
+        if item.get_closest_marker("thorough") is not None:
+            item.add_marker("slow")
     items.sort(key=lambda item: _group(item.nodeid) != "ray")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import RECIPE, run, step_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 NUM_STEPS = 8
 SMALL: dict[str, Any] = {

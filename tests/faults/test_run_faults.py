@@ -21,7 +21,7 @@ from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Rollout
 from tests.training import Watch, assert_equal_weights, replay
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("session")]
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("session")]
 
 NUM_STEPS, SAVE_EVERY, NUM_ROWS = 4, 2, 16
 # A prompt comes up in one step alone, so that what is said of one concerns that step.

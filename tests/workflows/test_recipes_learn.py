@@ -14,7 +14,7 @@ import pytest
 
 Run = Any
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def two_steps(folder: Path, axes: dict[str, Any], head: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_of_tensor_parallelism_agree_with_one(tiny_model: Path, tmp_path: Path) -> None:
     axes: dict[str, Any] = {"tensor_parallel_size": 2}
     split = {**axes, "sequence_parallel": True}

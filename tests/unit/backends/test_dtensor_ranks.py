@@ -97,7 +97,7 @@ def losses(folder: Path, layouts: dict[str, dict[str, Any]], saved: Path) -> dic
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_a_checkpoint_of_one_layout_goes_on_at_the_next(
     tiny_model: Path, tmp_path: Path, num_ranks: int, layouts: dict[str, dict[str, Any]]

@@ -190,7 +190,7 @@ def test_new_weights_replace_all_of_the_old(
     assert sequences(engine.generate(make_batch(), greedy=True)) == before
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_megatrons_ranks_draw_as_one_does(engines: Engines, tiny_model: Path, axis: str) -> None:
     expected = engines("megatron", temperature=0.8).generate(make_batch(), greedy=False)

@@ -174,7 +174,7 @@ def sharded_steps(folder: Path, saved: Path) -> tuple[dict[str, torch.Tensor], d
     return weights(backend), metrics
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sharded_adapters_train_as_whole_ones_and_resume_on_one_rank(
     tiny_model: Path, tmp_path: Path
 ) -> None:

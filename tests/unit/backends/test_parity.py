@@ -390,7 +390,7 @@ def expected(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return {name: plain(folder) for name, folder in folders.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("group", CASES, ids=name_of)
 def test_every_layout_of_both_backends_follows_the_plain_loop(

@@ -103,7 +103,7 @@ def megatron_on_rank(model: Path, damaged: Path) -> tuple[list[int], list[str], 
     return counts, refusals, same, (backend.get_logprobs(batch) - alone).abs().max().item()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_megatron_keeps_its_groups_and_its_weights_where_a_reference_is_damaged(
     tiny_model: Path, tmp_path: Path
 ) -> None:

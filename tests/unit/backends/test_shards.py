@@ -227,7 +227,7 @@ CASES: dict[int, list[tuple[str, Head, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_hold_the_weights_of_whole_loading(folders: dict[str, Path], num_ranks: int) -> None:
     cases = [(folders[kind], head, axes) for kind, head, axes in CASES[num_ranks]]
@@ -241,7 +241,7 @@ def test_ranks_hold_the_weights_of_whole_loading(folders: dict[str, Path], num_r
                 assert torch.equal(results[number][name], weight), (axes, name)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [{}, {"tensor_parallel_size": 2}], ids=["FSDP 2", "TP 2"])
 def test_a_rank_that_holds_half_a_model_never_holds_much_more(
     folders: dict[str, Path], axes: dict[str, Any]

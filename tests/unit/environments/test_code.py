@@ -218,7 +218,7 @@ def test_the_verdict_cannot_be_forged(judge: Judge, name: str) -> None:
     assert judge(FORGERIES[name], ADD) == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(SLOW))
 def test_nor_in_less_likely_ways(judge: Judge, name: str) -> None:
     assert judge(FORGERIES[name], ADD) == 0.0
@@ -247,7 +247,7 @@ def test_tests_before_a_crash_count(judge: Judge) -> None:
     assert judge(program, [*ADD, ADD[0]]) == pytest.approx(1 / 3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
     # What it gives back keeps the test busy past its limit: the program's fault, not the row's.
     long = "def items(): return list(range(100_000))"
@@ -267,7 +267,7 @@ def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
         pytest.param(
             "import time\nprint(3)\nprint(7, flush=True)\ntime.sleep(99)",
             0.0,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
     ],
 )

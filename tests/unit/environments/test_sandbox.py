@@ -318,7 +318,7 @@ def test_deep_recursion_ends_in_the_program(run: Run) -> None:
     assert ended.exit_code in (1, -9, -11)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_at_most_so_many_run_at_once(namespaces: None) -> None:
     sandbox = Sandbox(num_parallel=2)
     most = 0
@@ -388,7 +388,7 @@ socket.socket()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
     reason="other users are what the other tests run as, or lack an interpreter they may read",
@@ -412,7 +412,7 @@ print(Sandbox().run({{"main.py": {FORKS!r}}}))
     assert "Operation not permitted" in ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a capability to lose")
 def test_a_machine_without_namespaces_is_refused() -> None:
     code = "from nemo_rl_core.environments.sandbox import Sandbox; Sandbox()"

@@ -76,7 +76,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_fails_on_its_way_leaves_a_record(
     python: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def prepare(config: SFTExperiment) -> Dataset:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_commands_make_each_artifact_once_and_lose_none(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     (tmp_path / "prepare.py").write_text(WORKFLOW)

@@ -99,7 +99,7 @@ def changed_neighbour(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return before, backend.get_logprobs(batch)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_changed_sequence_leaves_its_neighbours_alone_to_the_bit(
     dense: Path,
 ) -> None:
@@ -136,7 +136,7 @@ def saved_and_resumed(folder: Path, path: Path) -> dict[str, list[float]]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_checkpoint_resumes_at_another_layout(dense: Path, tmp_path: Path) -> None:
     losses = run_ranks(saved_and_resumed, dense, tmp_path, world_size=2)[0]
     assert losses["2x1"] == losses["straight"]  # the same layout goes on to the bit
@@ -172,7 +172,7 @@ def saved_twice(folder: Path, path: Path) -> None:
     assert not (path / "meanwhile" / "trainer" / ".metadata.tmp").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile_or_loaded(
     dense: Path, tmp_path: Path
 ) -> None:

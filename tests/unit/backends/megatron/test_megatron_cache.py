@@ -145,7 +145,7 @@ def plain_logits(backend: Any) -> torch.Tensor | None:
     return torch.stack([torch.cat(rows) for rows in steps]) if steps[0] else None
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_cached_logits_and_tokens_at_every_layout(folders: dict[str, Path]) -> None:
     def compare(name: str, layout: dict[str, int]) -> dict[str, Any]:
         words = {"max_new_tokens": 8, "temperature": 0.8}

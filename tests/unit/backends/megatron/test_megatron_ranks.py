@@ -104,7 +104,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_agree_on_places_failures_and_files(tmp_path: Path) -> None:
     (tmp_path / "refused").mkdir()
 

@@ -25,7 +25,7 @@ def test_alone_a_rank_has_all_places_and_no_filler() -> None:
     assert ring_places(ids, 1, 0, 2).tolist() == list(range(8))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(deadline=None)  # Megatron is imported
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),

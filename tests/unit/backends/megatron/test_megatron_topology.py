@@ -88,7 +88,7 @@ def test_an_architecture_that_cannot_be_held_is_named(tmp_path, config, message:
         family_of(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @needs_no_cuda
 def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() -> None:
     def places() -> dict[str, object]:
@@ -149,7 +149,7 @@ def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() ->
         assert found["itself"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_folder_without_a_weight_is_refused(tmp_path) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM

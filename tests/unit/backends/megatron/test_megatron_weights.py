@@ -168,7 +168,7 @@ def compare(folder: Path, training: MegatronTraining) -> Comparison:
     return Comparison(len(exported), unequal, error)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_architecture_and_layout_equals_transformers(folders: dict[str, Path]) -> None:
     """One set of ranks for all: data parallelism takes those that a layout leaves."""
 
