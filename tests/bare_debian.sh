@@ -15,15 +15,19 @@ if [ $# -eq 0 ]; then set -- "make grpo CONFIG=workflows/recipes/grpo_ci.yaml"; 
 
 root=$(mktemp -d)
 # The mounts live in a namespace of their own, which ends with it: only plain files are removed.
-trap 'rm -rf --one-file-system "$root"' EXIT
+trap 'rm -rf --one-file-system "$root" "$root.log"' EXIT
 
 mirror=$(sed -n 's/^URIs: *\([^ ]*\).*/\1/p; s/^deb \([^ ]*\) .*/\1/p' \
   /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null | head -n 1 || true)
-echo "bare_debian: debootstrap"
-debootstrap --variant=minbase --include=python3.11,python3.11-venv,git,make,ca-certificates \
-  bookworm "$root" ${mirror:+"$mirror"} > /dev/null
+quietly() {
+  "$@" > "$root.log" 2>&1 || { tail -n 20 "$root.log" >&2; exit 1; }
+}
 
-cp -L /etc/resolv.conf "$root/etc/resolv.conf" 2> /dev/null || true
+echo "bare_debian: debootstrap"
+quietly debootstrap --variant=minbase bookworm "$root" ${mirror:+"$mirror"}
+cp -L /etc/resolv.conf "$root/etc/resolv.conf"
+quietly chroot "$root" apt-get install -y --no-install-recommends \
+  python3.11 python3.11-venv git make ca-certificates
 cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
 git clone -q "$repository" "$root/project"
 folders=("${PIP_FIND_LINKS:-}")
