@@ -54,8 +54,8 @@ class MathScorer(Scorer):
 
     def close(self) -> None:
         """Ends the child processes; the next call of `score` starts others."""
-        for _ in range(self._config.num_parallel):
-            worker = self._idle.get()
+        workers = [self._idle.get() for _ in range(self._config.num_parallel)]
+        for worker in workers:
             if worker is not None:
                 worker.stop()
             self._idle.put(None)
