@@ -59,10 +59,20 @@ class JsonSchemaMatch(FrozenConfig):
 
 
 class MathVerify(FrozenConfig):
-    """1.0 when math-verify finds the completion's final answer equal to the reference."""
+    """1.0 when math-verify finds the completion's final answer equal to the reference.
+
+    Attributes:
+        max_calls: The most Python calls of one comparison; a million take about a second, and
+            usual answers need at most half of that. A completion that needs more is wrong, on a
+            fast machine as on a slow one.
+        cpu_seconds: The same for a comparison that takes its time in few calls.
+        num_parallel: How many completions are compared at once.
+    """
 
     kind: Literal["math"] = "math"
-    timeout_seconds: PositiveFloat = 5.0
+    max_calls: PositiveInt = 2_000_000
+    cpu_seconds: PositiveInt = 10
+    num_parallel: PositiveInt = 2
 
 
 class ReasoningGymScore(FrozenConfig):

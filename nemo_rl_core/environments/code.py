@@ -9,9 +9,17 @@ or inputs and outputs of the whole program, where white space at the ends of lin
     {"tests": [{"stdin": "1 2\\n", "stdout": "3\\n"}]}
 
 `setup` is optional, and runs before each piece. A test may use names that it, its setup and Python
-do not define: they are the program's. Data goes back and forth as plain data (numbers, text, bytes,
-lists, tuples, sets, dicts, None); of anything else, methods can be called. The limits hold for all
-pieces of a row together, and for each exchange.
+do not define: they are the program's. A module of the standard library never is: `math.isclose` is
+Python's own, imported or not. Data goes back and forth as plain data (numbers, text, bytes, lists,
+tuples, sets, dicts, None), so that a program changes no argument of a test's; of anything else,
+methods can be called. Between two calls, a name or an attribute has one value. StopIteration and
+StopAsyncIteration that a program raises reach the test as RuntimeError, since they would end its
+loops. The limits hold for all pieces of a row together, and for each exchange.
+
+A row is broken, and has no score, when the verdict on one of its pieces is the same for every
+program: the piece or its setup cannot be compiled, the setup raises, an argument cannot be sent, or
+the piece ends (it passes, raises, exits, or reaches the limits) before it has asked the program for
+anything. A piece that first asks, and then fails whatever the reply, is not recognised.
 """
 
 import json
@@ -121,6 +129,7 @@ class CodeScorer(Scorer):
     ) -> None:
         self._limits, self._reward, self._num_parallel = limits, reward, num_parallel
         self._sandbox = Sandbox(limits, num_parallel=num_parallel)
+        self._whole: set[UnitTests] = set()
 
     @classmethod
     def from_config(cls, config: CodeTests) -> "CodeScorer":
@@ -157,10 +166,17 @@ class CodeScorer(Scorer):
         return ended.succeeded and _lines(ended.stdout) == _lines(exchange.stdout)
 
     def _passed_pieces(self, program: str, tests: UnitTests) -> list[bool]:
-        """Which pieces pass. The program answers calls in one sandbox, the tests make them in
-        another."""
-        stored = json.dumps({"setup": tests.setup, "tests": tests.pieces})
-        # The program's deadline comes first: then the tests hear that it is gone, and go on.
+        """Which pieces pass; one that the checker did not come to has not."""
+        lines = self._checked(program, tests)
+        if len(lines) < len(tests.pieces):
+            # The checker died in a test: the program's doing, or the row's.
+            self._raise_if_broken(tests)
+        return [lines.get(place) is True for place in range(len(tests.pieces))]
+
+    def _checked(self, program: str, tests: UnitTests) -> dict[Any, Any]:
+        """What the checker reports. The program answers calls in one sandbox, the tests make them
+        in another."""
+        # The program's deadline comes first: then the tests find that it is gone, and go on.
         patient = replace(self._limits, wall_seconds=self._limits.wall_seconds + 5)
         with ExitStack() as running:
             with ExitStack() as pipes:
@@ -174,16 +190,40 @@ class CodeScorer(Scorer):
                 )
                 checking = running.enter_context(
                     self._sandbox.start(
-                        {**_harness("checker"), "tests.json": stored},
+                        {**_harness("checker"), "tests.json": _stored(tests)},
                         stdin=replies[0],
                         stdout=requests[1],
-                        limits=patient,
+                        limits=_room_for_report(patient, tests),
                     )
                 )
             checked = checking.wait()
             answering.terminate()
             answering.wait()
-        return _verdicts(checked, len(tests.pieces))
+        return _report(checked)
+
+    def _raise_if_broken(self, tests: UnitTests) -> None:
+        if tests not in self._whole:
+            ended = self._sandbox.run(
+                {**_harness("row"), "tests.json": _stored(tests)},
+                limits=_room_for_report(self._limits, tests),
+            )
+            lines = _report(ended)
+            for place in range(len(tests.pieces)):
+                if place not in lines:
+                    raise _broken(
+                        f"test {place}: it ends its process, or reaches the limits, before it has "
+                        "asked the program for anything"
+                    )
+            self._whole.add(tests)
+
+
+def _stored(tests: UnitTests) -> str:
+    return json.dumps({"setup": tests.setup, "tests": tests.pieces})
+
+
+def _room_for_report(limits: Limits, tests: UnitTests) -> Limits:
+    """A line a test, of which none may be cut off."""
+    return replace(limits, output_bytes=limits.output_bytes + 32 * len(tests.pieces))
 
 
 def _pipe(closing: ExitStack) -> tuple[int, int]:
@@ -195,34 +235,31 @@ def _pipe(closing: ExitStack) -> tuple[int, int]:
 
 @cache
 def _harness(name: str) -> dict[str, str]:
-    """The files of one of the two sandboxes, found there under the names they have here."""
-    folder = Path(__file__).with_name("code_checker")
+    """The files of a sandbox that runs one of the checker's modules, under the names they have
+    here."""
     files = {
-        f"{_FOLDER}/{each}.py": (folder / f"{each}.py").read_text() for each in (name, "plain")
+        f"{_FOLDER}/{file.name}": file.read_text()
+        for file in sorted(Path(__file__).with_name("code_checker").glob("*.py"))
     }
     return {**files, "main.py": f"from {_FOLDER.replace('/', '.')}.{name} import main\nmain()\n"}
 
 
-def _verdicts(checked: Finished, num_tests: int) -> list[bool]:
-    """What the checker reported; a test that it did not come to has not passed.
+def _report(ended: Finished) -> dict[Any, Any]:
+    """The lines that a sandbox wrote, by the first of the two things in each.
 
     Raises:
         RewardError: When the tests themselves are at fault.
     """
-    said = [json.loads(line) for line in checked.stderr.splitlines() if line.startswith("[")]
-    about = dict(said)
-    if "broken" in about:
-        raise _broken(about["broken"])
-    # What a program gives back can keep a test busy; before that, the test has only itself.
-    if not checked.succeeded and "answered" not in about:
-        raise _broken(f"the tests ended with {checked}")
-    return [about.get(place) is True for place in range(num_tests)]
+    lines = dict(json.loads(line) for line in ended.stderr.splitlines() if line.startswith("["))
+    if "broken" in lines:
+        raise _broken(lines["broken"])
+    return lines
 
 
 def _broken(why: str) -> RewardError:
     return RewardError(
         "a row's unit tests cannot be run",
-        expected="Python whose setup runs, and whose tests end",
+        expected="Python whose setup runs, and tests that ask the program for something",
         got=why[:300],
         fix="correct the row's metadata, or leave it out",
     )

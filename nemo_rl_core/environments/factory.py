@@ -118,7 +118,7 @@ def _single_scorer(
         case MathVerify():
             from nemo_rl_core.environments.math import MathScorer
 
-            return MathScorer(timeout_seconds=config.timeout_seconds)
+            return MathScorer(config)
         case ReasoningGymScore():
             from nemo_rl_core.environments.reasoning_gym import ReasoningGymScorer
 

@@ -1,4 +1,4 @@
-"""Answers checked by math-verify, in a process that can be stopped."""
+"""Answers checked by math-verify, in processes that can be stopped."""
 
 import json
 import os
@@ -8,73 +8,101 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import LifoQueue
 from typing import IO, Any
 
+from nemo_rl_core.config.environment import MathVerify
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
 _START_SECONDS = 120.0
-_GRACE_SECONDS = 1.0
-"""What the child gets past its own deadline to say that it passed, before it is killed."""
+_LOST_SECONDS = 600.0
+"""A process that has given no reply for so long is lost; its limits end it long before."""
 
 
 class MathScorer(Scorer):
     """1.0 when math-verify finds the completion's final answer equal to the reference, else 0.0.
 
-    A completion in which no mathematics is found scores 0. A comparison that runs out of time or
-    raises has no score: it is an error.
+    A completion in which no mathematics is found scores 0, and so does one that cannot be compared
+    within the limits. The reference answer is checked once, apart: one that is no mathematics, does
+    not equal itself, or reaches the limits by itself is an error, and so is a comparison that
+    raises.
 
     Args:
-        timeout_seconds: For one completion.
+        config: The limits.
     """
 
-    def __init__(self, *, timeout_seconds: float = 5.0) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._worker: _Worker | None = None
+    def __init__(self, config: MathVerify | None = None) -> None:
+        self._config = config or MathVerify()
+        # The last that was used is the first to be used again: one at a time needs no second.
+        self._idle: LifoQueue[_Worker | None] = LifoQueue()
+        for _ in range(self._config.num_parallel):
+            self._idle.put(None)
+        self._references: dict[str, str | None] = {}
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; equal completions of equal answers are compared once."""
-        known: dict[tuple[str, str], float | RewardError] = {}
-        found = []
-        for rollout in rollouts:
-            key = (rollout.prompt.answer, rollout.text)
-            if key not in known:
-                known[key] = attempt(
-                    partial(self._compare, *key),
-                    prompt=rollout.prompt.text,
-                    completion=rollout.text,
-                    source="math-verify",
-                )
-            found.append(known[key])
-        return found
+        asked = {(r.prompt.answer, r.text): r for r in rollouts}
+        answers = {r.prompt.answer for r in rollouts} - self._references.keys()
+        with ThreadPoolExecutor(self._config.num_parallel) as pool:
+            self._references |= zip(answers, pool.map(self._fault, answers), strict=True)
+            found = dict(zip(asked, pool.map(self._outcome, asked.values()), strict=True))
+        return [found[r.prompt.answer, r.text] for r in rollouts]
 
     def close(self) -> None:
-        """Ends the child process; the next call of `score` starts another."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        """Ends the child processes; the next call of `score` starts others."""
+        workers = [self._idle.get() for _ in range(self._config.num_parallel)]
+        for worker in workers:
+            if worker is not None:
+                worker.stop()
+            self._idle.put(None)
+
+    def _outcome(self, rollout: Rollout) -> float | RewardError:
+        return attempt(
+            partial(self._compare, rollout.prompt.answer, rollout.text),
+            prompt=rollout.prompt.text,
+            completion=rollout.text,
+            source="math-verify",
+        )
 
     def _compare(self, answer: str, completion: str) -> float:
-        if self._worker is None:
-            self._worker = _Worker()
-        request = {
-            "answer": answer,
-            "completion": completion,
-            "timeout_seconds": self._timeout_seconds,
-        }
-        try:
-            reply = self._worker.ask(request, seconds=self._timeout_seconds + _GRACE_SECONDS)
-        except (TimeoutError, OSError):
-            # The child is stuck in C code, or dead: the next completion gets a fresh one.
-            self.close()
-            raise
+        fault = self._references[answer]
+        if fault is not None:
+            raise ValueError(fault)
+        reply = self._ask(answer, completion)
         if "error" in reply:
             raise ValueError(reply["error"])
-        if "timeout" in reply:
-            raise TimeoutError(f"no result within {self._timeout_seconds:g} s")
-        return float(reply["score"])
+        return float(reply.get("score", 0.0))
+
+    def _fault(self, answer: str) -> str | None:
+        """What is wrong with a reference answer."""
+        try:
+            reply = self._ask(answer, None)
+        except (TimeoutError, OSError):
+            # Nothing is known about the answer; the comparison asks a new process.
+            return None
+        if reply.get("score") == 1.0:
+            return None
+        why = reply.get("error") or reply.get("limit") or "it does not equal itself"
+        return f"the reference answer {answer[:80]!r} cannot be compared: {why}"
+
+    def _ask(self, answer: str, completion: str | None) -> dict[str, Any]:
+        limits = self._config.model_dump(include={"max_calls", "cpu_seconds"})
+        worker = self._idle.get()
+        try:
+            worker = worker or _Worker()
+            return worker.ask({"answer": answer, "completion": completion, **limits})
+        except BaseException:
+            # It is lost, dead or in the middle of a reply: the next completion gets a new one.
+            if worker is not None:
+                worker.stop()
+                worker = None
+            raise
+        finally:
+            self._idle.put(worker)
 
 
 class _Worker:
@@ -88,7 +116,8 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": search_path},
+            # Sets of text have the same order in every process.
+            env={**os.environ, "PYTHONPATH": search_path, "PYTHONHASHSEED": "0"},
             # Ctrl-C is for the parent, which closes its scorers.
             start_new_session=True,
         )
@@ -98,7 +127,7 @@ class _Worker:
             self.stop()
             raise
 
-    def ask(self, request: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request.
 
         Raises:
@@ -108,7 +137,7 @@ class _Worker:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        reply: dict[str, Any] = json.loads(self._read_line(seconds))
+        reply: dict[str, Any] = json.loads(self._read_line(_LOST_SECONDS))
         return reply
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
 """The child process of `math.MathScorer`: one JSON request a line in, one JSON reply a line out.
 
-A process of its own, because math-verify needs SIGALRM (hence a main thread), and because nothing
-else can stop an exponentiation inside the interpreter's C code.
+Each request is answered by a process forked for it: the kernel can end that one, whatever C code it
+is in, and every comparison starts from the same state of sympy's caches, so that what it costs does
+not depend on those before it.
 """
 
 import json
@@ -11,12 +12,21 @@ import signal
 import sys
 from typing import Any
 
+from nemo_rl_core.environments.math_limits import (
+    TooLargeError,
+    count_calls,
+    refuse_large_numbers,
+)
+
 _MAX_MEMORY_GIB = 4
-_GRACE_SECONDS = 2.0
-
-
-class DeadlinePassedError(BaseException):
-    """Not an Exception, so that no `except Exception` of sympy's swallows it."""
+_SAMPLES = (
+    (r"x^{2}+1", r"$2x-1$"),
+    (r"\frac{1+\sqrt{5}}{2}", r"$(1, 2)$"),
+    (r"\sin(x)", r"$\{1, 2\}$"),
+    (r"[0, 1)", r"$\begin{pmatrix}1&2\\3&4\end{pmatrix}$"),
+    ("46", "46"),
+)
+"""Forms of answers; the parser is quicker with those that it has seen."""
 
 
 def equal(answer: str, completion: str) -> bool:
@@ -27,55 +37,111 @@ def equal(answer: str, completion: str) -> bool:
     """
     from math_verify import parse, verify
 
+    # A completion in which nothing can be read is wrong; only the reference must be readable.
+    found = parse(completion, parsing_timeout=None)
+    reference = read_reference(answer)
+    return bool(found) and bool(verify(reference, found, timeout_seconds=None, raise_on_error=True))
+
+
+def equals_itself(answer: str) -> bool:
+    """Whether any completion can be equal to the reference.
+
+    Raises:
+        ValueError: When the reference is no mathematics.
+    """
+    from math_verify import verify
+
+    read = read_reference(answer)
+    return bool(verify(read, read, timeout_seconds=None, raise_on_error=True))
+
+
+def read_reference(answer: str) -> list[Any]:
+    """What math-verify makes of a reference answer.
+
+    Raises:
+        ValueError: When it finds no mathematics.
+    """
+    from math_verify import parse
+
     # A bare answer is read as LaTeX: between dollars "x^2+1" and "(1, 2)" mean what they say.
     marked = "$" in answer or "\\boxed" in answer
-    reference = parse(answer if marked else f"${answer}$", parsing_timeout=None)
+    reference: list[Any] = parse(answer if marked else f"${answer}$", parsing_timeout=None)
     # What could not be turned into an expression is kept as text.
     if all(isinstance(each, str) for each in reference):
         raise ValueError(
             f"math-verify finds no mathematics in the reference answer {answer[:80]!r}"
         )
-    # A completion in which nothing can be read is wrong; only the reference must be readable.
-    found = parse(completion, parsing_timeout=None)
-    return bool(found) and bool(verify(reference, found, timeout_seconds=None, raise_on_error=True))
+    return reference
 
 
 def reply(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"score": ...}`, `{"timeout": true}` or `{"error": ...}`."""
-    seconds = float(request["timeout_seconds"])
-    # The first alarm reaches Python code. The second kills the process, if C code lets the first
-    # one wait: the parent would, but it may be gone.
-    signal.setitimer(signal.ITIMER_PROF, seconds + _GRACE_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    """`{"score": ...}`, `{"limit": which}` or `{"error": ...}`.
+
+    Args:
+        request: An answer; a completion, or none to check the answer; `max_calls`, `cpu_seconds`.
+    """
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _answer(request, sending)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as file:
+        said = file.read()
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        answered: dict[str, Any] = json.loads(said)
+        return answered
+    if code == -signal.SIGXCPU:
+        return {"limit": f"{request['cpu_seconds']} s of CPU time"}
+    return {"error": f"the comparison ended with exit code {code}"}
+
+
+def _answer(request: dict[str, Any], sending: int) -> None:
+    """Writes the reply and ends the process, which has just been forked."""
+
+    def end(**said: Any) -> None:
+        os.write(sending, json.dumps(said).encode())
+        os._exit(0)
+
     try:
-        return {"score": float(equal(request["answer"], request["completion"]))}
-    except DeadlinePassedError:
-        return {"timeout": True}
+        # One that is in C code ends by the first, and counts for `reply` as having taken too long.
+        seconds, most = request["cpu_seconds"], request["max_calls"]
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        count_calls(most, lambda: end(limit=f"{most} Python calls"))
+        if request["completion"] is None:
+            end(score=float(equals_itself(request["answer"])))
+        end(score=float(equal(request["answer"], request["completion"])))
+    except (TooLargeError, MemoryError, RecursionError) as error:
+        end(limit=f"{type(error).__name__}: {str(error)[:200]}")
     # Named fault boundary: sympy raises anything at all; the parent turns it into a RewardError.
     except Exception as error:  # noqa: BLE001 (sent to the parent)
-        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+        end(error=f"{type(error).__name__}: {str(error)[:200]}")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _deadline_passed(_signal: int, _frame: object) -> None:
-    raise DeadlinePassedError
+        os._exit(1)
 
 
 def main() -> None:
     """Serves until stdin closes."""
     import logging
+    import random
 
     limit = _MAX_MEMORY_GIB * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.signal(signal.SIGALRM, _deadline_passed)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.WARNING)
     # Replies go out on a copy of stdout: what sympy might print must not come between them.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        import math_verify  # noqa: F401 (so that the first request does not pay for it)
+        from sympy.core.random import seed
 
+        refuse_large_numbers()
+        # sympy compares some expressions at random numbers: the same ones each time.
+        seed(0)
+        random.seed(0)
+        # So that not every comparison pays for what the first ones load and compute.
+        for answer, completion in _SAMPLES:
+            equal(answer, completion)
         answers.write("{}\n")
         answers.flush()
         for line in sys.stdin:

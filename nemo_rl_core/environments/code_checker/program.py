@@ -5,20 +5,17 @@ The program may do to this process whatever it likes: all that leaves it is what
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.environments.code_checker.plain import Encoded, decode, encode
+from nemo_rl_core.environments.code_checker.streams import silence
 
 
 def main() -> None:
     """Answers one call a line until stdin closes."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    silence()
     # Not __main__: what a program does when it is run as a script is not what is tested.
     names: dict[str, Any] = {"__name__": "program"}
     exec(compile(Path("program.py").read_text(encoding="utf-8"), "program.py", "exec"), names)

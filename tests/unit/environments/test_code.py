@@ -129,6 +129,14 @@ def test_encoding_is_undone_by_decoding(value: Any) -> None:
             "assert len(box.items) == 2 and box.items[0] == 1",
         ),
         ("LIMIT = 7", "assert LIMIT == 7"),
+        ("n = 0\ndef up():\n    global n\n    n += 1", "up()\nassert n == 1\nup()\nassert n == 2"),
+        ("class A:\n    _of = 3; _value = [4]", "assert A()._of == 3 and A()._value[0] == 4"),
+        ("class A: items = []", "a = A()\na.items.append(1)\nassert a.items == [1]"),
+        ("class A: pass", "assert not hasattr(A(), 'x') and getattr(A(), 'x', 3) == 3"),
+        ("def bisect(x): return 2 * x", "assert bisect(2) == 4"),
+        ("queue = []", "queue.append(3)\nassert queue == [3]"),
+        ("def f(): return 4", "assert functools.reduce(max, [f(), 3]) == 4"),
+        ("def f(): return iter([]).__next__()", "try:\n    f()\nexcept RuntimeError:\n    pass"),
         ("def f(x): raise ValueError('no')", "try:\n    f(1)\nexcept ValueError:\n    pass"),
         ("def f(g): return g(2)\ndef double(x): return 2 * x", "assert f(double) == 4"),
         ("def count(n): print('noise'); return n", "assert [count(i) for i in range(3)]"),
@@ -303,7 +311,16 @@ def test_a_row_without_tests_is_an_error(metadata: str) -> None:
         ("assert add(1, 2) == 3", "import numpyy", "ModuleNotFoundError"),
         ("assert add(1, 2) == 3", "1 / 0", "ZeroDivisionError"),
         ("assert add(open('/dev/null'), 2)", "", "TextIOWrapper cannot be sent"),
-        ("while True: pass", "", "the tests ended with"),
+        ("1 / 0", "", "ZeroDivisionError: division by zero, before it has asked"),
+        ("assert add", "raise SystemExit", "SystemExit"),
+        ("assert undefined.add(1, 2)\nimport nothing", "undefined = 1", "AttributeError"),
+        ("raise KeyboardInterrupt\nadd(1, 2)", "", "KeyboardInterrupt"),
+        ("try:\n    add(open('/dev/null'))\nexcept:\n    pass", "", "it passes, before"),
+        # HumanEval's tests without the call at their end.
+        ("def check(candidate):\n    assert candidate(1, 2) == 3", "", "it passes, before"),
+        ("assert callable(add)", "", "it passes, before"),
+        ("import os; os._exit(0)", "", "it ends its process"),
+        pytest.param("while True: pass", "", "or reaches the limits", marks=pytest.mark.thorough),
     ],
 )
 def test_a_broken_row_is_an_error_and_not_a_zero(
@@ -312,6 +329,41 @@ def test_a_broken_row_is_an_error_and_not_a_zero(
     outcome = judge("def add(a, b): return a + b", [test], setup=setup)
     assert isinstance(outcome, RewardError)
     assert said in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "",
+        pytest.param("while True: pass", marks=pytest.mark.thorough),
+        pytest.param("def add(a, b): return [0] * 50_000", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_broken_row_is_broken_for_every_program(judge: Judge, program: str) -> None:
+    # The first test keeps the checker busy until it is killed, where the program has it so.
+    busy = "x = add(1, 2)\nassert x == 3 or all(y in x for y in range(len(x)) for z in x)"
+    for test in ("1 / 0", "import os; os._exit(0)"):
+        outcome = judge(program, [busy, test])
+        assert isinstance(outcome, RewardError)
+        assert "test 1: " in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 1 / 0",
+        "if add(1, 2) != 3: import os; os._exit(0)",
+        "assert add(1, 2) == 3; raise KeyboardInterrupt",
+    ],
+)
+def test_a_test_that_has_asked_is_failed_and_not_broken(judge: Judge, test: str) -> None:
+    # It ends after a reply, so it may end otherwise after another.
+    assert judge("def add(a, b): return 7", [test, *ADD]) == 0.0
+
+
+@pytest.mark.thorough
+def test_the_reports_of_many_tests_are_not_cut_off(judge: Judge) -> None:
+    assert judge("def add(a, b): return a + b", ["assert add(1, 2) == 3"] * 6000) == 1.0
 
 
 def test_one_broken_row_does_not_fail_the_others(scorer: CodeScorer, rollout: Make) -> None:

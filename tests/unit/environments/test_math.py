@@ -1,14 +1,14 @@
 """Against the real child process; one is shared, since each start imports sympy."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from nemo_rl_core.config.environment import MathVerify
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.math import MathScorer
+from nemo_rl_core.environments.math import MathScorer, _Worker
 from nemo_rl_core.environments.math_worker import equal
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -18,10 +18,17 @@ Make = Callable[..., Rollout]
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[MathScorer]:
-    made = make_scorer(MathVerify(timeout_seconds=3))
+    made = make_scorer(MathVerify(max_calls=200_000))
     assert isinstance(made, MathScorer)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[_Worker]:
+    made = _Worker()
+    yield made
+    made.stop()
 
 
 @pytest.mark.parametrize(
@@ -39,6 +46,8 @@ def scorer() -> Iterator[MathScorer]:
         ("1,000", "1000", 1.0),
         ("$x^2+1$", "$1+x^2$", 1.0),
         (r"\boxed{7}", "7", 1.0),
+        # Neither is computed.
+        ("2^{1000000}", "$2^{1000000}$", 1.0),
     ],
 )
 def test_equal_mathematics_scores_one(
@@ -55,32 +64,108 @@ def test_garbage_scores_zero(scorer: MathScorer, rollout: Make, completion: str)
     assert scorer.score([rollout(completion)]) == [0.0]
 
 
-def test_a_megabyte_is_answered_or_refused_within_the_deadline(
-    scorer: MathScorer, rollout: Make
+def test_a_megabyte_is_compared(scorer: MathScorer, rollout: Make) -> None:
+    assert scorer.score([rollout("word " * 200_000 + "46"), rollout("1" * 1_000_000)]) == [1.0, 0.0]
+
+
+SLOW = {
+    "a tower of powers": "$9^{9^{9^{9}}}$",
+    "the same without LaTeX": "9**9**9**9",
+    "a long power": "$10^{100000000}$",
+    "a power of a fraction": r"$(\frac{2}{3})^{100000000}$",
+    "a negative power": "$7^{-100000000}$",
+    "a root of a long power": r"$\sqrt[3]{10^{3000001}+1}$",
+    "open brackets": r"\boxed{" + "(" * 10_000,
+    "nested fractions": "$" + r"\frac{1}{" * 2000 + "1" + "}" * 2000 + "$",
+    "nested roots": "$" + r"\sqrt{" * 500 + "2" + "}" * 500 + "$",
+    "a binomial coefficient": r"$\binom{10^9}{10^8}$",
+    "a factorial": "$(10^9)!$",
+    "a long product": r"$\prod_{i=1}^{10000000} i$",
+    "an integral": r"$\int_0^1 x^{x^x} e^{-x^2}\sin(x^3) dx$",
+    "many terms": "$" + "+".join(f"x^{{{n}}}" for n in range(400)) + "$",
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_completion_that_is_slow_to_compare_is_wrong(
+    scorer: MathScorer, rollout: Make, name: str
 ) -> None:
-    started = time.monotonic()
-    outcomes = scorer.outcomes([rollout("word " * 200_000 + "46"), rollout("1" * 1_000_000)])
-    # Two deadlines of 3 s, each with its second of grace, and at most two starts of the child.
-    assert time.monotonic() - started < 2 * 4 + 30
-    # A score is only given where the whole text could be read.
-    assert all(outcome in (0.0, 1.0) or isinstance(outcome, RewardError) for outcome in outcomes)
-    assert scorer.score([rollout("46")]) == [1.0]
+    assert scorer.score([rollout(SLOW[name])]) == [0.0]
 
 
-def test_a_time_out_is_an_error_and_not_a_zero(rollout: Make) -> None:
-    scorer = MathScorer(timeout_seconds=0.5)
+def test_what_is_slow_is_stopped_by_its_work_and_not_by_the_clock(worker: _Worker) -> None:
+    # Not one of them comes to the limit on CPU time, which another machine would reach elsewhere.
+    for completion in SLOW.values():
+        found = worker.ask(_request(completion, max_calls=200_000, cpu_seconds=10_000))
+        assert "CPU" not in found.get("limit", "") and found.get("score", 0.0) == 0.0, found
+
+
+def test_the_same_work_is_counted_each_time(worker: _Worker) -> None:
+    # The least number of calls that suffices is the same after other comparisons.
+    def suffices(calls: int) -> bool:
+        return "score" in worker.ask(_request(r"$\sqrt{2116}$", max_calls=calls))
+
+    low, high = 1, 2**20
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    assert worker.ask(_request("$x^2$", answer="x^2")) == {"score": 1.0}
+    assert [suffices(high), suffices(high - 1)] == [True, False]
+
+
+def test_cpu_time_ends_what_the_bound_on_calls_does_not(worker: _Worker) -> None:
+    request = _request(SLOW["an integral"], max_calls=10**9, cpu_seconds=1)
+    assert worker.ask(request) == {"limit": "1 s of CPU time"}
+
+
+def test_a_reference_that_cannot_be_compared_is_a_broken_row(rollout: Make) -> None:
+    scorer = MathScorer(MathVerify(max_calls=5000))
     try:
-        bomb = rollout("$9^{9^{9^{9}}}$")
-        outcomes = scorer.outcomes([rollout("46"), bomb, rollout("45")])
+        outcomes = scorer.outcomes(
+            [
+                rollout("46"),
+                rollout("46", answer=r"\int_0^1 x^{x^x} dx"),
+                rollout("45", answer=r"\int_0^1 x^{x^x} dx"),
+            ]
+        )
         assert outcomes[0] == 1.0
-        assert isinstance(outcomes[1], RewardError)
-        assert "TimeoutError" in str(outcomes[1])
-        assert "'12+34='" in str(outcomes[1])
-        assert outcomes[2] == 0.0
-        with pytest.raises(RewardError, match="TimeoutError"):
-            scorer.score([bomb])
+        for outcome in outcomes[1:]:
+            assert isinstance(outcome, RewardError)
+            assert "cannot be compared: 5000 Python calls" in str(outcome)
     finally:
         scorer.close()
+
+
+@pytest.mark.thorough
+def test_512_slow_completions_are_compared_side_by_side(rollout: Make) -> None:
+    # Each ends by a bound on sizes. By the limit on CPU time they would take three hours.
+    scorer = MathScorer(MathVerify(num_parallel=3, cpu_seconds=60))
+    try:
+        slow = [
+            rollout(text)
+            for n in range(128)
+            for text in (
+                f"9**9**9**{n + 9}",
+                r"\boxed{" + "(" * (10_000 + n),
+                "$" + r"\frac{1}{" * 2000 + str(n) + "}" * 2000 + "$",
+                rf"$\binom{{10^9}}{{10^8+{n}}}$",
+            )
+        ]
+        assert scorer.score(slow) == [0.0] * 512
+        assert all(worker is not None for worker in scorer._idle.queue)
+    finally:
+        scorer.close()
+
+
+def _started(scorer: MathScorer) -> _Worker:
+    worker = scorer._idle.queue[-1]
+    assert worker is not None
+    return worker
+
+
+def _request(completion: str, **changed: Any) -> dict[str, Any]:
+    limits = MathVerify().model_dump(include={"max_calls", "cpu_seconds"})
+    return {"answer": "46", "completion": completion, **limits, **changed}
 
 
 @pytest.mark.parametrize("answer", ["", "?", "\u65e5\u672c"])
@@ -96,9 +181,8 @@ def test_a_dead_child_is_replaced(rollout: Make) -> None:
     scorer = MathScorer()
     try:
         assert scorer.score([rollout("46")]) == [1.0]
-        assert scorer._worker is not None
-        scorer._worker._process.kill()
-        scorer._worker._process.wait()
+        _started(scorer)._process.kill()
+        _started(scorer)._process.wait()
         (outcome,) = scorer.outcomes([rollout("46")])
         assert isinstance(outcome, RewardError)
         assert scorer.score([rollout("46")]) == [1.0]
@@ -114,14 +198,15 @@ def test_it_works_from_a_thread_where_signals_do_not(scorer: MathScorer, rollout
     assert found == [1.0]
 
 
-def test_close_ends_the_child_and_may_be_called_twice(rollout: Make) -> None:
-    scorer = MathScorer()
-    scorer.score([rollout("46")])
-    assert scorer._worker is not None
-    process = scorer._worker._process
+def test_close_ends_every_child_and_may_be_called_twice(rollout: Make) -> None:
+    scorer = MathScorer(MathVerify(max_calls=500_000))
+    # Two at once take two children.
+    scorer.score([rollout(SLOW["an integral"]), rollout(SLOW["an integral"] + " ")])
+    children = [each._process for each in scorer._idle.queue if each is not None]
+    assert len(children) == 2
     scorer.close()
     scorer.close()
-    assert process.returncode is not None
+    assert all(child.returncode is not None for child in children)
 
 
 def test_bare_references_are_read_as_latex() -> None:

@@ -1,0 +1,51 @@
+"""Finds out which tests of a row come to ask a program for anything, without a program.
+
+Up to its first request a test is the same for every program. Each one runs in a process of its own,
+which ends with that request: what the test makes of a reply does not count here.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nemo_rl_core.environments.code_checker.checker import BrokenTestError, Connection, run_test
+from nemo_rl_core.environments.code_checker.streams import silence
+
+
+class _FirstRequest(Connection):
+    """Ends the process with the first request."""
+
+    def __init__(self, report: int, place: int) -> None:
+        null = open(os.devnull, "r+b", buffering=0)  # noqa: PTH123, SIM115 (for as long as this)
+        super().__init__(null, null)
+        self._report, self._place = report, place
+
+    def _ask(self, *_: Any) -> NoReturn:
+        _say(self._report, [self._place, True])
+        os._exit(0)
+
+
+def main() -> None:
+    """Reads `tests.json`; reports on stderr, a line each.
+
+    `[place, true]` for a test that asks, `["broken", why]` for one that ends before that, and
+    nothing for one that takes its process with it.
+    """
+    report = os.dup(2)
+    silence()
+    stored = json.loads(Path("tests.json").read_text(encoding="utf-8"))
+    for place, source in enumerate(stored["tests"]):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_test(source, stored["setup"], _FirstRequest(report, place))
+            except BrokenTestError as error:
+                _say(report, ["broken", f"test {place}: {error}"[:300]])
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _say(report: int, line: list[Any]) -> None:
+    os.write(report, json.dumps(line).encode() + b"\n")
