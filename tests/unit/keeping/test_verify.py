@@ -13,8 +13,9 @@ from click.testing import CliRunner
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
+from nemo_rl_core.infra.integrity import CARD
 from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import CARD, Inputs, Made, produce
+from nemo_rl_core.infra.produce import Inputs, Made, produce
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.verify import repair, verify
 from tasks.cli.verify import verify as command
