@@ -79,7 +79,7 @@ class Store:
 
     @property
     def verified(self) -> Path:
-        """Digests of artifacts' files, remembered by `nemo_rl_core.infra.integrity`."""
+        """Digests of artifacts' files, kept by `nemo_rl_core.infra.remembered`."""
         return self.cache / "verified"
 
     @property

@@ -12,7 +12,7 @@ from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.verify import verify
 from tests.commands import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def flip_a_bit(path: Path) -> None:

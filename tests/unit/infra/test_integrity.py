@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra import integrity
+from nemo_rl_core.infra import remembered
 from nemo_rl_core.infra.files import hash_file
-from nemo_rl_core.infra.integrity import RememberedHashes, damage, damage_since
+from nemo_rl_core.infra.integrity import damage, damage_since
 from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.infra.remembered import RememberedHashes
 from nemo_rl_core.infra.store import Store
 
 INPUTS = Inputs("train_sft", {"num_steps": 6})
@@ -164,7 +165,7 @@ CHANGES: dict[str, Callable[[Path, os.stat_result], None]] = {
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as old enough at once: the test waits for the file system's clock itself."""
-    monkeypatch.setattr(integrity, "_SETTLED_NS", -1)
+    monkeypatch.setattr(remembered, "_SETTLED_NS", -1)
 
 
 @pytest.mark.usefixtures("settled")
@@ -228,7 +229,7 @@ def test_a_damaged_memory_is_an_empty_one(store: Store, text: str) -> None:
 def test_a_young_file_is_not_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may change once more within one step of the file system's clock, and look the same."""
     made = produce(INPUTS, work)
-    monkeypatch.setattr(integrity, "_SETTLED_NS", 3600 * 10**9)
+    monkeypatch.setattr(remembered, "_SETTLED_NS", 3600 * 10**9)
     assert damage_since(store, made) == ""
     assert not list(store.verified.glob("*"))
 
