@@ -87,7 +87,7 @@ def _differences(folder: Path, manifest: Manifest, hash_of: HashOfFile) -> Itera
 
 
 def _differs(what: str, recorded: str, found: str) -> str:
-    return f"its {what} are not what was made: hash {recorded[:12]} recorded, {found[:12]} found"
+    return f"the hash of its {what} was {recorded[:12]} and is {found[:12]}"
 
 
 def damage_since(store: Store, folder: Path) -> str:

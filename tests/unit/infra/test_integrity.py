@@ -110,7 +110,7 @@ def test_no_stage_reads_a_damaged_parent(store: Store) -> None:
     flip_a_bit(parent / "model" / "model.safetensors")
     with pytest.raises(StoreError, match="is damaged") as caught:
         produce(Inputs("export", {}, {"checkpoint": parent}), work)
-    assert "its weights are not what was made" in str(caught.value)
+    assert "the hash of its weights was" in str(caught.value)
     assert not list(store.artifacts.glob("export-*"))
     # Downloaded to another disk, as on a cluster.
     copy = shutil.copytree(parent, store.root / "download")
@@ -122,7 +122,7 @@ def test_settings_are_held_against_their_hash(store: Store) -> None:
     made = produce(INPUTS, work)
     # As somebody would who knows of the checksum.
     Manifest.read(made).model_copy(update={"config": {"num_steps": 999}}).write(made)
-    assert damage(made).startswith("its settings are not what was made: hash ")
+    assert damage(made).startswith("the hash of its settings was ")
 
 
 def test_what_is_no_file_is_damage_and_is_not_waited_for(store: Store) -> None:
@@ -223,7 +223,7 @@ def test_a_damaged_memory_is_an_empty_one(store: Store, text: str) -> None:
     (store.verified / f"{made.name}.json").write_text(text, encoding="latin-1")
     assert damage_since(store, made) == ""
     flip_a_bit(made / "rows")
-    assert damage_since(store, made).startswith("its content")
+    assert damage_since(store, made).startswith("the hash of its content was")
 
 
 def test_a_young_file_is_not_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,10 @@ def test_a_model_with_its_card_is_sound(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "model" / "model.safetensors").write_text("other weights")
     (found,) = verify(Store(tmp_path)).findings
     problems = found.problem.split("; ")
-    assert [each.split(" are ")[0] for each in problems] == ["its content", "its weights"]
+    assert [each.split(" was ")[0] for each in problems] == [
+        "the hash of its content",
+        "the hash of its weights",
+    ]
 
 
 def _flip_a_bit(folder: Path) -> None:
@@ -135,7 +138,7 @@ def test_settings_are_held_against_their_hash(small: Small, lineage: Lineage) ->
     Manifest.read(folder).model_copy(update={"config": {"num_steps": 999}}).write(folder)
     (found,) = verify(small.store).findings
     assert (found.place, found.state) == (f"artifacts/{folder.name}", "fail")
-    assert found.problem.startswith("its settings are not what was made")
+    assert found.problem.startswith("the hash of its settings was")
 
 
 def test_a_manifest_written_anew_is_not_the_one_that_children_recorded(
