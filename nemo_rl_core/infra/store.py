@@ -239,7 +239,8 @@ class Store:
                 for.
 
         Returns:
-            Whether the folder is there. It stays there until this process ends or calls `release`.
+            Whether the folder is there. It stays there until this process ends or calls `release`,
+            unless its stage finds it damaged and makes it again.
         """
         if folder.is_relative_to(self.root):
             locks.share(self.marks, folder.relative_to(self.root).as_posix())
