@@ -168,8 +168,8 @@ def _misplaced(folder: Path, manifest: Manifest) -> str:
 def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Finding]:
     """Holds a parent against what its child has recorded of it."""
     name = parent.name or Path(parent.path).name
-    # A store may have been moved since: then the parent lies beside its child.
-    folders = [Path(parent.path), store.artifacts / name]
+    # Beside its child, wherever the store was moved or copied to; else where it was read.
+    folders = [store.artifacts / name, Path(parent.path)]
     folder = next((each for each in folders if each.is_dir()), None)
     lost = "its lineage ends there; nothing else needs it"
     if folder is None:
