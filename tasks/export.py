@@ -6,7 +6,8 @@ from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import CARD, Made
+from nemo_rl_core.infra.integrity import CARD
+from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.resources import WEIGHTS
 from tasks.stage import cached_task, make

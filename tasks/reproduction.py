@@ -8,16 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
 from nemo_rl_core.infra.git import git_state
-from nemo_rl_core.infra.lineage import Machine, package_versions
+from nemo_rl_core.infra.lineage import package_versions
+from nemo_rl_core.infra.machine import Machine
 from nemo_rl_core.infra.store import Store
 from tasks.caching import source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+BITS_FOLLOW_THE_MACHINE = (
+    "bits are the same on machines of one kind: libraries choose kernels by the instruction set "
+    "and divide sums among threads, the last bits of a sum follow, and training makes the "
+    "difference large; compare figures over several seeds instead"
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,12 @@ class Doubts:
     Attributes:
         serious: Differences of code or packages.
         remarks: What should not matter, and may.
+        bits: Differences of the machine by which the last bits of a sum are others.
     """
 
     serious: tuple[str, ...]
     remarks: tuple[str, ...]
+    bits: tuple[str, ...]
 
 
 def maker_of(history: History, artifact: ArtifactRow) -> Execution:
@@ -87,10 +97,30 @@ def doubts_about(execution: Execution, *, checked_out: bool = False) -> Doubts:
         remarks.append(f"the commit was {execution.git_commit} and is {commit}")
     if not checked_out and dirty:
         remarks.append("the working tree has uncommitted changes")
-    machine = Machine.here().model_dump()
-    if machine != execution.machine:
-        remarks.append(f"the machine was {execution.machine} and is {machine}")
-    return Doubts(tuple(serious), tuple(remarks))
+    bits = tuple(_of_machine(execution.machine, Machine.here()))
+    return Doubts(tuple(serious), tuple(remarks), bits)
+
+
+def _of_machine(then: dict[str, Any], here: Machine) -> Iterator[str]:
+    """What of a machine decides in which order numbers are added, where it is another."""
+    now = here.model_dump()
+    texts = {
+        "cpu_model": "the processor was {0} and is {1}",
+        "instruction_set": "its vector extensions differ (then alone {0}, now alone {1})",
+        "threads": "libraries took {0} threads and take {1}",
+        "cores": "it had {0} cores and has {1}",
+    }
+    for name, text in texts.items():
+        before, after = then.get(name), now[name]
+        if before in (None, after):  # older records have fewer fields
+            continue
+        if name == "instruction_set":
+            before, after = _only_in(before, after), _only_in(after, before)
+        yield text.format(before, after)
+
+
+def _only_in(one: str, other: str) -> str:
+    return " ".join(sorted({*one.split()} - {*other.split()})) or "none"
 
 
 @contextmanager

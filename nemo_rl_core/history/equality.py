@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_core.infra.files import hash_folder
+from nemo_rl_core.infra.integrity import CARD, VOLATILE
 from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import CARD, VOLATILE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -41,7 +41,7 @@ class Execution:
         command: The command line, word by word.
         inputs: The workflow's inputs, whole configs.
         packages: Versions by name.
-        machine: `cpu_model` and `cores`.
+        machine: The fields of `infra.machine.Machine`; older records have fewer.
         folder: In which the command was given; relative paths in the inputs begin there.
         num_nodes: How many tasks it called so far; sub-workflows do not count.
         num_cached: How many of those were cache hits.

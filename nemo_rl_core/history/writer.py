@@ -29,7 +29,8 @@ from nemo_rl_core.history.database import (
 )
 from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.records import Kind, State, Value
-from nemo_rl_core.infra.lineage import Machine, Manifest
+from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.machine import Machine
 from nemo_rl_core.infra.store import Store
 
 logger = logging.getLogger(__name__)

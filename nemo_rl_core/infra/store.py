@@ -78,6 +78,16 @@ class Store:
         return self.root / "models"
 
     @property
+    def verified(self) -> Path:
+        """Digests of artifacts' files, kept by `nemo_rl_core.infra.remembered`."""
+        return self.cache / "verified"
+
+    @property
+    def damaged(self) -> Path:
+        """What was found damaged, out of the way of everything."""
+        return self.root / "damaged"
+
+    @property
     def marks(self) -> Path:
         """The file in which processes mark what they use; it stays empty."""
         return self.root / "in_use.lock"
@@ -203,6 +213,24 @@ class Store:
             return None
         return artifact if artifact.is_dir() and self.hold(artifact) else None
 
+    def set_aside(self, path: Path) -> Path:
+        """Moves a damaged artifact or record into `damaged/`, where nothing finds it.
+
+        Returns:
+            Its new place.
+
+        Raises:
+            FileNotFoundError: If it is gone.
+            StoreError: If the disk refuses.
+        """
+        aside = self.damaged / f"{path.name}.{uuid.uuid4().hex[:8]}"
+        with files.storage_errors(path):
+            aside.parent.mkdir(exist_ok=True)
+            path.rename(aside)
+            files.fsync(aside.parent)
+            files.fsync(path.parent)
+        return aside
+
     def hold(self, folder: Path) -> bool:
         """Keeps `nemo-rl gc` of any process from removing a folder while this process uses it.
 
@@ -211,7 +239,8 @@ class Store:
                 for.
 
         Returns:
-            Whether the folder is there. It stays there until this process ends or calls `release`.
+            Whether the folder is there. It stays there until this process ends or calls `release`,
+            unless its stage finds it damaged and makes it again.
         """
         if folder.is_relative_to(self.root):
             locks.share(self.marks, folder.relative_to(self.root).as_posix())

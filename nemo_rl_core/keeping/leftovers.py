@@ -10,9 +10,6 @@ from nemo_rl_core.infra.files import ASIDE, DISCARDED, mark_discarded
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.disk import newest_change
 
-DAMAGED = "damaged"
-"""The folder of the store into which `nemo-rl verify --repair` moves what it finds."""
-
 _HALF_WRITTEN_SECONDS = 3600.0
 """A file that is being written takes its name within this time."""
 
@@ -29,17 +26,21 @@ def find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterato
 
 def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> Iterator[Path]:
     """Files and folders that are nobody's: deletions that were killed, and what was set aside."""
-    for parent in (store.root, store.artifacts, store.runs, store.work, store.models, store.cache):
+    folders = (store.root, store.artifacts, store.runs, store.work, store.models, store.cache)
+    for parent in (*folders, store.verified):
         yield from sorted(parent.glob(f".*{DISCARDED}"))
         for path in sorted(parent.glob(f".*{ASIDE}")):
             if now - newest_change(path) > _HALF_WRITTEN_SECONDS:
                 yield path
     # flytekit's own scratch folders, one a process; its caches lie elsewhere.
     scratch = store.cache / "sandbox" / "local_flytekit"
-    for parent in (store.root / DAMAGED, scratch):
+    for parent in (store.damaged, scratch):
         for path in sorted(parent.glob("*")):
             if now - newest_change(path) > older_than_seconds:
                 yield path
+    for path in sorted(store.verified.glob("[!.]*.json")):
+        if not (store.artifacts / path.stem).is_dir():
+            yield path
 
 
 def tidy_work(store: Store, doomed: frozenset[str]) -> list[Path]:

@@ -1,14 +1,14 @@
 """`nemo-rl verify`: is what lies in the store what its records say?
 
-Content is hashed again and held against the manifests; parents, records of work and the history
-are held against the folders. What an artifact's content hash leaves out (times, decks) is not
-checked. A missing parent is a warning: the artifact is whole, its lineage is not.
+Content is hashed again and held against the manifests, and these against their checksums and
+against what their children have recorded of them; records of work and the history are held against
+the folders. What neither hash covers (decks, metrics) is not checked. A missing parent is a
+warning: the artifact is whole, its lineage is not.
 """
 
 import json
 import re
 import sqlite3
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,10 +19,9 @@ from typing import Literal
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_reading, path_of
 from nemo_rl_core.infra import locks
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import hash_content, hash_weights
+from nemo_rl_core.infra.integrity import damage
+from nemo_rl_core.infra.lineage import Manifest, ParentRef
 from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.leftovers import DAMAGED
 
 _RERUN = "`nemo-rl verify --repair` sets it aside; its stage then runs again"
 
@@ -73,7 +72,7 @@ def verify(
     num_threads: int = 2,
     on_checked: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
-    """Checks artifacts, and with no names given also the records of work and the history.
+    """Checks artifacts, and with no names given also the records of work, history and stage cache.
 
     Args:
         store: The store; what is collected meanwhile is no finding.
@@ -93,9 +92,10 @@ def verify(
 
     with ThreadPoolExecutor(num_threads) as pool:
         checked = list(pool.map(check, chosen))
-    findings = [finding for _, found in checked for finding in found]
+    # A parent is found once for each of its children.
+    findings = list(dict.fromkeys(finding for _, found in checked for finding in found))
     if not names:
-        findings += [*_check_records(store), *_check_history(store)]
+        findings += [*_check_records(store), *_check_history(store), *_check_stage_cache(store)]
     return Verdict(len(checked), sum(size for size, _ in checked), tuple(findings))
 
 
@@ -111,16 +111,14 @@ def _repaired(store: Store, finding: Finding) -> Finding:
     area = finding.place.partition("/")[0]
     if finding.state != "fail" or area not in ("artifacts", "work"):
         return finding
-    aside = store.root / DAMAGED / f"{Path(finding.place).name}.{uuid.uuid4().hex[:8]}"
-    aside.parent.mkdir(exist_ok=True)
     with locks.alone(store.marks, finding.place) as free:
         if not free:
             return replace(finding, fix="a process uses it now; repair again when it has ended")
         try:
-            (store.root / finding.place).rename(aside)
+            aside = store.set_aside(store.root / finding.place)
         except FileNotFoundError:  # another process was quicker
             return replace(finding, repaired=True)
-    return replace(finding, repaired=True, fix=f"moved to {DAMAGED}/{aside.name}")
+    return replace(finding, repaired=True, fix=f"moved to {store.damaged.name}/{aside.name}")
 
 
 def _all_artifacts(store: Store) -> list[Path]:
@@ -149,53 +147,46 @@ def _check_artifact(store: Store, folder: Path) -> tuple[int, list[Finding]]:
     try:
         manifest = Manifest.read(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        problems = "; ".join(_damage(folder, manifest))
+        problems = "; ".join(filter(None, [_misplaced(folder, manifest), damage(folder)]))
         findings = [Finding(place, "fail", problems, _RERUN)] if problems else []
     except StoreError as error:
         size, findings = 0, [Finding(place, "fail", error.in_one_line, _RERUN)]
     except OSError as error:
         size, findings = 0, [Finding(place, "fail", f"cannot be read: {error}", _RERUN)]
     else:
-        findings += [
-            Finding(place, "warn", problem, "its lineage ends there; nothing else needs it")
-            for problem in _lost_parents(store, manifest)
-        ]
+        for parent in manifest.parents:
+            findings += _check_parent(store, place, parent)
     # Collected while it was read: there is nothing to tell.
     return (size, findings) if folder.is_dir() else (0, [])
 
 
-def _damage(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _misplaced(folder: Path, manifest: Manifest) -> str:
     stage = manifest.stage.partition(" ")[0]
-    if not folder.name.startswith(f"{stage}-"):
-        yield f"its manifest is of a {stage}"
-    content = hash_content(folder)
-    if content != manifest.content_hash:
-        yield _differs("content", manifest.content_hash, content)
-    if manifest.weights_hash is not None:
-        weights = hash_weights(folder) or "no model/"
-        if weights != manifest.weights_hash:
-            yield _differs("weights", manifest.weights_hash, weights)
+    return "" if folder.name.startswith(f"{stage}-") else f"its manifest is of a {stage}"
 
 
-def _differs(what: str, recorded: str, found: str) -> str:
-    return f"its {what} are not what was made: hash {recorded[:12]} recorded, {found[:12]} found"
-
-
-def _lost_parents(store: Store, manifest: Manifest) -> Iterator[str]:
-    for parent in manifest.parents:
-        name = parent.name or Path(parent.path).name
-        # A store may have been moved since: then the parent lies beside its child.
-        folders = [Path(parent.path), store.artifacts / name]
-        folder = next((each for each in folders if each.is_dir()), None)
-        if folder is None:
-            yield f"its parent {name} is gone"
-            continue
-        try:
-            found = Manifest.read(folder).content_hash
-        except StoreError:
-            continue  # told where the parent itself is checked
-        if found != parent.content_hash:
-            yield f"its parent {name} has another content now"
+def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Finding]:
+    """Holds a parent against what its child has recorded of it."""
+    name = parent.name or Path(parent.path).name
+    # Beside its child, wherever the store was moved or copied to; else where it was read.
+    folders = [store.artifacts / name, Path(parent.path)]
+    folder = next((each for each in folders if each.is_dir()), None)
+    lost = "its lineage ends there; nothing else needs it"
+    if folder is None:
+        yield Finding(child, "warn", f"its parent {name} is gone", lost)
+        return
+    try:
+        manifest = Manifest.read(folder)
+    except StoreError:
+        return  # told where the parent itself is checked
+    if manifest.content_hash != parent.content_hash:
+        yield Finding(child, "warn", f"its parent {name} has another content now", lost)
+    elif not parent.is_of(manifest):
+        problem = "its manifest is not the one that its children were made from"
+        if folder.parent == store.artifacts:
+            yield Finding(f"artifacts/{folder.name}", "fail", problem, _RERUN)
+        else:
+            yield Finding(child, "warn", f"of its parent {name}: {problem}", lost)
 
 
 def _check_records(store: Store) -> Iterator[Finding]:
@@ -226,6 +217,20 @@ def _check_history(store: Store) -> Iterable[Finding]:
     except (StoreError, sqlite3.Error) as error:
         told = error.in_one_line if isinstance(error, StoreError) else str(error)
         return [Finding(place, "fail", told, fix)]
+
+
+def _check_stage_cache(store: Store) -> Iterator[Finding]:
+    path = store.cache / "flyte" / "cache.db"
+    if not path.is_file():
+        return
+    fix = f"end all runs, move {path.parent} away: finished stages are found in the store again"
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            told = [row[0] for row in database.execute("PRAGMA integrity_check(1)")]
+    except sqlite3.Error as error:
+        told = [str(error)]
+    if told != ["ok"]:
+        yield Finding("cache/flyte/cache.db", "fail", told[0], fix)
 
 
 def _history_damage(store: Store, database: sqlite3.Connection) -> Iterator[str]:

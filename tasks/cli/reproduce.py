@@ -14,6 +14,7 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
 from nemo_rl_core.infra.store import Store
 from tasks.reproduction import (
+    BITS_FOLLOW_THE_MACHINE,
     ROOT,
     Doubts,
     Place,
@@ -46,7 +47,8 @@ def reproduce(
         artifact = history.find_artifact(checkpoint)
         execution = maker_of(history, artifact)
         place = place_of(history, artifact)
-    _refuse_or_remark(doubts_about(execution, checked_out=at_commit), anyway=anyway)
+    doubts = doubts_about(execution, checked_out=at_commit)
+    _refuse_or_remark(doubts, anyway=anyway)
     folder = store or Path(tempfile.mkdtemp(prefix="nemo-rl-reproduce-"))
     target = Store(folder)
     _refuse_used(target)
@@ -60,13 +62,16 @@ def reproduce(
     again = _made_again(target, place, code)
     result = compare_artifacts(Path(artifact.path), Path(again.path))
     _tell(artifact, again, result, execution)
+    if not result.to_the_bit:
+        click.echo(f"  why: {_why(doubts)}")
     if result.to_the_bit and store is None and not keep:
         shutil.rmtree(folder)
     sys.exit(0 if result.to_the_bit else 1)
 
 
 def _refuse_or_remark(doubts: Doubts, *, anyway: bool) -> None:
-    for line in (*doubts.serious, *doubts.remarks):
+    explained = [BITS_FOLLOW_THE_MACHINE] if doubts.bits else []
+    for line in (*doubts.serious, *doubts.remarks, *doubts.bits, *explained):
         click.echo(f"note: {line}", err=True)
     if doubts.serious and not anyway:
         raise StoreError(
@@ -75,6 +80,13 @@ def _refuse_or_remark(doubts: Doubts, *, anyway: bool) -> None:
             got="; ".join(doubts.serious),
             fix="--checkout runs the commit of then; --anyway runs what is here and compares",
         )
+
+
+def _why(doubts: Doubts) -> str:
+    found = [*doubts.serious, *doubts.bits]
+    if doubts.bits:
+        found.append(BITS_FOLLOW_THE_MACHINE)
+    return "; ".join(found) or "not known: source, packages and machine are those of the run"
 
 
 def _refuse_used(target: Store) -> None:

@@ -16,15 +16,16 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.git import GitState, git_state
 from nemo_rl_core.infra.lineage import (
     Cost,
-    Machine,
     Manifest,
     ParentRef,
     ancestry,
+    ancestry_of,
     config_hash,
     package_versions,
     recorded_ancestors,
     write_ancestors,
 )
+from nemo_rl_core.infra.machine import Machine, read_cpuinfo
 
 
 def _manifest(stage: str, parents: tuple[ParentRef, ...] = ()) -> Manifest:
@@ -62,15 +63,118 @@ def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
     assert Manifest.read(path.parent) == manifest
     assert manifest.created_at.endswith("+00:00")
     assert os.uname().nodename not in (manifest.machine.cpu_model, str(manifest.machine.cores))
-    assert set(json.loads(path.read_text())["machine"]) == {"cpu_model", "cores"}
+    assert set(json.loads(path.read_text())["machine"]) == {
+        "cpu_model", "cores", "instruction_set", "threads",
+    }  # fmt: skip
 
 
 def test_a_manifest_older_than_figures_is_read(tmp_path: Path) -> None:
     path = _manifest("evaluate").write(tmp_path / "artifact")
     older = json.loads(path.read_text())
-    del older["figures"]
+    del older["figures"], older["checksum"]
     path.write_text(json.dumps(older))
     assert Manifest.read(path.parent).figures == {}
+
+
+def _fields() -> Manifest:
+    return Manifest(
+        kind="checkpoint",
+        format="hf",
+        stage="train_sft",
+        name="train_sft-0123456789abcdef",
+        content_hash="c" * 64,
+        weights_hash="w" * 64,
+        step=6,
+        config_hash=config_hash({"num_steps": 6}),
+        config={"num_steps": 6, "name": "modèle"},
+        seed=3,
+        source_digest="5e",
+        parents=(_manifest("prepare_data").ref(Path("data"), "train"),),
+        cost=Cost(wall_seconds=1.25, flops=1e12),
+        figures={"greedy_accuracy": 0.1},
+    )
+
+
+def test_any_change_of_a_manifest_is_refused(tmp_path: Path) -> None:
+    path = _fields().write(tmp_path)
+    text = path.read_text()
+    for before, after in (
+        ('"num_steps": 6', '"num_steps": 999'),
+        ('"wall_seconds": 1.25', '"wall_seconds": 1.5'),
+        ('"greedy_accuracy": 0.1', '"greedy_accuracy": 0.9'),
+        ('"role": "train"', '"role": "start"'),
+        ("modèle", "modele"),
+        ('"created_at": "2', '"created_at": "1'),
+    ):
+        assert before in text
+        path.write_text(text.replace(before, after, 1))
+        with pytest.raises(StoreError, match="checksum is not that of its fields"):
+            Manifest.read(tmp_path)
+    path.write_text(json.dumps(json.loads(text), indent=4))  # laid out otherwise, the same
+    assert Manifest.read(tmp_path) == _fields().model_copy(
+        update={"created_at": Manifest.read(tmp_path).created_at}
+    )
+
+
+def test_a_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    path = _manifest("train_sft").write(tmp_path)
+    content, whole = path.read_bytes(), Manifest.read(tmp_path)
+    for place in range(0, len(content) * 8, 7):  # all eight bits, in turn
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            # Only what stands for the same number, such as 1E12 for 1e12, may pass.
+            assert Manifest.read(tmp_path) == whole
+        except StoreError:
+            continue
+
+
+def test_what_is_made_again_has_the_same_lasting_hash(tmp_path: Path) -> None:
+    once = _fields()
+    (parent,) = once.parents
+    again = {
+        "created_at": "2030-01-01T00:00:00+00:00",
+        "cost": Cost(wall_seconds=9.0),
+        "machine": Machine(cpu_model="other", cores=99),
+        "git_commit": "f" * 40,
+        "packages": {"torch": "9"},
+        "parents": (parent.model_copy(update={"path": "/elsewhere"}),),
+    }
+    assert once.model_copy(update=again).lasting_hash == once.lasting_hash
+    for change in (
+        {"config": {"num_steps": 999}},
+        {"figures": {"greedy_accuracy": 0.9}},
+        {"weights_hash": "x" * 64},
+        {"step": 7},
+        {"source_digest": "5f"},
+        {"parents": ()},
+        {"parents": (parent.model_copy(update={"manifest_hash": "0" * 64}),)},
+    ):
+        assert once.model_copy(update=change).lasting_hash != once.lasting_hash, change
+
+
+def test_a_reference_knows_the_manifest_that_was_read(tmp_path: Path) -> None:
+    manifest = _fields()
+    ref = manifest.ref(tmp_path)
+    assert ref.is_of(manifest)
+    other = manifest.model_copy(update={"config": {"num_steps": 999}})
+    assert not ref.is_of(other)
+    assert not ref.is_of(manifest.model_copy(update={"content_hash": "d" * 64}))
+    assert ref.model_copy(update={"manifest_hash": ""}).is_of(other), "an older reference"
+
+
+def test_a_lineage_that_was_written_anew_is_not_believed(tmp_path: Path) -> None:
+    sft = _write(tmp_path / "sft", "sft")
+    export = tmp_path / "export"
+    _write(export, "export", sft)
+    write_ancestors(export, [tmp_path / "sft"])
+    forged = Manifest.read(tmp_path / "sft").model_copy(update={"step": 999})
+    forged.write(tmp_path / "sft")
+    assert [each.state for each in ancestry_of(export)] == ["changed"]
+    write_ancestors(export, [tmp_path / "sft"])
+    (tmp_path / "sft").rename(tmp_path / "gone")
+    assert [each.state for each in ancestry_of(export)] == ["changed"], "nor one that travelled"
 
 
 def test_manifest_is_frozen_and_closed() -> None:
@@ -175,6 +279,32 @@ def test_package_versions_names_what_is_installed() -> None:
 def test_machine_is_this_one() -> None:
     assert Machine.here().cores == os.cpu_count()
     assert Machine.here().cpu_model
+    assert Machine.here(threads=7).threads == 7
+
+
+def test_threads_are_those_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert Machine.here().threads == 3
+    for said in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert Machine.here().threads == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "extensions"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu sse sse2 sse4_2 fma "
+            "avx2 avx512f amx_bf16 sme xsaveerptr\n\nprocessor\t: 1\nmodel name\t: other\n",
+            "Intel(R) Xeon(R)",
+            "amx_bf16 avx2 avx512f fma sse4_2",
+        ),
+        ("processor\t: 0\nFeatures\t: fp asimd sve i8mm crc32\n", "", "asimd i8mm sve"),
+        ("", "", ""),
+    ],
+)
+def test_vector_extensions_of_a_processor(text: str, model: str, extensions: str) -> None:
+    assert read_cpuinfo(text) == (model, extensions)
 
 
 class Color(Enum):

@@ -14,8 +14,8 @@ import pytest
 from nemo_rl_core.history.database import open_for_writing
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
 from nemo_rl_core.infra import files
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import VOLATILE
+from nemo_rl_core.infra.integrity import VOLATILE
+from nemo_rl_core.infra.lineage import Manifest, config_hash
 from nemo_rl_core.infra.store import Store
 
 NOW = time.time()
@@ -47,6 +47,7 @@ class SmallStore:
                 content_hash=files.hash_folder(folder, exclude=VOLATILE),
                 weights_hash=files.hash_folder(folder / "model"),
                 config=config,
+                config_hash=config_hash(config),
                 parents=tuple(Manifest.read(path).ref(path) for path in paths),
                 created_at=made.isoformat(timespec="seconds"),
             ).write(folder)

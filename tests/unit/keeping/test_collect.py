@@ -215,10 +215,16 @@ def test_leftovers_go_and_what_is_being_written_stays(small: Small) -> None:
     scratch = small.store.cache / "sandbox" / "local_flytekit" / "abc"
     scratch.mkdir(parents=True)
     os.utime(scratch, (time.time() - 15 * DAY,) * 2)
+    small.store.verified.mkdir()
+    made = small.artifact("train_sft")
+    kept, stale = (small.store.verified / f"{name}.json" for name in (made, "train_sft-gone"))
+    for memory in (kept, stale):
+        memory.write_text("{}")
+    small.store.hold(small.store.artifacts / made)
     done = _collect(small.store, Policy())
-    assert set(done.plan.leftovers) == {half, torn, scratch}
-    assert not half.exists() and not torn.exists() and not scratch.exists()
-    assert written.exists()
+    assert set(done.plan.leftovers) == {half, torn, scratch, stale}
+    assert not any(path.exists() for path in (half, torn, scratch, stale))
+    assert written.exists() and kept.exists()
 
 
 def test_a_waiter_for_a_removed_lock_takes_a_new_one(small: Small, spawn: Any) -> None:

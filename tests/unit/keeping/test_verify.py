@@ -13,8 +13,9 @@ from click.testing import CliRunner
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import CARD, Inputs, Made, produce
+from nemo_rl_core.infra.integrity import CARD
+from nemo_rl_core.infra.lineage import Manifest, config_hash
+from nemo_rl_core.infra.produce import Inputs, Made, produce
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.verify import repair, verify
 from tasks.cli.verify import verify as command
@@ -49,7 +50,10 @@ def test_a_model_with_its_card_is_sound(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "model" / "model.safetensors").write_text("other weights")
     (found,) = verify(Store(tmp_path)).findings
     problems = found.problem.split("; ")
-    assert [each.split(" are ")[0] for each in problems] == ["its content", "its weights"]
+    assert [each.split(" was ")[0] for each in problems] == [
+        "the hash of its content",
+        "the hash of its weights",
+    ]
 
 
 def _flip_a_bit(folder: Path) -> None:
@@ -126,6 +130,59 @@ def test_a_parent_that_is_gone_or_another_is_a_warning(small: Small, lineage: Li
     shutil.copytree(other, data)
     (told,) = verify(small.store, [lineage["second"]]).findings
     assert (told.state, told.problem) == ("warn", f"its parent {data.name} has another content now")
+
+
+def test_settings_are_held_against_their_hash(small: Small, lineage: Lineage) -> None:
+    folder = small.store.artifacts / lineage["third"]
+    # With a checksum that is right, as somebody would write it who knows of that.
+    Manifest.read(folder).model_copy(update={"config": {"num_steps": 999}}).write(folder)
+    (found,) = verify(small.store).findings
+    assert (found.place, found.state) == (f"artifacts/{folder.name}", "fail")
+    assert found.problem.startswith("the hash of its settings was")
+
+
+def test_a_manifest_written_anew_is_not_the_one_that_children_recorded(
+    small: Small, lineage: Lineage
+) -> None:
+    folder = small.store.artifacts / lineage["data"]
+    config = {"num_steps": 999}
+    forged = {"config": config, "config_hash": config_hash(config)}
+    Manifest.read(folder).model_copy(update=forged).write(folder)
+    verdict = verify(small.store)
+    # Once, though it has two children.
+    assert [(each.place, each.state, each.problem) for each in verdict.findings] == [
+        (
+            f"artifacts/{folder.name}",
+            "fail",
+            "its manifest is not the one that its children were made from",
+        )
+    ]
+    assert repair(small.store, verdict).is_sound
+    assert not folder.exists()
+
+
+def test_a_parent_that_was_made_again_is_sound(small: Small, lineage: Lineage) -> None:
+    folder = small.store.artifacts / lineage["data"]
+    later = {"created_at": "2030-01-01T00:00:00+00:00", "git_commit": "f" * 40}
+    Manifest.read(folder).model_copy(update=later).write(folder)
+    assert verify(small.store).findings == ()
+
+
+def test_a_damaged_stage_cache(small: Small, lineage: Lineage) -> None:
+    path = small.store.cache / "flyte" / "cache.db"
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE results (key, value)")
+        database.executemany("INSERT INTO results VALUES (?, ?)", [("key", "x" * 3000)] * 9)
+        database.commit()
+    assert verify(small.store).findings == ()
+    content = bytearray(path.read_bytes())
+    for damage in (content[:4096] + b"\0" * (len(content) - 4096), b"no database" * 100):
+        path.write_bytes(damage)
+        (found,) = verify(small.store).findings
+        assert (found.place, found.state) == ("cache/flyte/cache.db", "fail")
+        assert str(path.parent) in found.fix
+        assert not repair(small.store, verify(small.store)).is_sound, "runs may be using it"
 
 
 def test_a_moved_store_is_sound(small: Small, lineage: Lineage) -> None:

@@ -13,6 +13,7 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.produce import Made, cost_html
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
+from tasks.local import use_store
 from tasks.recorder import RunFailed
 from tasks.stage import cached_task, make
 
@@ -124,6 +125,79 @@ def test_a_folder_that_is_gone_makes_a_hit_a_miss(run_both: Callable[..., Outcom
     assert again.worked == ["second"]
     assert again.artifact.folder == made.artifact.folder
     assert again.artifact.content_hash == made.artifact.content_hash
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: flip_a_bit(folder / "text.txt"),
+        lambda folder: flip_a_bit(folder / "manifest.json"),
+    ],
+    ids=["a bit", "a bit of the manifest"],
+)
+def test_a_damaged_hit_is_made_again_and_said(
+    run_both: Callable[..., Outcome], own_store: Path, harm: Callable[[Path], None]
+) -> None:
+    run_both("a", "b")
+    (first_made,) = (own_store / "artifacts").glob("first-*")
+    harm(first_made)
+    again = run_both("a", "b")
+    assert again.worked == ["first"]
+    (told,) = [line for line in again.output.splitlines() if "is damaged" in line]
+    assert told.startswith(f"{first_made.name} is damaged and is made again: ")
+    assert (first_made / "text.txt").read_text() == "A"
+    assert "second  CACHED  copied" in again.output
+    assert run_both("a", "b").worked == []
+
+
+def test_damage_is_not_handed_on(run_both: Callable[..., Outcome], own_store: Path) -> None:
+    """The child is gone and would be made of what is damaged."""
+    whole = run_both("a", "b")
+    (first_made,) = (own_store / "artifacts").glob("first-*")
+    flip_a_bit(first_made / "text.txt")
+    shutil.rmtree(whole.artifact.folder)
+    again = run_both("a", "b")
+    assert again.worked == ["first", "second"]
+    assert (again.artifact.folder / "copy.txt").read_text() == "Ab"
+    assert again.artifact.content_hash == whole.artifact.content_hash
+
+
+def test_a_copied_store_uses_its_own_artifacts(
+    run_both: Callable[..., Outcome],
+    own_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = run_both("a", "b").artifact.folder
+    copy = shutil.copytree(own_store, tmp_path / "copy")
+    monkeypatch.setenv("NEMO_RL_HOME", str(copy))
+    use_store()
+    copied = run_both("a", "b")
+    assert copied.worked == []
+    assert copied.artifact.folder == copy / "artifacts" / original.name
+    assert "second  CACHED" in run_both("a", "b").output
+
+
+def test_a_damaged_stage_cache_is_named(run_both: Callable[..., Outcome], own_store: Path) -> None:
+    run_both("a", "b")
+    use_store()  # as a new process would open it
+    path = own_store / "cache" / "flyte" / "cache.db"
+    for name in ("cache.db-wal", "cache.db-shm"):
+        path.with_name(name).unlink(missing_ok=True)
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(RunFailed) as caught:
+        run_both("a", "b")
+    assert f"the stage cache {path} is damaged" in caught.value.message
+    assert f"fix: end all runs, move {path.parent} away" in caught.value.message
+    path.parent.rename(own_store / "away")
+    use_store()
+    assert run_both("a", "b").worked == []
 
 
 def test_what_fails_is_named_and_not_cached(

@@ -1,11 +1,14 @@
 """What the user of `nemo-rl gc` sees, and the cache of flytekit, which points into the store."""
 
+import shutil
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from nemo_rl_core.infra.integrity import hash_content
+from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.infra.store import Store
 from tasks.cli.gc import gc
 from tasks.cli.units import Age, Size, show_bytes
@@ -104,6 +107,8 @@ def test_cached_results_of_removed_artifacts_go(own_store: Path) -> None:
     for name in ("kept", "gone"):
         folder = store.artifacts / name
         folder.mkdir(parents=True)
+        content = hash_content(folder)
+        Manifest(kind="dataset", format="none", stage=name, content_hash=content).write(folder)
         directory = FlyteDirectory(str(folder), remote_directory=False)
         artifact = DatasetArtifact(directory=directory, stage="prepare_data", content_hash=name)
         literal = TypeEngine.to_literal(
@@ -112,7 +117,7 @@ def test_cached_results_of_removed_artifacts_go(own_store: Path) -> None:
         LocalTaskCache.set(name, "1", LiteralMap({}), (), LiteralMap({"o0": literal}))
     assert LocalTaskCache.get("gone", "1", LiteralMap({}), ()) is not None
     store.release()
-    (store.artifacts / "gone").rmdir()
+    shutil.rmtree(store.artifacts / "gone")
     assert CliRunner().invoke(gc, ["--yes"]).exit_code == 0
     keys = list(LocalTaskCache._cache)
     assert [key.partition("-")[0] for key in keys] == ["kept"]

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +15,18 @@ from flytekit import workflow
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.infra.machine import Machine
 from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.infra.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.cli.card import card
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
 from tasks.cli.runs import runs
 from tasks.recorder import RunFailed
+from tasks.reproduction import doubts_about, maker_of
 from tasks.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
@@ -151,6 +159,39 @@ def test_a_card_to_a_file(ran: Ran, tmp_path: Path) -> None:
     ask(card, ran.artifact.folder.name, "--output", str(path), "--name", "Tuned")
     assert "# Tuned" in path.read_text()
     assert "**tune_more**" in path.read_text()
+
+
+def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
+    with History(Store.default()) as history:
+        execution = maker_of(history, history.find_artifact(ran.artifact.folder.name))
+    assert doubts_about(execution).bits == ()
+    here = Machine.here()
+    then = here.model_dump() | {
+        "cpu_model": "another",
+        "instruction_set": f"{here.instruction_set} amx_of_then",
+        "threads": here.threads + 6,
+    }
+    assert doubts_about(replace(execution, machine=then)).bits == (
+        f"the processor was another and is {here.cpu_model}",
+        "its vector extensions differ (then alone amx_of_then, now alone none)",
+        f"libraries took {here.threads + 6} threads and take {here.threads}",
+    )
+    older = {"cpu_model": here.cpu_model, "cores": here.cores}  # records had no more
+    assert doubts_about(replace(execution, machine=older)).bits == ()
+
+
+def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:
+    store = Store.default()
+    with closing(sqlite3.connect(path_of(store))) as database:
+        machine = json.dumps(Machine.here().model_dump() | {"cpu_model": "another"})
+        database.execute("UPDATE executions SET machine = ?", (machine,))
+        database.commit()
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "file").touch()
+    told = CliRunner().invoke(reproduce, [ran.artifact.folder.name, "--store", str(used)])
+    assert "note: the processor was another and is" in told.stderr
+    assert "note: bits are the same on machines of one kind" in told.stderr
 
 
 def test_nothing_is_run_again_where_it_cannot_be_the_same(
