@@ -12,7 +12,7 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.replies import Reply
-from nemo_rl_core.errors import RewardError
+from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.rollouts.engine import Place, request_seed
 from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -134,12 +134,16 @@ class Conversation:
             return
         message = {"role": reply.role, "content": reply.observation}
         self.messages.append(message)
-        new = reply_token_ids(
-            self._tokenizer,
-            self._prompt.text,
-            message,
-            last_token=self._token_ids[-1] if self._token_ids else None,
-        )
+        try:
+            new = reply_token_ids(
+                self._tokenizer,
+                self._prompt.text,
+                message,
+                last_token=self._token_ids[-1] if self._token_ids else None,
+            )
+        except DataError as error:  # A tool's output may spell what cannot be written as text.
+            self._error, self.is_over = error.in_one_line, True
+            return
         has_turns = len(self._texts) < self._bounds.max_turns
         has_room = len(self._token_ids) + len(new) < self._bounds.max_tokens
         if not (has_turns and has_room):
