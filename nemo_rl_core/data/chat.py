@@ -47,20 +47,21 @@ class SupervisedExample:
         return SupervisedExample(self.token_ids[:max_tokens], self.loss_mask[:max_tokens])
 
 
-def prompt_token_ids(tokenizer: Any, prompt: str) -> list[int]:
+def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> list[int]:
     """The tokens that a completion is sampled after.
 
     Args:
         tokenizer: A transformers tokenizer. With a chat template, the assistant's turn is opened;
             without one, the text is encoded as it stands.
         prompt: The user's text, or the JSON of a conversation that the assistant is to answer.
+        row: What to call it in a message; its beginning, where it is left out.
 
     Raises:
         DataError: For several turns and no chat template; for a prompt without a token; and where
             what it spells cannot be told apart from what the template writes.
     """
     turns = as_turns(prompt, role="user")
-    row = f"the prompt {prompt[:80]!r}"
+    row = row or f"the prompt {prompt[:80]!r}"
     ids = _rendered(tokenizer, turns, row, add_generation_prompt=True)[1]
     if not ids:
         raise DataError(

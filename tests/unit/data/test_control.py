@@ -8,6 +8,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl_core.config.data import (
+    ArithmeticData,
+    GuessNumberData,
+    ReasoningGymData,
+    SlidingPuzzleData,
+)
 from nemo_rl_core.data.chat import (
     conversation_example,
     preference_example,
@@ -15,8 +21,10 @@ from nemo_rl_core.data.chat import (
     supervised_example,
     text_example,
 )
+from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.preview import preview
 from nemo_rl_core.data.replies import reply_token_ids
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
 
 TURN = "{% for m in messages %}"
@@ -168,6 +176,30 @@ def test_ordinary_rows_keep_their_ids(family: Any, text: str) -> None:
         whole = rendered(tokenizer, turns, add_generation_prompt=True)
         ids = prompt_token_ids(tokenizer, json.dumps(turns))
         assert ids == tokenizer.encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ArithmeticData(num_train=64, num_validation=1),
+        GuessNumberData(num_train=64, num_validation=1),
+        SlidingPuzzleData(num_train=64, num_validation=1),
+        ReasoningGymData(tasks=["chain_sum"], num_train=16, num_validation=1),
+    ],
+    ids=lambda data: data.kind,
+)
+def test_the_recipes_rows_keep_their_ids(family: Any, data: Any) -> None:
+    rows, _ = load_rows(data, seed=0)
+    for tokenizer in (family[0], build_arithmetic_tokenizer()):
+        for row in rows:
+            turns = [user(row["prompt"]), said(row["completion"])]
+            opened = rendered(tokenizer, turns[:1], add_generation_prompt=True)
+            ids = prompt_token_ids(tokenizer, row["prompt"])
+            assert ids == tokenizer.encode(opened, add_special_tokens=False)
+            example = supervised_example(tokenizer, row["prompt"], row["completion"])
+            whole = tokenizer.encode(rendered(tokenizer, turns), add_special_tokens=False)
+            end = len(whole) - whole[::-1].index(tokenizer.eos_token_id)
+            assert list(example.token_ids) == whole[:end]
 
 
 def test_merges_across_the_joints_are_those_of_the_whole_text() -> None:
