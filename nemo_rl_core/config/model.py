@@ -3,7 +3,15 @@
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from nemo_rl_core.config.base import FrozenConfig
 
@@ -11,6 +19,11 @@ DType = Literal["float32", "bfloat16"]
 
 TEMPLATE_DATE = "2024-07-26"
 """What Llama 3's own template prints where it has no clock."""
+
+
+def _iso_day(value: Any) -> str:
+    # YAML reads an unquoted day as a date.
+    return (value if isinstance(value, date) else date.fromisoformat(str(value))).isoformat()
 
 
 class ModelSource(FrozenConfig):
@@ -22,7 +35,7 @@ class ModelSource(FrozenConfig):
             text on every day; a server that renders the template itself has the clock of its own.
     """
 
-    template_date: date = date.fromisoformat(TEMPLATE_DATE)
+    template_date: Annotated[str, BeforeValidator(_iso_day)] = TEMPLATE_DATE
 
 
 class PretrainedModel(ModelSource):

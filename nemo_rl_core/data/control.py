@@ -304,6 +304,10 @@ def _encoded(
     guarded_turns = control.guarded_turns(turns, row)
     if guarded_turns == list(turns):
         return text, text, ids
+    if not tokenizer.is_fast:  # It has no copy that could read control tokens as text.
+        if control.pattern.search(json.dumps(list(turns), ensure_ascii=False)):
+            raise _unsafe(row, f"a tokenizer without tokenizer.json ({type(tokenizer).__name__})")
+        return text, text, ids
     guarded = render(tokenizer, guarded_turns, what=what, **options) + ending
     written = _reader(tokenizer, template).encode(guarded, row)
     if len(control.among(written)) != control.num_in(guarded):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from nemo_rl_core.config.data import (
     ArithmeticData,
@@ -306,6 +306,14 @@ def test_a_vocabulary_that_has_the_token_as_a_word_is_refused() -> None:
     words.chat_template = "{% for m in messages %}{{ m['content'] }} <eos>{% endfor %}"
     with pytest.raises(DataError, match="own vocabulary"):
         prompt_token_ids(words, "a <eos>")
+
+
+def test_a_tokenizer_that_cannot_be_copied_refuses_the_row() -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    assert tokenizer.decode(prompt_token_ids(tokenizer, "a < b")) == "a < b</s>"
+    with pytest.raises(DataError, match=r"without tokenizer.json \(ByT5Tokenizer\)"):
+        prompt_token_ids(tokenizer, "a</s>b")
 
 
 @pytest.fixture
