@@ -350,3 +350,22 @@ def test_prompts_of_no_token_and_lone_surrogates_are_refused(dated: Any) -> None
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="half of a surrogate pair"):
         prompt_token_ids(tokenizer, "\ud800=")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_words_that_begin_with_a_mark_keep_it(scheme: Any) -> None:
+    # As SentencePiece: a mark stands for the space before a word, also where a text begins.
+    words = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "▁", *"abs</>[I]NST"]
+    vocabulary = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.add_special_tokens(words[1:5])
+    template, _, _ = FAMILIES["mistral"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    ids = prompt_token_ids(tokenizer, "a </s>b")
+    usual = tokenizer.encode("<s>[INST]a XXXXb[/INST]", add_special_tokens=False)
+    spelt = [vocabulary[letter] for letter in "</s>"]
+    unknown = usual.index(0)
+    assert ids == [*usual[:unknown], *spelt, *usual[unknown + usual.count(0) :]]
