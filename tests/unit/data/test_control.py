@@ -184,9 +184,12 @@ def test_ordinary_rows_keep_their_ids(family: Any, text: str) -> None:
         ArithmeticData(num_train=64, num_validation=1),
         GuessNumberData(num_train=64, num_validation=1),
         SlidingPuzzleData(num_train=64, num_validation=1),
-        ReasoningGymData(tasks=["chain_sum"], num_train=16, num_validation=1),
+        pytest.param(
+            ReasoningGymData(tasks=["chain_sum"], num_train=16, num_validation=1),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda data: data.kind,
+    ids=["arithmetic", "guess_number", "sliding_puzzle", "reasoning_gym"],
 )
 def test_the_recipes_rows_keep_their_ids(family: Any, data: Any) -> None:
     rows, _ = load_rows(data, seed=0)
