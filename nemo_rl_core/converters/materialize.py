@@ -39,6 +39,7 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
         case PretrainedModel():
             loaded, tokenizer = _pretrained(model)
     loaded.save_pretrained(folder)
+    tokenizer.init_kwargs["template_date"] = model.template_date
     tokenizer.save_pretrained(folder)
     stop_token_ids(folder, tokenizer)
     return int(sum(parameter.numel() for parameter in loaded.parameters()))

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.config.data import MaskKind
+from nemo_rl_core.data.control import (
+    Rendered,
+    encode_conversation,
+    encode_text,
+    spelled_control_tokens,
+)
 from nemo_rl_core.data.turns import Turn, as_turns
 from nemo_rl_core.errors import DataError
 
@@ -41,20 +47,30 @@ class SupervisedExample:
         return SupervisedExample(self.token_ids[:max_tokens], self.loss_mask[:max_tokens])
 
 
-def prompt_token_ids(tokenizer: Any, prompt: str) -> list[int]:
+def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> list[int]:
     """The tokens that a completion is sampled after.
 
     Args:
         tokenizer: A transformers tokenizer. With a chat template, the assistant's turn is opened;
             without one, the text is encoded as it stands.
         prompt: The user's text, or the JSON of a conversation that the assistant is to answer.
+        row: What to call it in a message; its beginning, where it is left out.
 
     Raises:
-        DataError: For several turns and no chat template.
+        DataError: For several turns and no chat template; for a prompt without a token; and where
+            what it spells cannot be told apart from what the template writes.
     """
     turns = as_turns(prompt, role="user")
-    row = f"the prompt {prompt[:80]!r}"
-    return _rendered(tokenizer, turns, row, add_generation_prompt=True)[1]
+    row = row or f"the prompt {prompt[:80]!r}"
+    ids = _rendered(tokenizer, turns, row, add_generation_prompt=True)[1]
+    if not ids:
+        raise DataError(
+            f"{row} has no tokens",
+            expected="at least one token to sample after",
+            got="a chat template that writes nothing" if tokenizer.chat_template else "no text",
+            fix="remove the row, or take another chat template",
+        )
+    return ids
 
 
 def supervised_example(tokenizer: Any, prompt: str, completion: str) -> SupervisedExample:
@@ -111,11 +127,24 @@ def conversation_example(
 def text_example(tokenizer: Any, text: str) -> SupervisedExample:
     """Plain text, trained on from its second token through the end-of-sequence token.
 
+    The text may spell that token at its end, and no control token elsewhere: whether a conversation
+    that was rendered before is meant, or a text that speaks of one, cannot be seen.
+
     Raises:
-        DataError: When there is no end-of-sequence token.
+        DataError: When there is no end-of-sequence token, or the text spells a control token.
     """
     _require_eos(tokenizer)
-    ids = _through_eos(tokenizer, list(tokenizer.encode(text)))
+    row = f"the text that begins with {text[:80]!r}"
+    text = text.removesuffix(tokenizer.eos_token)
+    if spelled := spelled_control_tokens(tokenizer, text):
+        raise DataError(
+            f"{row} spells a control token",
+            expected=f"text without one, but for {tokenizer.eos_token} at its end",
+            got=", ".join(spelled),
+            fix="store conversations as messages, and let the chat template write such tokens; "
+            "remove them from other texts",
+        )
+    ids = [*encode_text(tokenizer, text, row=row), tokenizer.eos_token_id]
     return SupervisedExample(tuple(ids), (False,) + (True,) * (len(ids) - 1))
 
 
@@ -203,15 +232,13 @@ def _aligned(
     return SupervisedExample(token_ids=tuple(ids), loss_mask=tuple(mask))
 
 
-_Rendered = tuple[str, list[int]]
-
-
 def _rendered(
     tokenizer: Any, turns: list[Turn], row: str, *, add_generation_prompt: bool
-) -> _Rendered:
+) -> Rendered:
     if tokenizer.chat_template:
-        text = _render(tokenizer, turns, add_generation_prompt=add_generation_prompt)
-        return text, _encode(tokenizer, text)
+        return encode_conversation(
+            tokenizer, turns, row=row, add_generation_prompt=add_generation_prompt
+        )
     if [turn["role"] for turn in turns] not in (["user"], ["user", "assistant"]):
         raise DataError(
             f"{row} has several turns, and the tokenizer has no chat template to write them with",
@@ -220,10 +247,10 @@ def _rendered(
             fix="take the tokenizer of a chat model, or set its chat_template",
         )
     text = "".join(turn["content"] for turn in turns)
-    return text, list(tokenizer.encode(text))
+    return text, encode_text(tokenizer, text, row=row)
 
 
-def _border(beginning: _Rendered, whole: _Rendered, row: str) -> int:
+def _border(beginning: Rendered, whole: Rendered, row: str) -> int:
     """The number of tokens in the beginning, once it is seen to be a beginning of the whole."""
     (start_text, start), (text, ids) = beginning, whole
     if not text.startswith(start_text):
@@ -273,15 +300,3 @@ def _through_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     last = max((place for place, token in enumerate(ids) if token in special), default=len(ids) - 1)
     return ids if tokenizer.decode(ids[last + 1 :]).strip() else ids[: last + 1]
-
-
-def _render(tokenizer: Any, turns: list[Turn], *, add_generation_prompt: bool) -> str:
-    text: str = tokenizer.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
-    return text
-
-
-def _encode(tokenizer: Any, rendered: str) -> list[int]:
-    # The template has already written the special tokens out.
-    return list(tokenizer.encode(rendered, add_special_tokens=False))

@@ -3,12 +3,15 @@
 Every function returns what is wrong by the rows that it is wrong with, counted from 0.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data.chat import examples_of, prompt_token_ids
+from nemo_rl_core.data.control import has_lone_surrogate
 from nemo_rl_core.data.frames import Faults
+from nemo_rl_core.data.lengths import is_certainly_longer
 from nemo_rl_core.data.turns import as_turns, fault, stored, turns_of
 from nemo_rl_core.errors import DataError
 
@@ -70,6 +73,24 @@ def _pair_fault(prompt: Any, answer: Any) -> str | None:
     return fault([*as_turns(prompt, role="user"), *turns])
 
 
+def unwritable(rows: Records) -> Faults:
+    """Texts that hold half of a surrogate pair, which neither a file nor a tokenizer can write."""
+    found: Faults = {}
+    for place, row in enumerate(rows):
+        for column, value in row.items():
+            if _has_lone_surrogate(value):
+                found.setdefault(f"{column} holds half of a surrogate pair", []).append(place)
+    return found
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    if isinstance(value, str):
+        return has_lone_surrogate(value)
+    if isinstance(value, Mapping):
+        return any(map(_has_lone_surrogate, [*value, *value.values()]))
+    return isinstance(value, list) and any(map(_has_lone_surrogate, value))
+
+
 def prompt_faults(
     rows: Records, tokenizer: Any, *, max_prompt_tokens: int | None
 ) -> tuple[Faults, Faults]:
@@ -79,11 +100,19 @@ def prompt_faults(
     for place, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str) or _row_faults(row):
             continue  # named by other checks
-        ids = prompt_token_ids(tokenizer, row["prompt"])
+        said = f"prompt has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
+        limit = math.inf if max_prompt_tokens is None else max_prompt_tokens
+        try:
+            if is_certainly_longer(tokenizer, row["prompt"], limit):
+                too_long.setdefault(said, []).append(place)
+                continue
+            ids = prompt_token_ids(tokenizer, row["prompt"], row="prompt")
+        except DataError as error:
+            unknown.setdefault(error.in_one_line, []).append(place)
+            continue
         if _num_unknown(tokenizer, ids):
             unknown.setdefault("prompt has unknown characters", []).append(place)
-        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            said = f"prompt has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
+        if len(ids) > limit:
             too_long.setdefault(said, []).append(place)
     return unknown, too_long
 

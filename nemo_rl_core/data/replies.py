@@ -7,12 +7,11 @@ assistant's turn in another way than it writes it down later (with `<think>`, fo
 refused: the model would see another conversation while it plays than any that it was made for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError
-
-from nemo_rl_core.data.turns import Turn, as_turns
+from nemo_rl_core.data.control import encode_conversation, encode_text
+from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.errors import DataError
 
 _STAND_IN = "0"
@@ -37,7 +36,7 @@ def reply_token_ids(
 
     Raises:
         DataError: If the template cannot write such a turn, or writes what came before differently
-            once it follows.
+            once it follows; or the reply spells a control token that cannot be written as text.
 
     Example:
         >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
@@ -47,17 +46,22 @@ def reply_token_ids(
         >>> tokenizer.decode(reply_token_ids(tokenizer, "1+2=", reply, last_token=2))
         '7'
     """
+    row = f"the {reply['role']} turn that begins with {reply['content'][:80]!r}"
     if not tokenizer.chat_template:
-        return list(tokenizer.encode(reply["content"], add_special_tokens=False))
+        return encode_text(tokenizer, reply["content"], row=row, add_special_tokens=False)
     turns = as_turns(prompt, role="user")
     role = _ROLES.get(reply["role"], reply["role"])
     behind = [
         {"role": "assistant", "content": _STAND_IN},
         {"role": role, "content": reply["content"]},
     ]
-    before = _render(tokenizer, turns, role) + _STAND_IN
-    whole = _render(tokenizer, [*turns, *behind], role)
-    before_ids, whole_ids = _encode(tokenizer, before), _encode(tokenizer, whole)
+    named = {"row": row, "what": f"a turn of {role!r} behind the assistant's"}
+    before, before_ids = encode_conversation(
+        tokenizer, turns, **named, add_generation_prompt=True, ending=_STAND_IN
+    )
+    whole, whole_ids = encode_conversation(
+        tokenizer, [*turns, *behind], **named, add_generation_prompt=True
+    )
     if not whole.startswith(before) or whole_ids[: len(before_ids)] != before_ids:
         raise DataError(
             "the chat template writes the policy's turn differently once another turn follows",
@@ -67,22 +71,3 @@ def reply_token_ids(
         )
     new = whole_ids[len(before_ids) :]
     return new[1:] if new[:1] == [last_token] else new
-
-
-def _render(tokenizer: Any, turns: Sequence[Turn], role: str) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=True
-        )
-    except TemplateError as error:
-        raise DataError(
-            f"the chat template cannot write a turn of {role!r} behind the assistant's",
-            got=str(error)[:200],
-            fix="let the environment answer as 'user', or take another chat template",
-        ) from error
-    return text
-
-
-def _encode(tokenizer: Any, rendered: str) -> list[int]:
-    # The template has already written the special tokens out.
-    return list(tokenizer.encode(rendered, add_special_tokens=False))

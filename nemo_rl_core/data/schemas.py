@@ -113,6 +113,8 @@ def validate_rows(
             got="0 rows",
             fix="check the file, or raise num_train and num_validation",
         )
+    if unwritable := checks.unwritable(rows):  # pandas holds no such text
+        raise describe_faults(unwritable, name)
     frame = _framed(rows, policy)
     records = _records(frame)
     faults = _schema_faults(frame)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number that float32 holds."""
+
 Message = Mapping[str, str]
 """One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
 
@@ -152,7 +155,11 @@ def attempt(
 
 
 def checked(value: Any, *, prompt: str, completion: str, source: str) -> float | RewardError:
-    """A reward as a finite float (numpy's and torch's scalars count), or why it is none."""
+    """A reward as a finite float (numpy's and torch's scalars count), or why it is none.
+
+    Finite in float32, which batches hold rewards in: a larger one would be infinite there, and so
+    the gradient of every rollout of its step not finite.
+    """
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -160,9 +167,10 @@ def checked(value: Any, *, prompt: str, completion: str, source: str) -> float |
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):
+        if abs(number) <= _LARGEST:
             return number
-        what = "returned a number that is not finite"
+        is_finite = math.isfinite(number)
+        what = f"returned a number that is not finite{' in float32' if is_finite else ''}"
     else:
         what = "returned no number"
     got = shorten(repr(value))

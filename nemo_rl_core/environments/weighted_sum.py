@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from nemo_rl_core.environments.interfaces import Scorer, raise_first
+from nemo_rl_core.environments.interfaces import Scorer, checked, raise_first
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -57,7 +57,22 @@ class WeightedSumScorer(Scorer):
 
     def _components(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...] | RewardError]:
         columns = [scorer.outcomes(rollouts) for scorer in self._scorers]
-        return [_all_or_first_failure(row) for row in zip(*columns, strict=True)]
+        rows = map(_all_or_first_failure, zip(*columns, strict=True))
+        return [self._whole(parts, each) for parts, each in zip(rows, rollouts, strict=True)]
+
+    def _whole(
+        self, parts: tuple[float, ...] | RewardError, rollout: Rollout
+    ) -> tuple[float, ...] | RewardError:
+        """The parts, if their sum is a reward."""
+        if isinstance(parts, RewardError):
+            return parts
+        total = checked(
+            self._sum(parts),
+            prompt=rollout.prompt.text,
+            completion=rollout.text,
+            source="the weighted sum",
+        )
+        return total if isinstance(total, RewardError) else parts
 
     def _sum(self, parts: tuple[float, ...]) -> float:
         return sum(w * part for w, part in zip(self._weights, parts, strict=True))

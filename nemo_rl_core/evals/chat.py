@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
-from nemo_rl_core.errors import ModelError, NemoRLError
+from nemo_rl_core.errors import DataError, ModelError, NemoRLError
 
 
 class Chat:
@@ -139,7 +139,8 @@ def _converse(chat: Chat) -> None:
 def _reply(chat: Chat, prompt: str) -> str:
     try:
         return chat.answer(prompt)
-    except ModelError as error:  # One question that is too long does not end the conversation.
+    # One question that is too long, or cannot be written, does not end the conversation.
+    except (ModelError, DataError) as error:
         return str(error)
 
 

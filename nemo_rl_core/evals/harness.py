@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.data.control import encode_guarded, guarded_conversation, guarded_text
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
@@ -84,20 +85,30 @@ class Adapter:
         if add_special_tokens is None:
             start = self.tokenizer.bos_token
             add_special_tokens = start is None or not string.startswith(start)
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return ids
+        return encode_guarded(self.tokenizer, string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as text, the turn that is to be written left open at its end."""
-        text: str = self.tokenizer.apply_chat_template(
+        """The conversation as text, the turn that is to be written left open at its end.
+
+        Where a task's text would write control tokens, private characters stand between its own,
+        by which `tok_encode` knows it.
+        """
+        return guarded_conversation(
+            self.tokenizer,
             chat_history,
-            tokenize=False,
+            row=f"the task's {chat_history[-1]['content'][:80]!r}",
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        # What follows a context is an answer of the task: text, whatever it spells.
+        pair: tuple[list[int], list[int]] = super()._encode_pair(  # type: ignore[misc]
+            context, guarded_text(self.tokenizer, continuation)
+        )
+        return pair
 
     def _loglikelihood_tokens(
         self, requests: Iterable[tuple[Any, list[int], list[int]]], **_: object
@@ -112,7 +123,8 @@ class Adapter:
         """
         sums = []
         for request in requests:
-            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            text = guarded_text(self.tokenizer, request.args[0])
+            ids = self.tok_encode(text, add_special_tokens=False)
             scored = self._scores.score(
                 windows(ids, prefix=self.prefix_token_id, max_tokens=self._scores.max_tokens)
             )

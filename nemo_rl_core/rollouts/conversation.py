@@ -11,8 +11,9 @@ from typing import Any
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
+from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.replies import Reply
-from nemo_rl_core.errors import RewardError
+from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.rollouts.engine import Place, request_seed
 from nemo_rl_core.rollouts.requests import Answer, Request
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -134,12 +135,16 @@ class Conversation:
             return
         message = {"role": reply.role, "content": reply.observation}
         self.messages.append(message)
-        new = reply_token_ids(
-            self._tokenizer,
-            self._prompt.text,
-            message,
-            last_token=self._token_ids[-1] if self._token_ids else None,
-        )
+        try:
+            new = reply_token_ids(
+                self._tokenizer,
+                self._prompt.text,
+                message,
+                last_token=self._token_ids[-1] if self._token_ids else None,
+            )
+        except DataError as error:  # A tool's output may spell what cannot be written as text.
+            self._error, self.is_over = error.in_one_line, True
+            return
         has_turns = len(self._texts) < self._bounds.max_turns
         has_room = len(self._token_ids) + len(new) < self._bounds.max_tokens
         if not (has_turns and has_room):
@@ -154,6 +159,7 @@ class Conversation:
 
     def rollout(self) -> Rollout:
         """What has been said as a record; its reward is the sum over the turns."""
+        reward, error = self._outcome()
         return Rollout(
             self._prompt,
             Completion(
@@ -164,13 +170,25 @@ class Conversation:
                 tuple(self._weight_versions),
             ),
             "\n".join(self._texts),
-            reward=sum(self._rewards) if self._error is None else None,
+            reward=reward,
             group=self._place.group,
             sample=self._place.sample,
             turn_rewards=tuple(self._rewards),
             messages=tuple((said["role"], said["content"]) for said in self.messages),
-            error=self._error,
+            error=error,
         )
+
+    def _outcome(self) -> tuple[float | None, str | None]:
+        """The sum of all turns' rewards, or why there is none."""
+        if self._error is not None:
+            return None, self._error
+        total = checked(
+            sum(self._rewards),
+            prompt=self._prompt.text,
+            completion="\n".join(self._texts),
+            source="the sum over all turns",
+        )
+        return (None, total.in_one_line) if isinstance(total, RewardError) else (total, None)
 
     def _append(
         self, token_ids: "tuple[int, ...] | list[int]", logprobs: Any, *, generated: bool

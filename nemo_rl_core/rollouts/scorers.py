@@ -17,6 +17,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.errors import DataError
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.interfaces import GenerationInterface
 
@@ -82,14 +83,22 @@ class EngineChat:
 
     def replies(self, questions: Sequence[str]) -> list[str | Exception]:
         """One reply a question, in order, or why there is none."""
-        prompts = [prompt_token_ids(self._tokenizer, question) for question in questions]
-        limit = self._max_question_tokens
-        fits = [place for place, ids in enumerate(prompts) if len(ids) <= limit]
-        said = dict(zip(fits, self._complete([prompts[place] for place in fits]), strict=True))
+        prompts = [self._encoded(question) for question in questions]
+        fits = {place: ids for place, ids in enumerate(prompts) if not isinstance(ids, Exception)}
+        said = dict(zip(fits, self._complete(list(fits.values())), strict=True))
         return [
-            said.get(place, ValueError(f"a question of {len(ids)} tokens; at most {limit} fit"))
-            for place, ids in enumerate(prompts)
+            ids if isinstance(ids, Exception) else said[place] for place, ids in enumerate(prompts)
         ]
+
+    def _encoded(self, question: str) -> list[int] | Exception:
+        """The question's tokens, or why it cannot be asked."""
+        try:
+            ids = prompt_token_ids(self._tokenizer, question)
+        except DataError as error:  # One completion that cannot be quoted costs no other its reply.
+            return error
+        limit = self._max_question_tokens
+        fits = len(ids) <= limit
+        return ids if fits else ValueError(f"a question of {len(ids)} tokens; at most {limit} fit")
 
     def close(self) -> None:
         """Nothing to end: the session keeps its workers for the next stage."""

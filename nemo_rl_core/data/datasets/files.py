@@ -7,7 +7,8 @@ Files are read without `datasets`: it copies every file into a cache of its own,
 import csv
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def _read_jsonl(path: Path) -> Records:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, f"line {number}: {error}") from error
         if not isinstance(record, dict):
@@ -119,6 +120,7 @@ def _read_csv(path: Path) -> Records:
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(_decoded(path).splitlines(keepends=True), strict=True)
     try:
+        _refuse_repeated(path, reader.fieldnames or [])
         # Fields past the header's land under None.
         return [{k: v for k, v in record.items() if k is not None} for record in reader]
     except csv.Error as error:
@@ -145,7 +147,9 @@ def _read_arrow(path: Path) -> Records:
             is_file_form = file.read(6) == b"ARROW1"
             file.seek(0)
             open_form = pa.ipc.open_file if is_file_form else pa.ipc.open_stream
-            records: Records = open_form(file).read_all().to_pylist()
+            table = open_form(file).read_all()
+            _refuse_repeated(path, table.column_names)
+            records: Records = table.to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, str(error)) from error
     return records
@@ -166,6 +170,32 @@ _READERS: dict[str, Callable[[Path], Records]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON.
+
+    Raises:
+        ValueError: If it has a key twice: which value is meant cannot be known.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {_repeated([key for key, _ in pairs])[0]!r} occurs twice")
+    return found
+
+
+def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
+    if twice := _repeated(columns):
+        raise DataError(
+            f"the data file {path} has two columns {' and two columns '.join(map(repr, twice))}",
+            expected="each column once, since one value of a row would hide the other",
+            got=", ".join(columns)[:160],
+            fix="rename or remove one of them",
+        )
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _decoded(path: Path) -> str:

@@ -73,7 +73,7 @@ def recognise(records: Sequence[Mapping[str, Any]], *, where: str, task: str) ->
         if row is not None:
             shared = {
                 "task": _filled(record.get("task"), task),
-                "metadata": _filled(record.get("metadata"), "{}"),
+                "metadata": _filled(_json_of(record.get("metadata")), "{}"),
             }
             rows.append({"id": _filled(record.get("id"), str(number)), **row, **shared})
     ignored = present - {*found.required, *found.optional, "id", "task", "metadata"}
@@ -204,11 +204,16 @@ def _spoken(completion: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    """A finite number as text; `nan` and objects stay what they are, and are refused as no text."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return value
+
+
+def _json_of(metadata: Any) -> Any:
+    if isinstance(metadata, dict):
+        return json.dumps(metadata, sort_keys=True, ensure_ascii=False, default=str)
+    return metadata
 
 
 _PAIR = ("margin", "max_tokens")

@@ -2,18 +2,24 @@
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel, PretrainedModel
 from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import check_pretrained, materialize
+from nemo_rl_core.data.chat import prompt_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.files import hash_folder
+from nemo_rl_core.infra.lineage import config_hash
+from tasks.experiments.common import ModelStage
 
 SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
 
@@ -29,6 +35,28 @@ def test_a_model_from_its_config_has_the_sizes_asked_for(tmp_path: Path) -> None
     assert model.config.tie_word_embeddings
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
     assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+
+
+def test_the_clock_of_the_template_goes_with_the_tokenizer(tmp_path: Path) -> None:
+    # Into the key of the stage, into its folder, and into every folder that is made of that.
+    other = ModelFromConfig.model_validate({**SMALL.model_dump(), "template_date": "2025-02-03"})
+    keys = {config_hash(ModelStage(model=each, content="", seed=0)) for each in (SMALL, other)}
+    assert len(keys) == 2
+    said = {}
+    for name, config in (("a", SMALL), ("b", other)):
+        materialize(config, tmp_path / name, seed=0)
+        export_model(tmp_path / name, tmp_path / f"{name}-export")
+        tokenizer = load_tokenizer(tmp_path / f"{name}-export")
+        tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}"
+        said[name] = tokenizer.decode(prompt_token_ids(tokenizer, "1"))
+    assert said == {"a": "2024-07-26", "b": "2025-02-03"}
+
+
+def test_a_day_is_written_as_one() -> None:
+    day = {**SMALL.model_dump(), "template_date": date(2025, 2, 3)}  # As YAML reads it.
+    assert ModelFromConfig.model_validate(day).template_date == "2025-02-03"
+    with pytest.raises(ValidationError, match="Invalid isoformat"):
+        ModelFromConfig.model_validate({**day, "template_date": "today"})
 
 
 def test_seed_and_config_are_all_that_weights_depend_on(tmp_path: Path) -> None:

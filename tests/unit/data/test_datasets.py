@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nemo_rl_core.config.data import ArithmeticData, FileData, ReasoningGymData
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.reasoning_gym_draw import draw
+from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.schemas import COLUMNS
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
@@ -226,3 +227,54 @@ def test_an_empty_file_gives_no_rows_for_the_schema_to_refuse(tmp_path: Path, na
 def test_a_megabyte_in_a_field_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\n" + "x" * 1_000_000 + ",1\n")
     assert len(_load_both(tmp_path / "a.csv")[0]["prompt"]) == 1_000_000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", ["prompt", "answer", "completion", "id", "task"])
+def test_numbers_that_are_none_are_refused_by_row(
+    tmp_path: Path, column: str, value: float
+) -> None:
+    rows: list[Row] = [
+        {"prompt": f"{n}+1=", "answer": n + 1, "completion": n + 1} for n in range(4)
+    ]
+    rows[1][column] = rows[3][column] = value
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=rf"{column} is (missing or null|not text): rows 1, 3"):
+        DataModule.of(path)
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer", "completion"])
+def test_a_nested_object_is_no_text(column: str) -> None:
+    rows: list[Row] = [{"prompt": f"{n}+1=", "answer": "1", "completion": "1"} for n in range(4)]
+    rows[2][column] = {"a": {"b": "1+1="}}
+    with pytest.raises(DataError, match=f"{column} is not text: rows 2"):
+        DataModule.of(rows)
+
+
+def test_half_a_surrogate_pair_is_refused_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    bad = r'{"prompt": "\ud800=", "answer": "4"}'
+    path.write_text('{"prompt": "1+1=", "answer": 2}\n' + bad + "\n" + bad + "\n")
+    with pytest.raises(DataError, match="prompt holds half of a surrogate pair: rows 1, 2"):
+        DataModule.of(path)
+
+
+def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer,answer\n1+1=,2,3\n")
+    with pytest.raises(DataError, match="two columns 'answer'"):
+        DataModule.of(path)
+    table = pa.table([["1+1="], ["2"], ["3"]], names=["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"cannot be read\n.*Multiple matches.*answer"):
+        DataModule.of(tmp_path / "rows.parquet")
+    path = tmp_path / "rows.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="two columns 'answer'"):
+        DataModule.of(path)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "2", "answer": 2, "answer": 3}\n')
+    with pytest.raises(DataError, match="line 2: the key 'answer' occurs twice"):
+        DataModule.of(path)

@@ -54,6 +54,9 @@ def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
         ({"answer": ""}, "answer is empty: rows 3"),
         ({"answer": float("nan")}, "answer is missing or null: rows 3"),
         ({"answer": ["4"]}, "answer is not text: rows 3"),
+        ({"prompt": "\ud800="}, "prompt holds half of a surrogate pair: rows 3"),
+        ({"answer": "4\udfff"}, "answer holds half of a surrogate pair: rows 3"),
+        ({"metadata": {"a": ["\ud800"]}}, "metadata holds half of a surrogate pair: rows 3"),
         ({"completion": ""}, "completion is empty: rows 3"),
         ({"id": "0"}, "id occurs twice: rows 3"),
         ({"task": None}, "task is missing or null: rows 3"),
@@ -70,6 +73,19 @@ def test_a_bad_row_is_named_with_its_check(changes: Row, said: str) -> None:
     assert said in message
     assert "the train data set" in message
     assert len(message.splitlines()) < 10
+
+
+def test_prompts_that_a_template_drops_are_named_together() -> None:
+    tokenizer = build_arithmetic_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{% if '7' in m['content'] %}1{% endif %}" + (
+        "{% endfor %}"
+    )
+    with pytest.raises(DataError) as caught:
+        validate_rows(_rows(), tokenizer=tokenizer, max_prompt_tokens=5, name="train")
+    said = (
+        "prompt has no tokens; got: a chat template that writes nothing: rows 0, 1, 2, 3, 4 and 2"
+    )
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("column", COLUMNS)

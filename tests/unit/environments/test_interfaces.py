@@ -92,3 +92,16 @@ def test_shorten_gives_one_line_within_the_limit(text: str, limit: int) -> None:
 def test_shorten_keeps_both_ends_of_a_megabyte() -> None:
     # 100 // 3 = 33 from the start, 100 - 33 - 5 = 62 from the end.
     assert shorten("a" * 500_000 + "b" * 500_000) == "a" * 33 + " ... " + "b" * 62
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("value", [1e308, -3.5e38, math.nextafter(LARGEST, math.inf)])
+def test_a_reward_beyond_float32_is_none(value: float) -> None:
+    # Batches are float32: the reward would be infinite there, and the gradient not finite.
+    result = checked(value, **ASKED)
+    assert isinstance(result, RewardError)
+    assert "returned a number that is not finite in float32 for prompt '12+34='" in str(result)
+    assert checked(LARGEST, **ASKED) == LARGEST
+    assert torch.tensor(LARGEST, dtype=torch.float32).isfinite()

@@ -122,3 +122,18 @@ def test_a_recipe_reaches_it_by_its_kind():
     config = adapter.validate_python({"kind": "weighted_sum", "parts": PARTS})
     assert [part.weight for part in config.parts] == [2.0, -0.5]
     assert adapter.validate_json(adapter.dump_json(config)) == config
+
+
+def large(prompt: str, response: str) -> float:
+    return 3e38
+
+
+def test_a_sum_beyond_float32_is_a_failure_of_its_row(rollout):
+    scorer = WeightedSumScorer([FunctionalRewardWrapper(large), make_scorer(ExactMatch())], [2, 1])
+    (failed,) = scorer.judged([rollout("46")])
+    assert failed.reward is None
+    assert "the weighted sum returned a number that is not finite in float32" in failed.error
+    (outcome,) = scorer.outcomes([rollout("46")])
+    assert isinstance(outcome, RewardError)
+    with pytest.raises(RewardError, match="float32"):
+        scorer.scored([rollout("46")])

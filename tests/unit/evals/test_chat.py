@@ -78,6 +78,16 @@ def test_prompt_without_room_is_explained_and_the_loop_goes_on(
     assert said.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
 
 
+def test_a_line_that_cannot_be_written_does_not_end_the_loop(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ud800\n7+5=\n"))
+    assert main([str(tiny_model), "--max-new-tokens", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the prompt '\\ud800' holds half of a surrogate pair")
+    assert said.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
+
+
 def test_errors_go_to_stderr_with_exit_code_1(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
