@@ -186,7 +186,7 @@ def test_ordinary_rows_keep_their_ids(family: Any, text: str) -> None:
         SlidingPuzzleData(num_train=64, num_validation=1),
         pytest.param(
             ReasoningGymData(tasks=["chain_sum"], num_train=16, num_validation=1),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["arithmetic", "guess_number", "sliding_puzzle", "reasoning_gym"],
