@@ -83,7 +83,10 @@ AdvantageConfig = Annotated[
 class KLPenalty(FrozenConfig):
     """A penalty on the divergence from the reference policy, weighted by `beta`.
 
-    In the loss it has a gradient of its own. In the reward it is measured once, between the
+    `kind` is the estimator of the value: k1 `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d` with `d = ref -
+    cur`, each within +-10. In the loss every kind has the gradient of `KL(policy || reference)`,
+    `-d` a token, so that they differ in what is reported alone; GRPO's paper (arXiv:2402.03300,
+    equation 20) has `1 - e^d` instead. In the reward the value is taken, measured once between the
     policy that sampled and the reference: summed over the sequence for advantages of groups, and
     token by token for `reinforce_plus_plus` and its baseline variant.
     """
