@@ -68,6 +68,11 @@ class GRPOLossFn:
 
     config: LossConfig = field(default_factory=ClippedLoss)
 
+    @property
+    def sequence_means(self) -> frozenset[str]:
+        """The metrics that are means over sequences; all others are over tokens."""
+        return frozenset() if self.config.reduction == "token_mean" else frozenset({"loss"})
+
     def __call__(
         self,
         next_token_logprobs: Tensor,

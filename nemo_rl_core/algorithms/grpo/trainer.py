@@ -63,7 +63,9 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data = add_advantages(data, self.config, max_new_tokens=limit)
         with self.timer.phase("train"):
             size = self.config.train_global_batch_size
-            trained = train_in_parts(self.policy, data, self._loss, size=size)
+            trained = train_in_parts(
+                self.policy, data, self._loss, size=size, sequence_means=self._loss.sequence_means
+            )
         self.records.save(self.step, rollouts, advantages=mean_advantages(data))
         return {**consistency, **rollout_metrics(data), **drawn, **trained}
 
