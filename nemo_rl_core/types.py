@@ -38,6 +38,8 @@ class Completion:
         generated: `[L]`: whether the policy wrote the token. Empty: it wrote all of them.
         weight_versions: `[L]`: which weights the token was drawn with, as the number of updates
             before. Empty: the caller knows, because all are of one version.
+        num_unread_tokens: How long the environment's last message was, where it left no room for
+            another turn and is not part of the completion.
     """
 
     token_ids: tuple[int, ...]
@@ -45,6 +47,7 @@ class Completion:
     truncated: bool
     generated: tuple[bool, ...] = ()
     weight_versions: tuple[int, ...] = ()
+    num_unread_tokens: int = 0
 
     @property
     def token_mask(self) -> tuple[bool, ...]:

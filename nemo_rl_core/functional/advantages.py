@@ -19,22 +19,30 @@ EPSILON = 1e-6
 """Added to a std before dividing by it, as in losses of the GRPO family."""
 
 
-def group_normalized(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def group_normalized(
+    rewards: Tensor, group_ids: Tensor, *, outcomes: Tensor | None = None
+) -> Tensor:
     """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std.
 
+    Where a penalty has been taken off the rewards, `outcomes` are those before it: their std
+    divides, and where they are equal the advantage is 0. The std of the lowered rewards would scale
+    a penalty up to full strength in a group of equal outcomes, however small its weight is.
     Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
 
     Args:
         rewards: `[B]` floating point.
         group_ids: `[B]` int64.
+        outcomes: `[B]`, the rewards that the std is of; None takes `rewards`.
 
     Returns:
         `[B]` advantages in the dtype of `rewards`.
     """
     groups = _Groups.of(rewards, group_ids)
-    squares = groups.sum_by_group(groups.centered.square())
+    measured = groups if outcomes is None else _Groups.of(outcomes, group_ids)
+    squares = measured.sum_by_group(measured.centered.square())
     std = (squares / (groups.sizes - 1).clamp(min=1)).sqrt()
-    return groups.centered / (std + EPSILON)
+    centered = torch.where(measured.is_constant, 0.0, groups.centered)
+    return centered / (std + EPSILON)
 
 
 def group_centered(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -106,7 +114,8 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """`(x - mean) / (std + 1e-6)` over all valid entries, with the unbiased std.
 
-    Equal entries become exactly 0, not rounding noise divided by a tiny spread.
+    Equal entries become exactly 0, not rounding noise divided by a tiny spread. The population std,
+    which some implementations take, is smaller by the factor `sqrt((n - 1) / n)` of n entries.
 
     Args:
         values: Any shape.

@@ -163,6 +163,7 @@ def _schema() -> "pa.Schema":
             ("logprobs", numbers),
             ("generated", pa.list_(pa.bool_())),
             ("weight_versions", ids),
+            ("num_unread_tokens", pa.int64()),
         ]
     )
 
@@ -190,6 +191,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "logprobs": list(completion.logprobs),
         "generated": list(completion.generated),
         "weight_versions": list(completion.weight_versions),
+        "num_unread_tokens": completion.num_unread_tokens,
     }
 
 
@@ -209,6 +211,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
             row["truncated"],
             tuple(row["generated"]),
             tuple(row["weight_versions"]),
+            row["num_unread_tokens"],
         ),
         row["completion"],
         reward=row["reward"],

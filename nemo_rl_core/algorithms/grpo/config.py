@@ -30,7 +30,10 @@ from nemo_rl_core.errors import ConfigError
 
 
 class GroupNormalized(FrozenConfig):
-    """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO)."""
+    """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO).
+
+    With the KL penalty in the reward, the std is that of the rewards before it is taken off.
+    """
 
     kind: Literal["group_normalized"] = "group_normalized"
 
@@ -227,7 +230,11 @@ LossConfig = Annotated[
 
 
 class OverlongPenalty(FrozenConfig):
-    """Takes reward off completions within `buffer_tokens` of the limit, up to `penalty` at it."""
+    """Takes reward off rollouts within `buffer_tokens` of the limit, up to `penalty` at it.
+
+    In several turns the tokens of the environment count, which use up the same room, and so does an
+    answer of the environment for which there was no room any more.
+    """
 
     kind: Literal["penalty"] = "penalty"
     buffer_tokens: PositiveInt

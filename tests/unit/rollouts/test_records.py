@@ -28,7 +28,14 @@ def rollouts(draw):
     failed = draw(st.booleans())
     return Rollout(
         Prompt(draw(TEXT), draw(TEXT), draw(IDS), draw(TEXT), draw(TEXT), draw(TEXT)),
-        Completion(ids, tuple(logprobs), draw(st.booleans()), tuple(own), tuple(versions)),
+        Completion(
+            ids,
+            tuple(logprobs),
+            draw(st.booleans()),
+            tuple(own),
+            tuple(versions),
+            draw(st.integers(0, 9)),
+        ),
         draw(TEXT),
         reward=None if failed else draw(st.floats(allow_nan=False, allow_infinity=False)),
         advantage=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
