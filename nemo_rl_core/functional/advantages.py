@@ -173,14 +173,22 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over the valid tokens of each sequence.
 
     With `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`, where "next" is
     the next valid token: the tokens of an observation between two turns are stepped over, taking
-    neither time nor discount. After the last valid token the value is 0, for completions that
-    ended and that were cut off alike. Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+    neither time nor discount. After the last valid token the value is `last_values`. Where these
+    are left out it is 0, for completions that ended and that were cut off alike: a completion that
+    was cut off then counts as worth nothing from there on, as in most PPO of language models.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
 
     Args:
         rewards: `[B, T-1]`; read at valid tokens only.
@@ -188,13 +196,16 @@ def gae(
         mask: `[B, T-1]` bool.
         gamma: Discount a token, in [0, 1].
         lam: Weight of longer returns, in [0, 1].
+        last_values: `[B]`: what the critic expects after the last valid token; 0 where the sequence
+            ended. None is 0 for all.
 
     Returns:
         `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (what the critic is trained towards),
         both 0 at invalid tokens.
     """
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage if last_values is None else last_values
     columns: list[Tensor] = []
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
