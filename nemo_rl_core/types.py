@@ -69,7 +69,7 @@ class Rollout:
         group: Place of the prompt in its step. Rollouts of one group are compared with each other.
         sample: Place of the rollout in its group.
         turn_rewards: Of each turn of the policy, where an environment answers; they sum to
-            `reward`.
+            `reward`, unless the environment has adapted it to the whole batch.
         messages: The conversation as text, `(role, content)`, where an environment answers.
         error: Why there is no reward; such a rollout is counted, and not trained on.
     """

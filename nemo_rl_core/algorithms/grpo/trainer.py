@@ -66,8 +66,8 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             trained = train_in_parts(
                 self.policy, data, self._loss, size=size, sequence_means=self._loss.sequence_means
             )
-        self.records.save(self.step, rollouts, advantages=mean_advantages(data))
-        return {**consistency, **rollout_metrics(data), **drawn, **trained}
+        environment = self._record(rollouts, advantages=mean_advantages(data))
+        return {**environment, **consistency, **rollout_metrics(data), **drawn, **trained}
 
     def _check_consistency(
         self, batch: BatchedDataDict

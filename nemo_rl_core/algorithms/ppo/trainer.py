@@ -60,8 +60,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             data.update(value_columns(self.critic.get_values(data)["values"], data))
         data = add_advantages(data, self.config)
         trained = self._train(data)
-        self.records.save(self.step, rollouts, advantages=mean_advantages(data))
+        environment = self._record(rollouts, advantages=mean_advantages(data))
         return {
+            **environment,
             **consistency,
             **rollout_metrics(data),
             **failure_metrics(rollouts),

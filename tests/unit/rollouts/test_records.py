@@ -63,6 +63,15 @@ GOOD = Rollout(PROMPT, Completion((4, 5), (-0.5, -0.1), truncated=False), "3").s
 BAD = GOOD.failed("out of paper")
 
 
+def test_metrics_of_the_environment_lie_beside_its_rollouts(tmp_path):
+    records = RolloutRecords(tmp_path)
+    records.save(1, [GOOD], environment_metrics={"won_fraction": 0.1})
+    records.save(2, [GOOD])
+    assert records.environment_metrics(1) == {"won_fraction": 0.1}
+    assert records.environment_metrics(2) == {}
+    assert records.load(1) == records.load(2) == [GOOD]
+
+
 def test_advantages_belong_to_the_judged(tmp_path):
     records = RolloutRecords(tmp_path / "rollouts")
     records.save(12, [GOOD, BAD, GOOD], advantages=torch.tensor([0.25, -2.0]))
