@@ -100,7 +100,7 @@ class KLPenalty(FrozenConfig):
 
 
 class TruncatedImportance(FrozenConfig):
-    """`min(w, cap)` with `w = exp(prev - gen)` (TIS)."""
+    """`min(w, cap)` with `w = exp(prev - gen)` (TIS); `cap: .inf` is the full weight."""
 
     kind: Literal["truncated"] = "truncated"
     cap: PositiveFloat = 2.0
@@ -190,7 +190,8 @@ class OnPolicyLoss(_PolicyLoss):
 class GSPOLoss(_PolicyLoss):
     """The clipped surrogate of one ratio a sequence, whose spread is that of a mean.
 
-    An importance correction takes the sequence's weight, too.
+    An importance correction takes one weight a sequence, too, and like the ratio the geometric mean
+    over its tokens. The weight of the sequence as such would be their product, which NeMo RL takes.
     """
 
     kind: Literal["gspo"] = "gspo"
