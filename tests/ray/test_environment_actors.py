@@ -184,7 +184,7 @@ def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -
     rewards, metrics = post_process(there, batch)
     assert rewards.tolist() == batch["rewards"].tolist()
     assert metrics == pytest.approx({"won_fraction": 1 / 3})
-    with pytest.raises(RewardError, match="'GameEnvironment' failed(.|\n)*KeyError"):
+    with pytest.raises(RewardError, match=r"'GameEnvironment' failed(.|\n)*KeyError"):
         there.global_post_process_and_metrics({"tasks": []})
 
 
