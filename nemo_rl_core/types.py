@@ -38,6 +38,8 @@ class Completion:
         generated: `[L]`: whether the policy wrote the token. Empty: it wrote all of them.
         weight_versions: `[L]`: which weights the token was drawn with, as the number of updates
             before. Empty: the caller knows, because all are of one version.
+        num_unread_tokens: How long the environment's last message was, where it left no room for
+            another turn and is not part of the completion.
     """
 
     token_ids: tuple[int, ...]
@@ -45,6 +47,7 @@ class Completion:
     truncated: bool
     generated: tuple[bool, ...] = ()
     weight_versions: tuple[int, ...] = ()
+    num_unread_tokens: int = 0
 
     @property
     def token_mask(self) -> tuple[bool, ...]:
@@ -66,7 +69,7 @@ class Rollout:
         group: Place of the prompt in its step. Rollouts of one group are compared with each other.
         sample: Place of the rollout in its group.
         turn_rewards: Of each turn of the policy, where an environment answers; they sum to
-            `reward`.
+            `reward`, unless the environment has adapted it to the whole batch.
         messages: The conversation as text, `(role, content)`, where an environment answers.
         error: Why there is no reward; such a rollout is counted, and not trained on.
     """

@@ -80,7 +80,8 @@ class EvalReport(Artifact):
     """`rows.parquet` with every completion, and the figures.
 
     Attributes:
-        metrics: `greedy_accuracy` and its interval, `mean_reward`, `pass_at_k`, `cons_at_k`.
+        metrics: `mean_reward`, and `greedy_accuracy`, `pass_at_k` and `cons_at_k`, each with its
+            interval.
         measured: The stage whose checkpoint this is about, or the name of a given model.
     """
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from nemo_rl_core.infra.intervals import sampled_figures, with_interval
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,
@@ -26,6 +27,9 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             lines.append(f"reward model's accuracy: {_pair_accuracy(artifact)}")
         elif isinstance(artifact, EvalReport):
             lines.append(f"accuracy of {artifact.measured}: {_accuracy(artifact)}")
+            if sampled := sampled_figures(artifact.metrics):
+                said = ", ".join(f"{name} {figure}" for name, figure in sampled.items())
+                lines.append(f"sampled: {said}")
             read = f"{sys.executable} -m nemo_rl_core.evals"
             lines.append(f"completions: {read} {artifact.folder}")
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
@@ -46,15 +50,11 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
 def _accuracy(report: EvalReport) -> str:
     metrics = report.metrics
     return (
-        f"{metrics['greedy_accuracy']:.3f} "
-        f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}] "
+        f"{with_interval(metrics, 'greedy_accuracy')} "
         f"on {metrics['num_prompts']:.0f} held-out prompts, greedy"
     )
 
 
 def _pair_accuracy(report: EvalReport) -> str:
     metrics = report.metrics
-    return (
-        f"{metrics['accuracy']:.3f} [{metrics['accuracy_low']:.3f}, "
-        f"{metrics['accuracy_high']:.3f}] on {metrics['num_pairs']:.0f} held-out pairs"
-    )
+    return f"{with_interval(metrics, 'accuracy')} on {metrics['num_pairs']:.0f} held-out pairs"

@@ -6,6 +6,7 @@ from pathlib import Path
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.intervals import sampled_figures, with_interval
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
 from tasks.experiments.common import EvaluationStage
@@ -66,11 +67,11 @@ def measured(checkpoint: CheckpointArtifact) -> str:
 
 
 def _said(metrics: dict[str, float]) -> str:
-    unjudged = metrics["num_unjudged"]
-    return (
-        f"greedy accuracy {metrics['greedy_accuracy']:.3f} "
-        f"[{metrics['greedy_accuracy_low']:.3f}, {metrics['greedy_accuracy_high']:.3f}]"
-    ) + (f", {unjudged:.0f} completions not judged" if unjudged else "")
+    said = [f"greedy accuracy {with_interval(metrics, 'greedy_accuracy')}"]
+    said += [f"{name} {figure}" for name, figure in sampled_figures(metrics).items()]
+    if unjudged := metrics["num_unjudged"]:
+        said.append(f"{unjudged:.0f} completions not judged")
+    return ", ".join(said)
 
 
 def _deck(metrics: dict[str, float], categories: dict[str, dict[str, float]]) -> str:

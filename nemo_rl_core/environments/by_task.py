@@ -11,6 +11,7 @@ from nemo_rl_core.environments.interfaces import (
     Message,
     Scorer,
 )
+from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.environments.replies import Reply, ask, failed, joined
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -84,8 +85,20 @@ class ByTaskEnvironment:
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of its `rewards [B]`."""
-        return batch, {"mean_reward": float(batch["rewards"].float().mean())}
+        """Each task's rows adapted by its own environment; metrics are called `<task>_<name>`."""
+        rewards = batch["rewards"].clone()
+        metrics: dict[str, float] = {}
+        for task in dict.fromkeys(batch["tasks"]):
+            places = [place for place, each in enumerate(batch["tasks"]) if each == task]
+            rows = {
+                name: [column[place] for place in places]
+                if isinstance(column, list)
+                else column[places]
+                for name, column in batch.items()
+            }
+            rewards[places], found = post_process(self._environments[task], rows)
+            metrics |= {f"{task}_{name}": value for name, value in found.items()}
+        return {**batch, "rewards": rewards}, metrics
 
     def shutdown(self) -> None:
         """Ends every environment that can be ended, also when one of them fails to."""

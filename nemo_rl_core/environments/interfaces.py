@@ -103,7 +103,19 @@ class EnvironmentInterface(Protocol):
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Adapts a whole rolled-out batch, and sums it up in numbers."""
+        """Adapts the rewards of a whole rolled-out batch, and sums it up in numbers.
+
+        Training calls it once on all judged rollouts of a draw, before advantages; evaluation does
+        not. An environment may leave the method out.
+
+        Args:
+            batch: What `rollouts.batch.rollout_batch` returns, above all `rewards [B]`, and as
+                lists `tasks`, `prompts`, `completions` and `answers`.
+
+        Returns:
+            The batch, in which `rewards` alone may be others, and finite numbers by name. They are
+            metrics of the step, as `environment_<name>`.
+        """
         ...
 
 

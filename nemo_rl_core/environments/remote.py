@@ -5,7 +5,10 @@ may be judged twice.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.environments.actor_pool import ActorPool, CallError
@@ -17,6 +20,7 @@ from nemo_rl_core.environments.interfaces import (
     failure,
     raise_first,
 )
+from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.environments.replies import Reply, ask, failed, joined
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -115,8 +119,22 @@ class RemoteEnvironment:
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """The batch as it was, and the mean of its `rewards [B]`."""
-        return batch, {"mean_reward": float(batch["rewards"].float().mean())}
+        """What the environment in an actor makes of the whole batch, which goes to one of them.
+
+        Raises:
+            RewardError: As `post_process` in the actor, or when the actor fails twice.
+        """
+        (found,) = self._pool.run([_WholeBatch(dict(batch))])
+        if isinstance(found, RewardError):
+            raise found
+        if isinstance(found, CallError):
+            raise RewardError(
+                f"an environment's actor {found.what} in {HOOK}",
+                got=found.got,
+                fix="mend the method, or raise environment_workers.timeout_seconds",
+            )
+        rewards, metrics = found
+        return {**batch, "rewards": rewards}, metrics
 
     @property
     def num_restarts(self) -> int:
@@ -142,6 +160,13 @@ class _ScoringActor:
         self._scorer.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _WholeBatch:
+    """What an environment's actor gets in place of rows, in one piece."""
+
+    columns: dict[str, Any]
+
+
 class _EnvironmentActor:
     def __init__(self, make: Callable[[], EnvironmentInterface]) -> None:
         self._make = make
@@ -150,9 +175,20 @@ class _EnvironmentActor:
         self._environment = self._make()
         return list(getattr(self._environment, "first_stop_strings", ()))
 
-    def run(self, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
+    def run(self, rows: list[Any]) -> list[Any]:
+        if isinstance(rows[0], _WholeBatch):
+            return [self._post_process(each.columns) for each in rows]
+        return self._replies(rows)
+
+    def _replies(self, rows: list[tuple[Sequence[Message], Any]]) -> list[Reply]:
         replies = ask(self._environment, [log for log, _ in rows], [about for _, about in rows])
         return [failed(each) if isinstance(each, RewardError) else each for each in replies]
+
+    def _post_process(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, float]] | RewardError:
+        try:
+            return post_process(self._environment, batch)
+        except RewardError as error:  # raised where it is read: it is not the actor that fails
+            return error
 
     def close(self) -> None:
         end = getattr(self._environment, "shutdown", None)

@@ -82,7 +82,8 @@ def majority(answers: Sequence[str]) -> int:
 def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> bool:
     """Whether the majority of the first k samples is right.
 
-    Samples of a prompt are drawn independently, so the first k are as good as any k. Source: Wang
+    Samples of a prompt are drawn independently, so the first k are as good as any k; the mean over
+    all subsets of k, which others report, has the same expectation and less noise. Source: Wang
     et al. 2022, arXiv:2203.11171 (self-consistency).
 
     Args:

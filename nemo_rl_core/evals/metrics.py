@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.evals.consensus import ExtractAnswer, consensus_at_k
-from nemo_rl_core.evals.statistics import mean_pass_at_k, wilson_interval
+from nemo_rl_core.evals.statistics import (
+    Interval,
+    mean_pass_at_k,
+    pass_at_k_interval,
+    wilson_interval,
+)
 from nemo_rl_core.types import Rollout
 
 FULL_SCORE = 1.0
@@ -52,7 +57,9 @@ def evaluation_metrics(
     config: EvaluationConfig,
     extract: ExtractAnswer,
 ) -> dict[str, float]:
-    """Greedy accuracy with Wilson's interval, and pass@k and cons@k.
+    """Greedy accuracy, pass@k and cons@k, each with its interval over prompts.
+
+    That of greedy accuracy and cons@k is Wilson's, that of pass@k `pass_at_k_interval`.
 
     Completions that could not be judged are left out of every mean and counted in `num_unjudged`. A
     prompt with fewer than k judged samples says nothing about k and is left out there; a k that no
@@ -65,8 +72,9 @@ def evaluation_metrics(
         extract: Reads the answer that a completion votes for.
 
     Returns:
-        `num_prompts`, `num_unjudged`, `greedy_accuracy` with `_low` and `_high`, `mean_reward` and
-        `truncated_fraction` of the greedy completions, `pass_at_<k>`, and `cons_at_<k>` for k > 1.
+        `num_prompts`, `num_unjudged`, `greedy_accuracy`, `mean_reward` and `truncated_fraction` of
+        the greedy completions, `pass_at_<k>`, and `cons_at_<k>` for k > 1; with `_low` and `_high`
+        each of `greedy_accuracy`, `pass_at_<k>` and `cons_at_<k>`.
 
     Raises:
         RewardError: If not one greedy completion could be judged.
@@ -74,17 +82,15 @@ def evaluation_metrics(
     figures = accuracy_metrics(greedy)
     judged = _judged(greedy)
     num_correct = sum(is_correct(each) is True for each in judged)
-    low, high = wilson_interval(num_correct, len(judged), config.confidence)
+    interval = wilson_interval(num_correct, len(judged), config.confidence)
     unjudged = [rollout for rollout in (*greedy, *sampled) if rollout.reward is None]
     return {
         "num_prompts": float(len(greedy)),
         "num_unjudged": float(len(unjudged)),
-        "greedy_accuracy": figures["accuracy"],
-        "greedy_accuracy_low": low,
-        "greedy_accuracy_high": high,
+        **_with_interval("greedy_accuracy", figures["accuracy"], interval),
         "mean_reward": figures["mean_reward"],
         "truncated_fraction": figures["truncated_fraction"],
-        **_sampled_metrics(sampled, config.all_ks, extract),
+        **_sampled_metrics(sampled, config, extract),
     }
 
 
@@ -110,23 +116,31 @@ def category_metrics(
 
 
 def _sampled_metrics(
-    sampled: Sequence[Rollout], ks: Sequence[int], extract: ExtractAnswer
+    sampled: Sequence[Rollout], config: EvaluationConfig, extract: ExtractAnswer
 ) -> dict[str, float]:
     groups: dict[str, list[Rollout]] = {}
     for rollout in filter(_is_judged, sampled):
         groups.setdefault(rollout.prompt.id, []).append(rollout)
     outcomes = [[bool(is_correct(each)) for each in group] for group in groups.values()]
     answers = [[extract(each.text) for each in group] for group in groups.values()]
-    metrics = {}
-    for k in ks:
+    metrics: dict[str, float] = {}
+    for k in config.all_ks:
         enough = [place for place, group in enumerate(outcomes) if len(group) >= k]
         if not enough:
             continue
-        metrics[f"pass_at_{k}"] = mean_pass_at_k([outcomes[place] for place in enough], k=k)
+        drawn = [outcomes[place] for place in enough]
+        passed = pass_at_k_interval(drawn, k=k, confidence=config.confidence)
+        metrics |= _with_interval(f"pass_at_{k}", mean_pass_at_k(drawn, k=k), passed)
         if k > 1:
             agreed = [consensus_at_k(answers[place], outcomes[place], k) for place in enough]
-            metrics[f"cons_at_{k}"] = sum(agreed) / len(agreed)
+            # A majority is right or not, once a prompt: a proportion like greedy accuracy.
+            of_prompts = wilson_interval(sum(agreed), len(agreed), config.confidence)
+            metrics |= _with_interval(f"cons_at_{k}", sum(agreed) / len(agreed), of_prompts)
     return metrics
+
+
+def _with_interval(name: str, value: float, interval: Interval) -> dict[str, float]:
+    return {name: value, f"{name}_low": interval.lower, f"{name}_high": interval.upper}
 
 
 def _is_judged(rollout: Rollout) -> bool:

@@ -19,22 +19,30 @@ EPSILON = 1e-6
 """Added to a std before dividing by it, as in losses of the GRPO family."""
 
 
-def group_normalized(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def group_normalized(
+    rewards: Tensor, group_ids: Tensor, *, outcomes: Tensor | None = None
+) -> Tensor:
     """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std.
 
+    Where a penalty has been taken off the rewards, `outcomes` are those before it: their std
+    divides, and where they are equal the advantage is 0. The std of the lowered rewards would scale
+    a penalty up to full strength in a group of equal outcomes, however small its weight is.
     Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
 
     Args:
         rewards: `[B]` floating point.
         group_ids: `[B]` int64.
+        outcomes: `[B]`, the rewards that the std is of; None takes `rewards`.
 
     Returns:
         `[B]` advantages in the dtype of `rewards`.
     """
     groups = _Groups.of(rewards, group_ids)
-    squares = groups.sum_by_group(groups.centered.square())
+    measured = groups if outcomes is None else _Groups.of(outcomes, group_ids)
+    squares = measured.sum_by_group(measured.centered.square())
     std = (squares / (groups.sizes - 1).clamp(min=1)).sqrt()
-    return groups.centered / (std + EPSILON)
+    centered = torch.where(measured.is_constant, 0.0, groups.centered)
+    return centered / (std + EPSILON)
 
 
 def group_centered(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -106,7 +114,8 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """`(x - mean) / (std + 1e-6)` over all valid entries, with the unbiased std.
 
-    Equal entries become exactly 0, not rounding noise divided by a tiny spread.
+    Equal entries become exactly 0, not rounding noise divided by a tiny spread. The population std,
+    which some implementations take, is smaller by the factor `sqrt((n - 1) / n)` of n entries.
 
     Args:
         values: Any shape.
@@ -164,14 +173,22 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over the valid tokens of each sequence.
 
     With `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`, where "next" is
     the next valid token: the tokens of an observation between two turns are stepped over, taking
-    neither time nor discount. After the last valid token the value is 0, for completions that
-    ended and that were cut off alike. Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+    neither time nor discount. After the last valid token the value is `last_values`. Where these
+    are left out it is 0, for completions that ended and that were cut off alike: a completion that
+    was cut off then counts as worth nothing from there on, as in most PPO of language models.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
 
     Args:
         rewards: `[B, T-1]`; read at valid tokens only.
@@ -179,13 +196,16 @@ def gae(
         mask: `[B, T-1]` bool.
         gamma: Discount a token, in [0, 1].
         lam: Weight of longer returns, in [0, 1].
+        last_values: `[B]`: what the critic expects after the last valid token; 0 where the sequence
+            ended. None is 0 for all.
 
     Returns:
         `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (what the critic is trained towards),
         both 0 at invalid tokens.
     """
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage if last_values is None else last_values
     columns: list[Tensor] = []
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]

@@ -66,7 +66,7 @@ def sampling_importance_ratio(
 def kl_generation_trainer(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`KL(gen || prev)` in nats a token, by k3 with the clamps of `kl_estimate`.
+    """`KL(gen || prev)` in nats a token, by k3 with the clamps of `kl_estimate`; no gradient.
 
     Args:
         generation_logprobs: `[B, T-1]`.

@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0
 """Bound on `ref - cur` in nats, so that one token cannot overflow `exp`."""
 
 MAX_ESTIMATE = 10.0
-"""Bound on a token's estimate in nats, so that one token cannot own the step."""
+"""Bound on the value of a token's estimate in nats, so that one token cannot own the step."""
 
 
 def kl_estimate(policy: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
@@ -45,9 +45,10 @@ def kl_estimate(policy: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
 def score_function_weight(current: Tensor) -> Tensor:
     """`exp(cur - stopgrad(cur))`: the value is 1, the gradient is that of `cur`.
 
-    Multiplied into an estimate `f(cur)` of tokens that were sampled from the current policy, it
-    adds the term `f * grad(cur)` that differentiating the samples' own distribution gives; with it
-    the mean gradient is that of the mean of `f`, which for k1 and k3 is the divergence itself.
+    Multiplied into a function `f(cur)` of tokens that were sampled from the current policy, it adds
+    the term `f * grad(cur)` that differentiating the samples' own distribution gives; with it the
+    mean gradient is that of the mean of `f`. `f` must not be clamped: where a clamp takes the
+    gradient of `f`, the added term alone remains.
 
     Args:
         current: Logprobs that require gradients, any shape.
@@ -59,14 +60,23 @@ def score_function_weight(current: Tensor) -> Tensor:
 
 
 def kl_penalty(current: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
-    """`kl_estimate` with the gradient of the divergence: times `score_function_weight(current)`.
+    """The value of `kl_estimate` with the gradient of `KL(policy || reference)`.
+
+    The gradient of every kind is `-d * grad(cur)` with `d = clamp(reference - policy, +-20)`, the
+    score-function gradient of the divergence: its mean over tokens that were sampled from the
+    current policy is the divergence's own gradient. No bound on the value enters it, so a token
+    that the reference finds far likelier than the policy is still drawn to the reference.
+    DeepSeekMath's k3 (arXiv:2402.03300, equation 4) has the gradient `1 - e^d` a token, whose mean
+    is that of `KL(reference || policy)` where the samples are the policy's.
 
     Args:
         current: Logprobs that require gradients, any shape.
         reference: Logprobs of the same tokens under the reference policy, the same shape.
-        kind: Which estimator.
+        kind: Which estimator gives the value.
 
     Returns:
         Nats, the shape of the inputs.
     """
-    return score_function_weight(current) * kl_estimate(current, reference, kind=kind)
+    fixed = current.detach()
+    slope = (fixed - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return kl_estimate(fixed, reference, kind=kind) + slope * (current - fixed)

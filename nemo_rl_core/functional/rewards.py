@@ -11,17 +11,18 @@ def overlong_penalty(
 ) -> Tensor:
     """What a long completion loses: 0 up to the buffer, then linearly down to `-penalty`.
 
-    `min(-(length - (max_tokens - buffer_tokens)) / buffer_tokens * penalty, 0)`. Source: the soft
-    overlong punishment of DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
+    `-(length - (max_tokens - buffer_tokens)) / buffer_tokens * penalty`, bounded to
+    `[-penalty, 0]`. Source: the soft overlong punishment of DAPO, Yu et al. 2025, arXiv:2503.14476,
+    equation 13.
 
     Args:
-        lengths: `[B]` tokens of each completion.
+        lengths: `[B]` tokens of each rollout that use up `max_tokens`, an environment's too.
         max_tokens: The longest that a completion can be.
         buffer_tokens: The length of the slope, at least 1 and at most `max_tokens`.
         penalty: The loss of reward at `max_tokens`.
 
     Returns:
-        `[B]` float32, never positive; to be added to the rewards.
+        `[B]` float32, between `-penalty` and 0; to be added to the rewards.
 
     Raises:
         ValueError: If the buffer is longer than the longest completion.
@@ -32,7 +33,7 @@ def overlong_penalty(
             f"completion ({max_tokens} tokens); set overlong.buffer_tokens to about a fifth of it"
         )
     excess = lengths.float() - (max_tokens - buffer_tokens)
-    return (-excess / buffer_tokens * penalty).clamp(max=0)
+    return (-excess / buffer_tokens * penalty).clamp(-penalty, 0)
 
 
 def outcome_rewards(scores: Tensor, mask: Tensor) -> Tensor:

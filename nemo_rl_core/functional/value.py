@@ -9,7 +9,7 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float
 ) -> Tensor:
-    """`0.5 * max((v - R)^2, (clip(v, v_old +- c) - R)^2)`.
+    """`0.5 * max((v - R)^2, (clip(v, v_old +- c) - R)^2)`, with the 1/2 that NeMo RL has, too.
 
     The larger of the two, so that a value which has already moved by c towards its return is left
     alone until the next rollout. Source: the PPO implementations of OpenAI baselines; Huang et al.

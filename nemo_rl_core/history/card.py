@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from nemo_rl_core.history.differences import flat
+from nemo_rl_core.infra.intervals import sampled_figures
 from nemo_rl_core.infra.lineage import (
     Ancestor,
     Manifest,
@@ -38,6 +39,11 @@ class Evaluated:
         if name not in figures:
             return None
         return figures[name], figures[f"{name}_low"], figures[f"{name}_high"]
+
+    @property
+    def sampled(self) -> dict[str, str]:
+        """pass@k and cons@k with their intervals, as text."""
+        return sampled_figures(self.manifest.figures)
 
     @property
     def num_rows(self) -> int:
@@ -185,9 +191,12 @@ def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
         return "## Evaluation\n\nNo evaluation of this model is recorded.\n"
     confidences = sorted({f"{100 * e.confidence:g} %" for e in evaluations if e.confidence})
     between = f"; in brackets the interval at {' and '.join(confidences)}" if confidences else ""
+    what = "Greedy answers on held-out prompts"
+    if any(each.sampled for each in evaluations):
+        what += ", and pass@k and cons@k of sampled ones"
     lines = [
         "## Evaluation\n",
-        f"Greedy answers on held-out prompts{between}.\n",
+        f"{what}{between}.\n",
         "| model | accuracy | prompts |",
         "|---|---|---|",
     ]
@@ -196,6 +205,7 @@ def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
         if each.accuracy:
             figure = "{:.3f} [{:.3f}, {:.3f}]".format(*each.accuracy)
             lines.append(f"| {which} | {figure} | {each.num_rows} |")
+        lines += [f"| {which}, {name} | {figure} | |" for name, figure in each.sampled.items()]
     return "\n".join([*lines, ""])
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.functional.importance import kl_generation_trainer
+from nemo_rl_core.functional.importance import kl_generation_trainer, sampling_importance_ratio
 from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
 from nemo_rl_core.types import Rollout
 
@@ -21,9 +21,11 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
     Returns:
         What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 where the
-        policy did not write), `truncated [B]`, `weight_versions [B, T-1]` where the engine took
-        new weights in between (0 where the policy did not write), `num_turns [B]` where an
-        environment answered, and, where it gives several rewards, `reward_components [B, R]`.
+        policy did not write), `truncated [B]`, `rollout_lengths [B]` (tokens behind the prompt, an
+        environment's too, that have used up the rollout's room), `weight_versions [B, T-1]` where
+        the engine took new weights in between (0 where the policy did not write), `num_turns [B]`
+        where an environment answered, and, where it gives several rewards, `reward_components
+        [B, R]`.
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
@@ -44,6 +46,12 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         generation_logprobs=logprobs,
         rewards=torch.tensor([float(_reward(rollout)) for rollout in rollouts]),
         truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
+        rollout_lengths=torch.tensor(
+            [
+                len(rollout.completion.token_ids) + rollout.completion.num_unread_tokens
+                for rollout in rollouts
+            ]
+        ),
     )
     if any(rollout.completion.weight_versions for rollout in rollouts):
         batch["weight_versions"] = _weight_versions(rollouts, batch["token_mask"])
@@ -100,7 +108,8 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
     """Rewards and lengths of a step and, where the trainer has looked, how far the engine is off.
 
     Args:
-        batch: What `rollout_batch` returns and, for `kl_generation_trainer`, `prev_logprobs`.
+        batch: What `rollout_batch` returns and, for `kl_generation_trainer` and
+            `sampling_importance_ratio`, `prev_logprobs`.
     """
     lengths = batch["token_mask"].sum(dim=1).float()
     metrics = {
@@ -117,6 +126,7 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
         # Without the sequences that the gate has masked, whose tokens nobody trains on.
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         metrics["kl_generation_trainer"] = float(kl_generation_trainer(*logprobs, mask))
+        metrics["sampling_importance_ratio"] = float(sampling_importance_ratio(*logprobs, mask))
     return metrics
 
 

@@ -92,6 +92,7 @@ class Conversation:
         self._texts: list[str] = []
         self._rewards: list[float] = []
         self._is_cut = False
+        self._num_unread_tokens = 0
         self._error: str | None = None
         self.is_over = False
         self.messages: list[dict[str, str]] = [
@@ -147,6 +148,8 @@ class Conversation:
             return
         has_turns = len(self._texts) < self._bounds.max_turns
         has_room = len(self._token_ids) + len(new) < self._bounds.max_tokens
+        if not has_room:
+            self._num_unread_tokens = len(new)
         if not (has_turns and has_room):
             self._is_cut = self.is_over = True
             if has_turns:
@@ -168,6 +171,7 @@ class Conversation:
                 self._is_cut,
                 () if all(self._generated) else tuple(self._generated),
                 tuple(self._weight_versions),
+                self._num_unread_tokens,
             ),
             "\n".join(self._texts),
             reward=reward,

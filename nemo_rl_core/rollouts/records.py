@@ -4,7 +4,8 @@ A folder holds one parquet file a step. What is read back equals what was writte
 trained on again without an engine.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_ENVIRONMENT_METRICS = b"environment_metrics"
 
 
 class RolloutRecords:
@@ -49,11 +53,29 @@ class RolloutRecords:
             )
         return load_rollouts(path)
 
+    def environment_metrics(self, step: int) -> dict[str, float]:
+        """The metrics that the environment gave of a step's rollouts, which `load` can read."""
+        import pyarrow.parquet as pq
+
+        found = pq.read_schema(self._path(step)).metadata or {}
+        metrics: dict[str, float] = json.loads(found.get(_ENVIRONMENT_METRICS, b"{}"))
+        return metrics
+
     def save(
-        self, step: int, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Tensor | None = None,
+        environment_metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Writes a step; see `save_rollouts`."""
-        save_rollouts(rollouts, self._path(step), advantages=advantages)
+        save_rollouts(
+            rollouts,
+            self._path(step),
+            advantages=advantages,
+            environment_metrics=environment_metrics,
+        )
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.parquet"
@@ -63,7 +85,11 @@ class RolloutRecords:
 
 
 def save_rollouts(
-    rollouts: Sequence[Rollout], path: Path, *, advantages: Tensor | None = None
+    rollouts: Sequence[Rollout],
+    path: Path,
+    *,
+    advantages: Tensor | None = None,
+    environment_metrics: Mapping[str, float] | None = None,
 ) -> None:
     """Writes one row a rollout as parquet; the same rollouts give the same bytes.
 
@@ -71,6 +97,7 @@ def save_rollouts(
         rollouts: `B`, among them those that could not be judged.
         path: The file.
         advantages: One for each rollout that was judged, where the algorithm has such.
+        environment_metrics: What the environment's `global_post_process_and_metrics` gave of them.
 
     Raises:
         DataError: Names the rollouts that are not of `RolloutSchema`.
@@ -83,7 +110,10 @@ def save_rollouts(
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [_row(rollout) for rollout in rollouts]
     _check(rows, path)
-    pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), path)
+    schema = _schema()
+    if environment_metrics:
+        schema = schema.with_metadata({_ENVIRONMENT_METRICS: json.dumps(dict(environment_metrics))})
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
 
 
 def load_rollouts(path: Path) -> list[Rollout]:
@@ -163,6 +193,7 @@ def _schema() -> "pa.Schema":
             ("logprobs", numbers),
             ("generated", pa.list_(pa.bool_())),
             ("weight_versions", ids),
+            ("num_unread_tokens", pa.int64()),
         ]
     )
 
@@ -190,6 +221,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "logprobs": list(completion.logprobs),
         "generated": list(completion.generated),
         "weight_versions": list(completion.weight_versions),
+        "num_unread_tokens": completion.num_unread_tokens,
     }
 
 
@@ -209,6 +241,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
             row["truncated"],
             tuple(row["generated"]),
             tuple(row["weight_versions"]),
+            row["num_unread_tokens"],
         ),
         row["completion"],
         reward=row["reward"],

@@ -15,6 +15,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
+from nemo_rl_core.rollouts.post_processing import post_processed
 from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures
 from nemo_rl_core.rollouts.scorers import scorer_of
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
@@ -99,6 +100,15 @@ class Sampler(AbstractContextManager["Sampler"]):
         scored = list(rollouts) if is_judged else self._judged(rollouts)
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored
+
+    def post_process(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
+        """What the environment, or a scorer with its method, makes of scored rollouts.
+
+        Raises:
+            RewardError: As `post_processed`.
+        """
+        environment = self._scorer if self.environment is None else self.environment
+        return post_processed(environment, rollouts)
 
     def _judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Those that have not failed before are scored, in their places."""

@@ -5,13 +5,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from torch import Tensor
+
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
-from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures
+from nemo_rl_core.rollouts.post_processing import mean_metrics
+from nemo_rl_core.rollouts.quarantine import judged, refuse_too_many_failures
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import BaseTrainer, Job
@@ -39,6 +42,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _replayed: RolloutRecords | None
     _held_out: list[Prompt]
     _num_restarts: tuple[int, int]
+    _of_environment: list[tuple[int, dict[str, float]]]
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         self._check_context(job.start)
@@ -46,6 +50,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self.records = RolloutRecords(job.work / "rollouts")
         self._replayed = RolloutRecords(job.replay) if job.replay is not None else None
         self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
+        self._of_environment = []
         if self._replayed is not None:
             return
         self.sampler = resources.enter_context(
@@ -110,8 +115,27 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 step=self.step,
                 first_place=first_place,
             )
+        return self._scored(self.sampler, rollouts)
+
+    def _scored(self, sampler: Sampler, rollouts: list[Rollout]) -> list[Rollout]:
+        """With rewards, as the environment adapts them to all rollouts of the draw."""
         with self.timer.phase("reward"):
-            return self.sampler.score(rollouts)
+            scored, metrics = self._post_process(sampler, sampler.score(rollouts))
+        self._of_environment.append((len(judged(scored)), metrics))
+        return scored
+
+    def _post_process(
+        self, sampler: Sampler, rollouts: list[Rollout]
+    ) -> tuple[list[Rollout], dict[str, float]]:
+        return sampler.post_process(rollouts)
+
+    def _record(
+        self, rollouts: list[Rollout], *, advantages: Tensor | None = None
+    ) -> dict[str, float]:
+        """Writes the step's rollouts; returns the environment's metrics of all that were drawn."""
+        found, self._of_environment = mean_metrics(self._of_environment), []
+        self.records.save(self.step, rollouts, advantages=advantages, environment_metrics=found)
+        return {f"environment_{name}": value for name, value in found.items()}
 
     def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
         """Gives the engine the policy's weights, as they are after that step."""
@@ -130,6 +154,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _recorded(self) -> list[Rollout]:
         assert self._replayed is not None
         rollouts = self._replayed.load(self.step)
+        self._of_environment = [(1, self._replayed.environment_metrics(self.step))]
         limit = self.settings.rollouts.max_failed_fraction
         refuse_too_many_failures(rollouts, max_failed_fraction=limit)
         return rollouts

@@ -246,10 +246,13 @@ class Chat:
     def __init__(self) -> None:
         self.asked_at: list[float] = []
         self.num_over = 0
+        self.is_asked = False
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
         self.asked_at.append(time.monotonic())
+        self.is_asked = True
         time.sleep(0.05)  # so that not all is over before anybody could look
+        self.is_asked = False
         turns = [sum(each["role"] == "assistant" for each in log) for log in message_log_batch]
         self.num_over += sum(turn == 4 for turn in turns)
         return EnvironmentReturn(
@@ -263,7 +266,7 @@ class Chat:
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        return batch, {}
+        return batch, {"calls_at_once": float(self.is_asked)}
 
 
 def test_conversations_go_on_while_nobody_waits(
@@ -380,8 +383,12 @@ def test_turns_are_taken_while_the_trainer_is_busy(
     assert restarts == [0, 0, float(kill_in == 2), 0]
     assert [metrics["num_failed_rollouts"] for metrics in result.metrics] == [0, 0, 0, 0]
     assert all(metrics["staleness_max"] <= 1 for metrics in result.metrics)
-    replayed(result, tmp_path / "work", **settings)
+    again = replayed(result, tmp_path / "work", **settings)
     assert_equal_weights(tmp_path / "work", result.folder)
+    # The environment has seen whole draws, and never while it answered.
+    for metrics in [*result.metrics, *again]:
+        assert metrics["environment_calls_at_once"] == 0
+        assert metrics["sampling_importance_ratio"] > 0
 
 
 @pytest.mark.parametrize(

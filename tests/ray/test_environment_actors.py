@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_rl_core.config.environment import (
     ByTask,
@@ -23,6 +24,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import actor_pool
 from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -177,6 +179,13 @@ def test_a_game_goes_on_in_actors_as_it_does_here(make: Callable[..., Scorer]) -
         "0-5=",
     ]
     assert replies[4].error is not None
+    # More rows than a call has, and yet one batch: a third of all games is won.
+    batch = {"rewards": torch.tensor([0.0, 1.0, 0.0] * 4), "tasks": ["guess_number"] * 12}
+    rewards, metrics = post_process(there, batch)
+    assert rewards.tolist() == batch["rewards"].tolist()
+    assert metrics == pytest.approx({"won_fraction": 1 / 3})
+    with pytest.raises(RewardError, match=r"'GameEnvironment' failed(.|\n)*KeyError"):
+        there.global_post_process_and_metrics({"tasks": []})
 
 
 def test_what_cannot_be_made_is_refused_in_its_own_words(make: Callable[..., Scorer]) -> None:

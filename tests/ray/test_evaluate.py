@@ -20,6 +20,7 @@ from nemo_rl_core.evals.evaluate import evaluate
 from nemo_rl_core.evals.rows import greedy_outcomes
 
 NUM_ROWS = 12
+SAMPLED = ("pass_at_1", "pass_at_2", "cons_at_2")
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +66,16 @@ def test_a_model_with_random_weights_knows_nothing(
         "greedy_accuracy_high",
         "mean_reward",
         "truncated_fraction",
-        "pass_at_1",
-        "pass_at_2",
-        "cons_at_2",
+        *(f"{name}{end}" for name in SAMPLED for end in ("", "_low", "_high")),
     }
     assert result.metrics["greedy_accuracy"] == 0.0
     # Wilson's upper bound for 0 of 12 at 95 %: 1.96^2 / (12 + 1.96^2) = 3.8415 / 15.8415.
     assert result.metrics["greedy_accuracy_high"] == pytest.approx(0.2425, abs=1e-4)
     assert result.metrics["greedy_accuracy_low"] == pytest.approx(0.0, abs=1e-12)
     assert 0 <= result.metrics["pass_at_1"] <= result.metrics["pass_at_2"] <= 1
+    for name in SAMPLED:
+        low, value, high = (result.metrics[f"{name}{end}"] for end in ("_low", "", "_high"))
+        assert 0 <= low <= value <= high < 1
     # One greedy completion and two samples of each.
     assert len(result.rows) == NUM_ROWS * 3
     assert result.num_tokens >= len(result.rows)

@@ -53,7 +53,8 @@ class Countdown:
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        return batch, {}
+        assert len(batch["completions"]) == len(batch["num_turns"])
+        return batch, {"nothing_won": float((batch["rewards"] == 0).float().mean())}
 
 
 def sometimes(prompt: str, response: str) -> float:
@@ -113,6 +114,11 @@ def test_turns_are_played_masked_and_agreed_upon(game: TrainResult) -> None:
     for metrics in game.metrics:
         assert metrics["token_mult_prob_error"] < 1.001
         assert metrics["num_turns"] > 1.2
+    for step, metrics in enumerate(game.metrics, start=1):
+        rewards = [each.reward for each in judged(recorded(game).load(step))]
+        expected = sum(reward == 0 for reward in rewards) / len(rewards)
+        assert metrics["environment_nothing_won"] == pytest.approx(expected)
+        assert 0.9 < metrics["sampling_importance_ratio"] < 1.1
 
 
 def test_tokens_of_the_environment_do_not_enter_the_loss(game: TrainResult) -> None:
@@ -147,6 +153,7 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     assert 0 < len(failed) < len(rollouts) == 16
     assert all("7" in each.text and "no sevens" in each.error for each in failed)
     metrics = failing.metrics[0]
+    assert metrics["environment_mean_reward"] == metrics["reward"]
     assert metrics["num_failed_rollouts"] == len(failed)
     assert metrics["failed_fraction"] == len(failed) / 16
     counted = judged(rollouts)
@@ -155,7 +162,11 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     # As if they had never been: the same weights from the others alone.
     others = RolloutRecords(tmp_path / "others")
     for step in (1, 2):
-        others.save(step, judged(recorded(failing).load(step)))
+        others.save(
+            step,
+            judged(recorded(failing).load(step)),
+            environment_metrics=recorded(failing).environment_metrics(step),
+        )
     trainer = GRPOTrainer.from_pretrained("unused", num_steps_per_iteration=2, **ONLINE)
     seen = replay(trainer, failing, others.folder, tmp_path / "work")
     ignored = ("global_step", "num_failed_rollouts", "failed_fraction")

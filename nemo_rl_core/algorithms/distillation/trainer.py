@@ -42,8 +42,8 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
             data.update(self.policy.get_reference_topk_logprobs(data, self.config.top_k))
         with self.timer.phase("train"):
             trained = self.policy.train(data, self._loss)
-        self.records.save(self.step, rollouts)
-        return {**rollout_metrics(data), **failure_metrics(rollouts), **trained}
+        environment = self._record(rollouts)
+        return {**environment, **rollout_metrics(data), **failure_metrics(rollouts), **trained}
 
 
 def _refuse_without_teacher(job: Job) -> None:

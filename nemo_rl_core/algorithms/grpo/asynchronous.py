@@ -48,8 +48,14 @@ class AsyncGRPOTrainer(GRPOTrainer):
         with self.timer.phase("rollout"):
             self._begin_steps()
             rollouts = self._stream.take(self.step)
-        with self.timer.phase("reward"):
-            return self.sampler.score(rollouts)
+        return self._scored(self.sampler, rollouts)
+
+    def _post_process(
+        self, sampler: Sampler, rollouts: list[Rollout]
+    ) -> tuple[list[Rollout], dict[str, float]]:
+        """While the environment answers nobody else: it need not bear two calls at once."""
+        with self._stream.alone(with_environment=True):
+            return super()._post_process(sampler, rollouts)
 
     def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
         """Also before a validation, in whose wake samples go on with the new weights."""

@@ -30,7 +30,10 @@ from nemo_rl_core.errors import ConfigError
 
 
 class GroupNormalized(FrozenConfig):
-    """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO)."""
+    """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO).
+
+    With the KL penalty in the reward, the std is that of the rewards before it is taken off.
+    """
 
     kind: Literal["group_normalized"] = "group_normalized"
 
@@ -83,7 +86,10 @@ AdvantageConfig = Annotated[
 class KLPenalty(FrozenConfig):
     """A penalty on the divergence from the reference policy, weighted by `beta`.
 
-    In the loss it has a gradient of its own. In the reward it is measured once, between the
+    `kind` is the estimator of the value: k1 `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d` with `d = ref -
+    cur`, each within +-10. In the loss every kind has the gradient of `KL(policy || reference)`,
+    `-d` a token, so that they differ in what is reported alone; GRPO's paper (arXiv:2402.03300,
+    equation 20) has `1 - e^d` instead. In the reward the value is taken, measured once between the
     policy that sampled and the reference: summed over the sequence for advantages of groups, and
     token by token for `reinforce_plus_plus` and its baseline variant.
     """
@@ -94,7 +100,7 @@ class KLPenalty(FrozenConfig):
 
 
 class TruncatedImportance(FrozenConfig):
-    """`min(w, cap)` with `w = exp(prev - gen)` (TIS)."""
+    """`min(w, cap)` with `w = exp(prev - gen)` (TIS); `cap: .inf` is the full weight."""
 
     kind: Literal["truncated"] = "truncated"
     cap: PositiveFloat = 2.0
@@ -184,7 +190,8 @@ class OnPolicyLoss(_PolicyLoss):
 class GSPOLoss(_PolicyLoss):
     """The clipped surrogate of one ratio a sequence, whose spread is that of a mean.
 
-    An importance correction takes the sequence's weight, too.
+    An importance correction takes one weight a sequence, too, and like the ratio the geometric mean
+    over its tokens. The weight of the sequence as such would be their product, which NeMo RL takes.
     """
 
     kind: Literal["gspo"] = "gspo"
@@ -224,7 +231,11 @@ LossConfig = Annotated[
 
 
 class OverlongPenalty(FrozenConfig):
-    """Takes reward off completions within `buffer_tokens` of the limit, up to `penalty` at it."""
+    """Takes reward off rollouts within `buffer_tokens` of the limit, up to `penalty` at it.
+
+    In several turns the tokens of the environment count, which use up the same room, and so does an
+    answer of the environment for which there was no room any more.
+    """
 
     kind: Literal["penalty"] = "penalty"
     buffer_tokens: PositiveInt

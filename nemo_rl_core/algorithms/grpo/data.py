@@ -7,7 +7,10 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.grpo.config import (
     GDPO,
+    GroupCentered,
+    GroupNormalized,
     GRPOConfig,
+    LeaveOneOut,
     OverlongFilter,
     OverlongPenalty,
     ReinforcePlusPlus,
@@ -27,12 +30,6 @@ from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty
 from nemo_rl_core.rollouts.batch import rollout_batch
 from nemo_rl_core.types import Rollout
-
-_GROUP_ADVANTAGES = {
-    "group_normalized": group_normalized,
-    "group_centered": group_centered,
-    "leave_one_out": leave_one_out,
-}
 
 
 def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
@@ -63,7 +60,7 @@ def add_advantages(
         batch: What `grpo_batch` returns and, with the KL penalty in the reward, `prev_logprobs`
             and `reference_logprobs`, `[B, T-1]` each.
         config: Advantage, KL penalty, and what to do with overlong completions.
-        max_new_tokens: The longest that a completion can be.
+        max_new_tokens: The longest that a rollout can be behind its prompt, all its turns together.
 
     Returns:
         The columns of `batch` and `advantages [B, T-1]`, 0 at tokens that do not count; with
@@ -77,7 +74,7 @@ def add_advantages(
     match config.overlong:
         case OverlongPenalty(buffer_tokens=buffer_tokens, penalty=penalty):
             rewards = rewards + overlong_penalty(
-                batch["token_mask"].sum(dim=-1),
+                batch["rollout_lengths"],
                 max_tokens=max_new_tokens,
                 buffer_tokens=buffer_tokens,
                 penalty=penalty,
@@ -95,8 +92,8 @@ def add_advantages(
         if isinstance(advantage, GDPO):
             per_sequence = _of_components(batch, advantage, sample_mask.bool())
         else:
-            rewards = rewards - _kl_in_reward(batch, config).sum(dim=-1)
-            per_sequence = _GROUP_ADVANTAGES[advantage.kind](rewards, batch["group_ids"])
+            lowered = rewards - _kl_in_reward(batch, config).sum(dim=-1)
+            per_sequence = _of_groups(lowered, batch["group_ids"], advantage, outcomes=rewards)
         advantages = zero_masked(per_sequence[:, None].expand(mask.shape), mask)
     return BatchedDataDict({**batch, "advantages": advantages, "sample_mask": sample_mask})
 
@@ -112,6 +109,22 @@ def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
         return torch.zeros(token_mask.shape)
     estimate = kl_estimate(batch["prev_logprobs"], batch["reference_logprobs"], kind=kl.kind)
     return kl.beta * zero_masked(estimate, token_mask)
+
+
+def _of_groups(
+    rewards: Tensor,
+    group_ids: Tensor,
+    advantage: GroupNormalized | GroupCentered | LeaveOneOut,
+    *,
+    outcomes: Tensor,
+) -> Tensor:
+    match advantage:
+        case GroupNormalized():
+            return group_normalized(rewards, group_ids, outcomes=outcomes)
+        case GroupCentered():
+            return group_centered(rewards, group_ids)
+        case LeaveOneOut():
+            return leave_one_out(rewards, group_ids)
 
 
 def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor) -> Tensor:

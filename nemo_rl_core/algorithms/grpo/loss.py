@@ -68,6 +68,11 @@ class GRPOLossFn:
 
     config: LossConfig = field(default_factory=ClippedLoss)
 
+    @property
+    def sequence_means(self) -> frozenset[str]:
+        """The metrics that are means over sequences; all others are over tokens."""
+        return frozenset() if self.config.reduction == "token_mean" else frozenset({"loss"})
+
     def __call__(
         self,
         next_token_logprobs: Tensor,
@@ -92,6 +97,9 @@ class GRPOLossFn:
             clip `clip_fraction_low` and `clip_fraction_high`, with a dual clip
             `clip_fraction_dual`; with a penalty `kl` (to the reference, without beta); with a
             correction `importance_weight` and `importance_cut_fraction`, the share it changed.
+
+            Without a correction w is 1, and `approx_entropy` is biased as soon as the weights are
+            no longer those that sampled; NeMo RL weights it by `exp(cur - gen)`.
         """
         config, mask = self.config, valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)

@@ -13,7 +13,8 @@ from nemo_rl_core.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4. It does not say how far it clips;
-    # 0.2 is PPO's.
+    # 0.2 is PPO's. The penalty's gradient is -d a token, where equation 20 has 1 - e^d: see
+    # `functional.kl.kl_penalty`.
     "grpo": {
         "advantage": {"kind": "group_normalized"},
         "loss": {

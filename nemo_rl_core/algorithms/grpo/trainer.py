@@ -63,9 +63,11 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data = add_advantages(data, self.config, max_new_tokens=limit)
         with self.timer.phase("train"):
             size = self.config.train_global_batch_size
-            trained = train_in_parts(self.policy, data, self._loss, size=size)
-        self.records.save(self.step, rollouts, advantages=mean_advantages(data))
-        return {**consistency, **rollout_metrics(data), **drawn, **trained}
+            trained = train_in_parts(
+                self.policy, data, self._loss, size=size, sequence_means=self._loss.sequence_means
+            )
+        environment = self._record(rollouts, advantages=mean_advantages(data))
+        return {**environment, **consistency, **rollout_metrics(data), **drawn, **trained}
 
     def _check_consistency(
         self, batch: BatchedDataDict

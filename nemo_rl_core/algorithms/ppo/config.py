@@ -57,6 +57,10 @@ class PPOConfig(LoopConfig):
     the critic alone, and goes over them `num_epochs_per_rollout` times, each time in optimizer
     steps of `train_global_batch_size` sequences (all of them, where it is left out). In the first
     `num_critic_warmup_steps` steps of a run only the critic is trained.
+
+    A completion that was cut off, by a bound on its tokens or turns, has the value 0 after its last
+    token, like one that ended; with `bootstrap_truncated` it has the critic's value of all that was
+    written.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -67,6 +71,7 @@ class PPOConfig(LoopConfig):
     train_global_batch_size: PositiveInt | None = None
     gamma: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
+    bootstrap_truncated: bool = False
     loss: ClippedSurrogate = ClippedSurrogate()
     kl: KLInReward | None = KLInReward()
     critic: CriticConfig = CriticConfig()

@@ -10,6 +10,21 @@ from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards
 
 
+def value_columns(values: Tensor, batch: BatchedDataDict) -> dict[str, Tensor]:
+    """The critic's values as columns of a batch.
+
+    Args:
+        values: `[B, T]` of the prefixes that end with each token.
+        batch: Has `input_lengths [B]`.
+
+    Returns:
+        `old_values [B, T-1]`, at t of the state in which token t+1 is chosen, and `last_values
+        [B]`, of the state after the last token.
+    """
+    last = (batch["input_lengths"] - 1)[:, None]
+    return {"old_values": values[:, :-1], "last_values": values.gather(1, last)[:, 0]}
+
+
 def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict:
     """The batch of a whole step with its advantages; the batch given is left as it was.
 
@@ -18,9 +33,9 @@ def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict
     the step, so this comes before the step is cut into optimizer steps and micro-batches.
 
     Args:
-        batch: What `rollout_batch` returns, `old_values [B, T-1]` and, with a KL penalty,
+        batch: What `rollout_batch` and `value_columns` return and, with a KL penalty,
             `prev_logprobs` and `reference_logprobs`, `[B, T-1]` each.
-        config: `gamma`, `lam` and the penalty.
+        config: `gamma`, `lam`, the penalty, and whether cut-off completions are bootstrapped.
 
     Returns:
         The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at tokens that do
@@ -31,10 +46,20 @@ def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict
     if config.kl is not None:
         rewards = rewards - config.kl.beta * _token_kl(batch, config.kl)
     advantages, returns = gae(
-        rewards, batch["old_values"], mask, gamma=config.gamma, lam=config.lam
+        rewards,
+        batch["old_values"],
+        mask,
+        gamma=config.gamma,
+        lam=config.lam,
+        last_values=_last_values(batch) if config.bootstrap_truncated else None,
     )
     columns = {"advantages": whitened(advantages, mask), "returns": returns}
     return BatchedDataDict({**batch, **columns})
+
+
+def _last_values(batch: BatchedDataDict) -> Tensor:
+    """The critic's, where the completion was cut off, and 0 where it ended."""
+    return zero_masked(batch["last_values"], batch["truncated"])
 
 
 def _token_kl(batch: BatchedDataDict, penalty: KLInReward) -> Tensor:

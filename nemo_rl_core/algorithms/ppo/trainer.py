@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
-from nemo_rl_core.algorithms.ppo.data import add_advantages
+from nemo_rl_core.algorithms.ppo.data import add_advantages, value_columns
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -57,11 +57,12 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             self._add_logprobs(data)
         data, consistency = check_consistency(data, self.config.gate)
         with self.timer.phase("values"):
-            data["old_values"] = self.critic.get_values(data)["values"][:, :-1]
+            data.update(value_columns(self.critic.get_values(data)["values"], data))
         data = add_advantages(data, self.config)
         trained = self._train(data)
-        self.records.save(self.step, rollouts, advantages=mean_advantages(data))
+        environment = self._record(rollouts, advantages=mean_advantages(data))
         return {
+            **environment,
             **consistency,
             **rollout_metrics(data),
             **failure_metrics(rollouts),

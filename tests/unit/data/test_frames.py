@@ -55,6 +55,7 @@ ROLLOUT = {
     "logprobs": [-0.5, -0.1],
     "generated": [],
     "weight_versions": [],
+    "num_unread_tokens": 0,
 }
 EVALUATION = {
     "prompt_id": "a",

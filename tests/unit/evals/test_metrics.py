@@ -6,6 +6,7 @@ from nemo_rl_core.config.evaluation import EvaluationConfig
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.evals.evaluate import accuracy_metrics
 from nemo_rl_core.evals.metrics import category_metrics, category_of, evaluation_metrics
+from nemo_rl_core.evals.statistics import pass_at_k_interval, wilson_interval
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 COMPLETION = Completion((1,), (0.0,), truncated=False)
@@ -41,6 +42,16 @@ def test_figures_by_hand() -> None:
     metrics = evaluation_metrics(GREEDY, SAMPLED, config=config, extract=str)
     low, high = metrics.pop("greedy_accuracy_low"), metrics.pop("greedy_accuracy_high")
     assert 0 < low < 2 / 3 < high < 1
+    bounds = {name: metrics.pop(name) for name in list(metrics) if name.endswith(("low", "high"))}
+    assert len(bounds) == 2 * 5
+    # One of two, and two of two, which a prompt cannot be between: Wilson's.
+    for name, num_right in (("cons_at_2", 1), ("cons_at_3", 1), ("pass_at_3", 2)):
+        found = (bounds[f"{name}_low"], bounds[f"{name}_high"])
+        assert found == wilson_interval(num_right, 2, 0.95)
+    outcomes = [[True, False, True], [False, True, False]]
+    for k, rows in ((1, [*outcomes, [True]]), (2, outcomes)):
+        found = (bounds[f"pass_at_{k}_low"], bounds[f"pass_at_{k}_high"])
+        assert found == pass_at_k_interval(rows, k=k, confidence=0.95)
     assert metrics == pytest.approx(
         {
             "num_prompts": 4,
@@ -70,7 +81,7 @@ def test_a_k_without_samples_has_no_figure() -> None:
     few = [rollout(0, "4", 1.0), rollout(0, "4", None), rollout(0, "5", None)]
     metrics = evaluation_metrics(GREEDY, few, config=config, extract=str)
     assert metrics["pass_at_1"] == 1
-    assert not {"pass_at_3", "cons_at_3"} & metrics.keys()
+    assert not {"pass_at_3", "pass_at_3_low", "cons_at_3", "cons_at_3_high"} & metrics.keys()
 
 
 def test_categories_by_task_and_by_metadata() -> None:

@@ -15,6 +15,7 @@ from nemo_rl_core.evals.statistics import (
     mean_pass_at_k,
     paired_bootstrap,
     pass_at_k,
+    pass_at_k_interval,
     wilson_interval,
 )
 
@@ -99,6 +100,57 @@ def test_mean_pass_at_k_by_hand():
     assert mean_pass_at_k(outcomes, k=1) == pytest.approx(1.25 / 3)
     with pytest.raises(DataError, match="no prompts"):
         mean_pass_at_k([], k=1)
+
+
+def test_pass_at_k_of_all_samples_has_wilsons_interval():
+    # k = n: a prompt passes or does not, and 3 of 4 do.
+    outcomes = [[True, False], [True, True], [False, False], [False, True]]
+    found = pass_at_k_interval(outcomes, k=2, confidence=0.9)
+    assert found == pytest.approx(wilson_interval(3, 4, 0.9))
+
+
+def test_pass_at_k_interval_by_hand():
+    # k = 1: 1/2, 1, 0, 1/2: mean 1/2, mean square 0.375, variance 1/8; with two prompts more of
+    # the largest variance, 1/4, it is (4 / 8 + 2 / 4) / 6 = 1/6, so 4 prompts count as
+    # 4 * (1/4) / (1/6) = 6: center 1/2, half z / (1 + z^2 / 6) * sqrt(1 / 24 + z^2 / 144)
+    outcomes = [[True, False], [True, True], [False, False], [False, True]]
+    z = 1.959964
+    half = z / (1 + z**2 / 6) * math.sqrt(1 / 24 + z**2 / 144)
+    found = pass_at_k_interval(outcomes, k=1, confidence=0.95)
+    assert found == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+
+
+def test_as_many_prompts_as_samples_is_the_most_that_count():
+    # All prompts alike: the variance of two prompts would make 20 * 22 / 2 = 220 of 20 prompts.
+    outcomes = [[True, False]] * 20
+    found = pass_at_k_interval(outcomes, k=1, confidence=0.95)
+    assert found == pytest.approx(wilson_interval(20, 40, 0.95))
+    # Nothing solved: nothing is known of the spread, so that a prompt counts once.
+    nothing = pass_at_k_interval([[False, False]] * 20, k=1, confidence=0.95)
+    assert nothing == pytest.approx(wilson_interval(0, 20, 0.95))
+
+
+@pytest.mark.parametrize("num_prompts", [10, 40])
+@pytest.mark.parametrize("k", [1, 2, 4])  # 8 of 8 is Wilson's own interval
+@pytest.mark.parametrize(
+    "difficulty",
+    # Shapes of a beta distribution: known or not, all kinds, mostly hard, mostly easy, all alike.
+    [(0.3, 0.3), (1, 1), (0.3, 3), (5, 0.5), (200, 200)],
+    ids=str,
+)
+def test_pass_at_k_interval_covers_as_often_as_it_says(difficulty, k, num_prompts):
+    # 300 evaluations of prompts drawn anew, 8 samples each; at 95 % about 285 hold the true value.
+    rng = random.Random(f"{difficulty} {k} {num_prompts}")
+    a, b = difficulty
+    # 1 - E(1 - p)^k of a beta distribution
+    true = 1 - math.prod((b + i) / (a + b + i) for i in range(k))
+    covered, num_evaluations = 0, 300
+    for _ in range(num_evaluations):
+        chances = [rng.betavariate(a, b) for _ in range(num_prompts)]
+        outcomes = [[rng.random() < chance for _ in range(8)] for chance in chances]
+        low, high = pass_at_k_interval(outcomes, k=k, confidence=0.95)
+        covered += low <= true <= high
+    assert covered >= 0.91 * num_evaluations
 
 
 def test_paired_bootstrap_of_equal_differences_has_no_width():

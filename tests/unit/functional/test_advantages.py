@@ -235,12 +235,16 @@ def test_gae_by_hand():
     st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.booleans()), min_size=1),
     st.sampled_from([0.0, 0.9, 1.0]),
     st.sampled_from([0.0, 0.95, 1.0]),
+    st.none() | st.integers(-3, 3),
 )
-def test_gae_is_the_discounted_sum_of_errors_over_valid_tokens(tokens, gamma, lam):
+def test_gae_is_the_discounted_sum_of_errors_over_valid_tokens(tokens, gamma, lam, last):
     rewards, values, mask = (torch.tensor([column]) for column in zip(*tokens, strict=True))
-    advantages, returns = gae(rewards.double(), values.double(), mask, gamma=gamma, lam=lam)
+    last_values = None if last is None else torch.tensor([last]).double()
+    advantages, returns = gae(
+        rewards.double(), values.double(), mask, gamma=gamma, lam=lam, last_values=last_values
+    )
     valid = [(reward, value) for reward, value, is_valid in tokens if is_valid]
-    following = [*(value for _, value in valid[1:]), 0][: len(valid)]
+    following = [*(value for _, value in valid[1:]), last or 0][: len(valid)]
     errors = [r + gamma * n - v for (r, v), n in zip(valid, following, strict=True)]
     expected = [
         sum((gamma * lam) ** k * error for k, error in enumerate(errors[i:]))

@@ -77,15 +77,65 @@ def distributions():
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_mean_value_and_mean_gradient_are_those_of_the_divergence(kind):
-    logits, current, reference = distributions()
+def test_mean_value_is_that_of_the_divergence(kind):
+    _, current, reference = distributions()
     exact = (current.exp() * (current - reference)).sum()
-    (exact_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    # The expectation over samples, with their probabilities held fixed as sampling does.
+    mean = (current.exp() * kl_estimate(current, reference, kind=kind)).sum()
+    torch.testing.assert_close(mean, exact)
+
+
+def gradients(logits, reference, kind):
+    """Of the penalty's mean over all tokens, sampled as the policy does, and of `KL(pi || ref)`."""
+    current = torch.log_softmax(logits, -1)
+    # The probabilities are held fixed: samples have no gradient.
     penalty = (current.detach().exp() * kl_penalty(current, reference, kind=kind)).sum()
-    (gradient,) = torch.autograd.grad(penalty, logits)
-    torch.testing.assert_close(penalty, exact)
-    torch.testing.assert_close(gradient, exact_gradient)
+    exact = (current.exp() * (current - reference)).sum()
+    return [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (penalty, exact)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mean_gradient_is_that_of_the_divergence(kind):
+    logits, _, reference = distributions()
+    torch.testing.assert_close(*gradients(logits, reference, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("distance", [-15, -10, -5, -3, 3, 5, 10, 15])
+def test_a_token_far_from_the_reference_is_drawn_to_it(kind, distance):
+    # A vocabulary of three; the first token is e^distance times as likely in the reference.
+    rare, usual = math.exp(-16), math.exp(-16 + abs(distance))
+    current, reference = (
+        torch.tensor([first, (1 - first) / 3, 2 * (1 - first) / 3], dtype=torch.float64).log()
+        for first in ((rare, usual) if distance > 0 else (usual, rare))
+    )
+    assert (reference - current)[0].item() == pytest.approx(distance)
+    logits = current.clone().requires_grad_()
+    found, exact = gradients(logits, reference, kind)
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=0)
+    current.requires_grad_()
+    (of_token,) = torch.autograd.grad(kl_penalty(current, reference, kind=kind)[0], current)
+    assert of_token.tolist() == pytest.approx([-distance, 0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_descending_the_penalty_ends_at_the_reference(kind):
+    # The case of math.md: two tokens are 35 times likelier in the reference.
+    logits = torch.tensor([0.98, 0.01, 0.01], dtype=torch.float64).log().requires_grad_()
+    reference = torch.tensor([0.3, 0.35, 0.35], dtype=torch.float64).log()
+    for _ in range(2000):
+        current = torch.log_softmax(logits, -1)
+        penalty = (current.detach().exp() * kl_penalty(current, reference, kind=kind)).sum()
+        (gradient,) = torch.autograd.grad(penalty, logits)
+        logits = (logits - 0.05 * gradient).detach().requires_grad_()
+    assert torch.softmax(logits, -1).tolist() == pytest.approx([0.3, 0.35, 0.35], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_impossible_token_has_the_bound_of_the_log_ratio_as_gradient(kind):
+    current = torch.tensor([-30.0, -1.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -math.inf])  # d = 29 and -inf, clamped to 20 and -20
+    kl_penalty(current, reference, kind=kind).sum().backward()
+    assert current.grad.tolist() == [-20, 20]
 
 
 def test_without_the_weight_the_gradient_is_not_that_of_the_divergence():

@@ -17,6 +17,13 @@ def test_overlong_penalty_by_hand():
     assert penalty.tolist() == pytest.approx([0, 0, -0.2, -0.4, -0.8])
 
 
+def test_the_overlong_penalty_is_bounded():
+    # DAPO, equation 13, third case: past the limit it stays at the penalty.
+    lengths = torch.tensor([20, 25, 30])
+    penalty = overlong_penalty(lengths, max_tokens=20, buffer_tokens=5, penalty=1.0)
+    assert penalty.tolist() == [-1, -1, -1]
+
+
 def test_a_buffer_as_long_as_the_completion_penalizes_every_token():
     penalty = overlong_penalty(torch.tensor([1, 4]), max_tokens=4, buffer_tokens=4, penalty=1.0)
     assert penalty.tolist() == pytest.approx([-0.25, -1])

@@ -19,6 +19,9 @@ FIGURES = {
     "greedy_accuracy_low": 0.5,
     "greedy_accuracy_high": 0.9,
     "num_prompts": 40.0,
+    "pass_at_4": 0.875,
+    "pass_at_4_low": 0.625,
+    "pass_at_4_high": 0.9375,
 }
 
 
@@ -74,6 +77,8 @@ def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evalua
     (result,) = known["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == 0.75
     assert "| **this model** | 0.750 [0.500, 0.900] | 40 |" in body
+    assert "| **this model**, pass@4 | 0.875 [0.625, 0.938] | |" in body
+    assert "pass@k and cons@k of sampled ones; in brackets" in body
     assert "the interval at 90 %" in body
     assert "**grpo_iteration 2**, seed 3: 1,234 tokens.\n" in body
     assert "| grpo.learning\\_rate | 0.001 |" in body

@@ -23,4 +23,6 @@ def test_sequences_that_the_gate_masks_do_not_enter_the_divergence() -> None:
     assert consistency["num_inconsistent_sequences"] == 1
     metrics = rollout_metrics(checked)
     assert metrics["kl_generation_trainer"] == pytest.approx(2.0134e-4, rel=1e-2)
+    # exp(prev - gen), likewise
+    assert metrics["sampling_importance_ratio"] == pytest.approx(1.0202, abs=1e-4)
     assert metrics["reward"] == 1.0

@@ -116,21 +116,23 @@ def test_a_game_won_on_the_last_token_forfeits_nothing(play, ask):
 
 
 @pytest.mark.parametrize(
-    ("bounds", "turns", "num_tokens"),
+    ("bounds", "turns", "num_tokens", "num_unread"),
     [
-        (Bounds(max_turns=2, max_tokens=40, max_new_tokens=6), 2, 6),
-        # 5<eos>3= are 4 tokens, and the policy's next turn has 1 token left: 2, without <eos>
-        (Bounds(max_turns=9, max_tokens=5, max_new_tokens=6), 2, 5),
+        (Bounds(max_turns=2, max_tokens=40, max_new_tokens=6), 2, 6, 0),
+        # 5<eos>3= are 4 tokens, and the policy's next turn has 1 token left: 2, without <eos>,
+        # which the environment's <eos>1= would have brought
+        (Bounds(max_turns=9, max_tokens=5, max_new_tokens=6), 2, 5, 3),
         # the environment's 3= would leave nothing to the policy
-        (Bounds(max_turns=9, max_tokens=4, max_new_tokens=6), 1, 2),
+        (Bounds(max_turns=9, max_tokens=4, max_new_tokens=6), 1, 2, 2),
     ],
 )
-def test_bounds_cut(play, ask, bounds, turns, num_tokens):
+def test_bounds_cut(play, ask, bounds, turns, num_tokens, num_unread):
     (rollout,), engine, _ = play([ask("8=", "8")], digits, bounds=bounds)
     assert rollout.completion.truncated
     assert len(rollout.turn_rewards) == len(engine.asked) == turns
     assert rollout.reward == 0.5 * turns
     assert len(rollout.completion.token_ids) == num_tokens
+    assert rollout.completion.num_unread_tokens == num_unread
     assert all(row["limit"] <= bounds.max_new_tokens for rows in engine.asked for row in rows)
 
 

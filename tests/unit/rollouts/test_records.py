@@ -28,7 +28,14 @@ def rollouts(draw):
     failed = draw(st.booleans())
     return Rollout(
         Prompt(draw(TEXT), draw(TEXT), draw(IDS), draw(TEXT), draw(TEXT), draw(TEXT)),
-        Completion(ids, tuple(logprobs), draw(st.booleans()), tuple(own), tuple(versions)),
+        Completion(
+            ids,
+            tuple(logprobs),
+            draw(st.booleans()),
+            tuple(own),
+            tuple(versions),
+            draw(st.integers(0, 9)),
+        ),
         draw(TEXT),
         reward=None if failed else draw(st.floats(allow_nan=False, allow_infinity=False)),
         advantage=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
@@ -54,6 +61,15 @@ def test_what_is_read_back_is_equal(tmp_path_factory, written):
 PROMPT = Prompt("p", "1+2=", (1, 2), "3", "t")
 GOOD = Rollout(PROMPT, Completion((4, 5), (-0.5, -0.1), truncated=False), "3").scored(1.0)
 BAD = GOOD.failed("out of paper")
+
+
+def test_metrics_of_the_environment_lie_beside_its_rollouts(tmp_path):
+    records = RolloutRecords(tmp_path)
+    records.save(1, [GOOD], environment_metrics={"won_fraction": 0.1})
+    records.save(2, [GOOD])
+    assert records.environment_metrics(1) == {"won_fraction": 0.1}
+    assert records.environment_metrics(2) == {}
+    assert records.load(1) == records.load(2) == [GOOD]
 
 
 def test_advantages_belong_to_the_judged(tmp_path):

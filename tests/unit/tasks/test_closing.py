@@ -28,6 +28,8 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
         "greedy_accuracy_high": 0.75,
         "num_prompts": 40.0,
     }
+    sampled = {"pass_at_1": 0.5, "pass_at_1_low": 0.375, "pass_at_1_high": 0.625}
+    sampled |= {"cons_at_4": 0.75, "cons_at_4_low": 0.5, "cons_at_4_high": 0.875}
     decision = {"promoted": True, "difference": 0.5, "low": 0.25, "high": 0.75}
     lines = closing_lines(
         [
@@ -37,7 +39,7 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
                 EvalReport,
                 tmp_path,
                 "evaluate",
-                metrics={**figures, "greedy_accuracy": 1},
+                metrics={**figures, "greedy_accuracy": 1, **sampled},
                 measured="grpo_iteration 4",
             ),
             make(PromotionDecision, tmp_path, "promote", summary="promoted: +50.0", **decision),
@@ -47,18 +49,19 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
     )
     model = tmp_path / "out" / "model"
     read = f"completions: {sys.executable} -m nemo_rl_core.evals {tmp_path}"
-    assert lines[:6] == [
+    assert lines[:7] == [
         "accuracy of train_sft: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
         read,
         "accuracy of grpo_iteration 4: 1.000 [0.250, 0.750] on 40 held-out prompts, greedy",
+        "sampled: pass@1 0.500 [0.375, 0.625], cons@4 0.750 [0.500, 0.875]",
         read,
         "promoted: +50.0",
         f"model: {model}",
     ]
-    assert lines[6].startswith("chat:  ")
-    assert lines[6].endswith(f"-m nemo_rl_core.evals.chat {model}")
-    assert lines[7] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
-    assert len(lines) == 8
+    assert lines[7].startswith("chat:  ")
+    assert lines[7].endswith(f"-m nemo_rl_core.evals.chat {model}")
+    assert lines[8] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
+    assert len(lines) == 9
 
 
 def test_a_reward_model_and_how_often_it_is_right(tmp_path: Path) -> None:

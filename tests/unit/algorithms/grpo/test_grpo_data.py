@@ -116,6 +116,25 @@ def test_overlong_completions_lose_reward():
     assert batch["rewards"].tolist() == [1, 1]
 
 
+def test_tokens_of_the_environment_use_up_room_too():
+    # 2 tokens of the policy and 2 of the environment reach the limit of 4; so do 1 token of the
+    # policy and an answer of 5 for which there was no room, which costs no more than the penalty.
+    turns = Completion((5, 9, 9, 6), (-0.5, 0, 0, -0.5), False, (True, False, False, True))
+    cut = Completion((5,), (-0.5,), True, num_unread_tokens=5)
+    batch = batch_of(
+        rollout(1.0), *[replace(rollout(1.0), completion=each) for each in (turns, cut)], group=3
+    )
+    found = advantages(
+        batch,
+        max_new_tokens=4,
+        num_generations_per_prompt=3,
+        advantage={"kind": "group_centered"},
+        overlong={"buffer_tokens": 2, "penalty": 0.6},
+    )
+    # 1, 0.4, 0.4
+    close(found, [[0, 0.4, 0, 0, 0], [0, -0.2, 0, 0, -0.2], [0, -0.2, 0, 0, 0]])
+
+
 def test_truncated_completions_are_filtered_but_count_in_their_group():
     batch = batch_of(rollout(1.0), rollout(0.0, truncated=True))
     config = GRPOConfig.model_validate(
@@ -143,6 +162,22 @@ def test_kl_is_summed_over_the_sequence_for_groups():
     # 1 - 0.1 * 1 and 0.5 - 0.1 * (1 + 3): 0.9 and 0.1
     found = advantages(batch, advantage={"kind": "leave_one_out"}, loss=IN_REWARD)
     close(found, [[0, 0.8, 0], [0, -0.8, -0.8]])
+
+
+def test_kl_in_the_reward_is_measured_by_the_spread_of_the_outcomes():
+    # Outcomes 1 and 0, KL 1 and 4: 0.9 and -0.4, deviations +-0.65, over the std S of 1 and 0.
+    batch = with_logprobs(batch_of(rollout(1.0), rollout(0.0, length=2)))
+    found = advantages(batch, advantage={"kind": "group_normalized"}, loss=IN_REWARD)
+    close(found, [[0, 0.65 / S, 0], [0, -0.65 / S, -0.65 / S]])
+
+
+@pytest.mark.parametrize("beta", [1e-4, 0.01, 1.0])
+def test_kl_alone_does_not_tell_equal_outcomes_apart(beta):
+    # The case of math.md: divided by its own spread, the KL would count in full whatever beta is.
+    batch = with_logprobs(batch_of(rollout(1.0), rollout(1.0, length=2)))
+    loss = {"kl": {"kind": "k1", "beta": beta, "place": "in_reward"}}
+    found = advantages(batch, advantage={"kind": "group_normalized"}, loss=loss)
+    assert found.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_kl_in_the_loss_leaves_rewards_alone():

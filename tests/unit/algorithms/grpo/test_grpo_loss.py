@@ -121,10 +121,10 @@ def test_a_valid_sequence_without_tokens_adds_nothing_but_counts(reduction):
 @pytest.mark.parametrize(
     ("kind", "value", "gradient"),
     [
-        # cur = -1, ref = -1 - ln2, d = -ln2: estimate f, and f + df/dcur with df/dcur = -df/dd
-        ("k1", LN2, LN2 + 1),
-        ("k2", LN2**2 / 2, LN2**2 / 2 + LN2),
-        ("k3", LN2 - 0.5, (LN2 - 0.5) + 0.5),
+        # cur = -1, ref = -1 - ln2, d = -ln2: the gradient is -d, whatever the estimate
+        ("k1", LN2, LN2),
+        ("k2", LN2**2 / 2, LN2),
+        ("k3", LN2 - 0.5, LN2),
     ],
 )
 def test_kl_penalty_by_hand(kind, value, gradient):
@@ -259,9 +259,9 @@ def penalty(config, cur, anchor, ref):
     total = config.entropy_bonus * math.exp(cur - anchor) * cur
     if config.kl is None or config.kl.place == "in_reward":
         return total
-    d = clamp(ref - cur, -20, 20)
+    d = clamp(ref - anchor, -20, 20)
     kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.kind]
-    return total + config.kl.beta * math.exp(cur - anchor) * clamp(kl, -10, 10)
+    return total + config.kl.beta * (clamp(kl, -10, 10) - d * (cur - anchor))
 
 
 def plain_row(config, cur, anchor, row):

@@ -142,10 +142,10 @@ def test_corrections(importance, weights):
         generation=[[-1 - 2 * LN2, -1 + 2 * LN2], [-1 - LN2, -1 - LN2]],
         reference=zeros,
     )
-    # The penalty, k1 = -1 with gradient -1 + 1, is not weighted.
+    # The penalty, k1 = -1 with gradient -1, is not weighted.
     assert loss == pytest.approx(-sum(weights) / 4 - 1)
     flat = [value for row in gradient for value in row]
-    assert flat == pytest.approx([-weight / 4 for weight in weights])
+    assert flat == pytest.approx([(-weight - 1) / 4 for weight in weights])
     assert metrics["importance_weight"] == pytest.approx(sum(weights) / 4)
     changed = [w != raw for w, raw in zip(weights, [4, 0.25, 2, 2], strict=True)]
     assert metrics["importance_cut_fraction"] == pytest.approx(sum(changed) / 4)
