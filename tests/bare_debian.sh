@@ -41,7 +41,7 @@ unshare --mount --pid --fork bash -euc '
   shift
   for command; do
     echo "bare_debian: $command"
-    env -i HOME=/root PATH=/usr/bin:/bin LANG=C.UTF-8 ${PIP_FIND_LINKS:+PIP_FIND_LINKS="$PIP_FIND_LINKS"} \
+    env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 ${PIP_FIND_LINKS:+PIP_FIND_LINKS="$PIP_FIND_LINKS"} \
       PIP_CERT=/etc/ssl/certs/ca-certificates.crt SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt \
       chroot "$root" bash -euc "cd /project; ! command -v cc gcc c++ g++; $command"
   done
