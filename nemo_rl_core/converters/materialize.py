@@ -44,8 +44,24 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
             loaded, tokenizer = _pretrained(model)
     loaded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stop_token_ids(folder, tokenizer)
+    _write_generation_config(folder, tokenizer)
     return int(sum(parameter.numel() for parameter in loaded.parameters()))
+
+
+def _write_generation_config(folder: Path, tokenizer: Any) -> None:
+    """All tokens that end a completion, for whoever generates; no way of sampling.
+
+    What a model was published with (a temperature, a penalty of repetition) would else be mixed
+    into answers in transformers, and neither into training nor into what is measured.
+    """
+    from transformers import GenerationConfig
+
+    stops = stop_token_ids(folder, tokenizer)
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=list(stops) if len(stops) > 1 else stops[0],
+        pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(folder)
 
 
 def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:

@@ -119,8 +119,7 @@ def load_pretrained(
             not finite.
     """
     if source is not None and (folder := Path(source)).is_dir():
-        for index in _INDICES:
-            files_of_index(folder / index)
+        _refuse_damaged_files(folder)
         if "quantization_config" in options:  # 4 or 8 bits do not tell what the weights were
             require_finite(called, stored_tensors(folder))
     try:
@@ -143,6 +142,15 @@ def load_pretrained(
     )
     require_finite(called, distinct(model))
     return model, missing
+
+
+def _refuse_damaged_files(folder: Path) -> None:
+    for index in _INDICES:
+        files_of_index(folder / index)
+    if any((folder / name).is_file() for name in (WEIGHTS, _INDICES[0])):
+        for path in weight_files(folder):
+            with open_weights(path):
+                pass  # transformers would not say which file it is
 
 
 def unreadable(called: str, error: Exception) -> ModelError:

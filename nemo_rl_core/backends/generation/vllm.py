@@ -35,8 +35,6 @@ class VllmBackend(ReceivesWeights):
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine."""
-        from vllm import LLM
-
         config = setup.config
         assert isinstance(config, VllmGenerationConfig), config
         self._setup, self._config, self._asleep = setup, config, False
@@ -51,6 +49,8 @@ class VllmBackend(ReceivesWeights):
         # vLLM itself fills in what a part of a fused matrix lacks, and passes over a surplus.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
+        from vllm import LLM  # once the folder is found whole: it takes longer than all of that
+
         if config.ranks_per_engine > 1:
             meet(config.ranks_per_engine)
         self._llm = LLM(

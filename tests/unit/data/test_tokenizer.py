@@ -16,19 +16,21 @@ def test_ids_are_specials_then_characters() -> None:
     assert len(TOKENIZER) == 19
     assert TOKENIZER.convert_tokens_to_ids(["<pad>", "<bos>", "<eos>", "<unk>"]) == [0, 1, 2, 3]
     # Digit d is 4 + d; then + - * = space are 14 to 18.
-    assert TOKENIZER.encode("90+-*= ") == [13, 4, 14, 15, 16, 17, 18]
+    assert TOKENIZER.encode("90+-*= ") == [1, 13, 4, 14, 15, 16, 17, 18]
 
 
 @given(st.text(alphabet=CHARACTERS, max_size=50))
 def test_text_round_trips_one_token_a_character(text: str) -> None:
-    ids = TOKENIZER.encode(text)
+    start, *ids = TOKENIZER.encode(text)
+    assert start == TOKENIZER.bos_token_id
+    assert ids == TOKENIZER.encode(text, add_special_tokens=False)
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
 
 
 @pytest.mark.parametrize("text", ["a", "\u00e9", "\n", "\U0001f600", "\u0664"])
 def test_other_characters_are_unknown_and_not_dropped(text: str) -> None:
-    assert TOKENIZER.encode(text) == [3]
+    assert TOKENIZER.encode(text) == [1, 3]
 
 
 def test_special_tokens_are_left_out_when_asked() -> None:
@@ -52,4 +54,4 @@ def test_saved_folders_are_equal_to_the_byte_across_processes(tmp_path: Path) ->
     assert loaded.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
         "<bos>1+2="
     )
-    assert loaded.encode("1+2=") == TOKENIZER.encode("1+2=")
+    assert loaded.encode("1+2=") == TOKENIZER.encode("1+2=") == [1, 5, 14, 6, 17]

@@ -60,7 +60,7 @@ def missing_weights(
     *,
     may_have: Callable[[str], bool] = lambda _: False,
 ) -> set[str]:
-    """The names that are missing, once nothing is surplus and nothing of another shape.
+    """The model's own weights that are missing, once nothing else is found wrong.
 
     Args:
         model: With the conversions that it would be loaded with; those that hold are left with it.
@@ -69,7 +69,8 @@ def missing_weights(
         may_have: Whether a surplus weight is expected.
 
     Raises:
-        ModelError: Naming what is surplus or of another shape, and then also what is missing.
+        ModelError: Naming what is surplus, of another shape, or a missing piece of a weight; then
+            also what is missing.
     """
     own = own_weights(model)
     named, merged, surplus = plan(model, own, {n: torch.empty(0, device="meta") for n in shapes})
@@ -79,7 +80,7 @@ def missing_weights(
     whole = ((name, torch.empty(own[name].shape, device="meta")) for name in merged)
     expected |= {name: tuple(piece.shape) for name, piece in as_published(model, whole)}
     missing = {name for name, tensor in own.items() if id(tensor) not in found}
-    missing |= expected.keys() - shapes.keys()
+    pieces = expected.keys() - shapes.keys()
     report = SimpleNamespace(missing_keys=set(), unexpected_keys=surplus)
     model._adjust_missing_and_unexpected_keys(report)
     misshapen = {
@@ -88,8 +89,8 @@ def missing_weights(
         if name in shapes and shapes[name] != shape
     }
     unknown = [name for name in report.unexpected_keys if not may_have(name)]
-    if misshapen or unknown:
-        refuse_wrong_weights(source, missing=missing, misshapen=misshapen, surplus=unknown)
+    if pieces or misshapen or unknown:
+        refuse_wrong_weights(source, missing=missing | pieces, misshapen=misshapen, surplus=unknown)
     return missing
 
 
