@@ -1,5 +1,8 @@
 """An exported model answers alike in the project's chat, in plain transformers and in vLLM."""
 
+import contextlib
+import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.evals.chat import Chat
+from nemo_rl_core.history.card_usage import usage
 
 SUMS = ["12+34=", "7+5=", "99+1=", "1+2=", "50+ 6=", "8*9="]
 CHATML = (
@@ -147,6 +151,25 @@ def test_chat_and_transformers_give_the_same_answers(kind: str, tmp_path: Path) 
         assert in_transformers(folder, plain=True) == answers
 
 
+def by_the_card(folder: Path, library: str) -> str:
+    """What the program in the card prints, for the first sum."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", usage(folder), re.M | re.S)
+    (program,) = [block for block in blocks if f"from {library} import" in block]
+    program = program.replace('".", "your prompt"', repr((str(folder), SUMS[0]))[1:-1])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, "card", "exec"), {})
+    return printed.getvalue().removesuffix("\n")
+
+
+@pytest.mark.parametrize("kind", ["from_config", "pretrained, no template"])
+def test_the_card_says_how_to_ask_it_in_transformers(kind: str, tmp_path: Path) -> None:
+    folder = KINDS[kind](tmp_path)
+    answer = Chat(folder, max_new_tokens=64).answer(SUMS[0])
+    assert by_the_card(folder, "transformers") == answer
+    assert ("llm.chat(" in usage(folder)) is has_template(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "wheel"])
 def test_vllm_gives_the_same_answers(
@@ -163,3 +186,15 @@ def test_vllm_gives_the_same_answers(
     if kind in IS_PLAIN:
         (found,) = run_ranks(lambda: in_vllm(folder, plain=True), world_size=1)
         assert found == answers
+
+
+@pytest.mark.slow
+def test_the_card_says_how_to_ask_it_in_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    folder = from_config(tmp_path)
+    (printed,) = run_ranks(lambda: by_the_card(folder, "vllm"), world_size=1)
+    # vLLM's own log and progress come before it.
+    assert printed.splitlines()[-1] == Chat(folder, max_new_tokens=64).answer(SUMS[0])
