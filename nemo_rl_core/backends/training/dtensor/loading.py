@@ -1,6 +1,5 @@
 """Transformers folders as models to train: with the language model's head, or with a scalar one."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
-from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.weights import load_pretrained, refuse_wrong_weights
 
@@ -178,7 +177,7 @@ def scoring_pad_token_id(folder: Path) -> int:
         ModelError: If every special token of the tokenizer ends a sequence.
     """
     tokenizer = load_tokenizer(folder)
-    declared = _declared(folder).get("pad_token_id")
+    declared = described(folder).get("pad_token_id")
     names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     stops = stop_token_ids(folder, tokenizer)
     for candidate in (declared, *names, *tokenizer.all_special_ids):
@@ -212,18 +211,13 @@ def shared_vocabulary_size(student: Path, teacher: Path) -> int:
     return int(max(ours.values())) + 1
 
 
-def _declared(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
 def _architecture(folder: Path) -> str:
-    return str((_declared(folder).get("architectures") or [""])[0])
+    return str((described(folder).get("architectures") or [""])[0])
 
 
 def _refuse_several_labels(folder: Path) -> None:
     # Transformers writes labels down unless there are two.
-    num_labels = len(_declared(folder).get("id2label", ["", ""]))
+    num_labels = len(described(folder).get("id2label", ["", ""]))
     if _architecture(folder).endswith(_CLASSIFIER) and num_labels != 1:
         raise ModelError(
             f"the model folder {folder.name!r} holds a classifier, not a model of one score",
