@@ -133,7 +133,10 @@ def in_vllm(folder: Path, *, plain: bool) -> list[str]:
         outputs = llm.generate(SUMS, sampling)
     else:
         outputs = llm.chat([[{"role": "user", "content": text}] for text in SUMS], sampling)
-    return [output.outputs[0].text for output in outputs]
+    # Not its text, which shows bytes that are no UTF-8 in another way.
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    written = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokenizer.batch_decode(written, skip_special_tokens=True)
 
 
 def has_template(folder: Path) -> bool:
