@@ -19,6 +19,7 @@ from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import ModelError, StoreError
 from nemo_rl_core.infra.dcp_metadata import read_metadata
 from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
+from nemo_rl_core.infra.weights import require_finite
 
 
 def dcp_to_hf(
@@ -44,7 +45,8 @@ def dcp_to_hf(
 
     Raises:
         StoreError: If the target exists, or the checkpoint is damaged.
-        ModelError: If the checkpoint lacks weights of the model, or has others of their name.
+        ModelError: If the checkpoint lacks weights of the model, has others of their name, or any
+            that are not finite.
     """
     require_folder(model_folder, "config.json")
     model = _without_weights(model_folder)
@@ -94,6 +96,7 @@ class _CheckedReader(FileSystemReader):
 def _read(reader: FileSystemReader, name: str, entry: Any) -> torch.Tensor:
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     load({name: tensor}, storage_reader=reader, no_dist=True)
+    require_finite("the checkpoint", [(name, tensor)])
     return tensor
 
 

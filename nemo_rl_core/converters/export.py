@@ -1,11 +1,13 @@
 """A checkpoint's model as a folder of its own, proven to load."""
 
-import json
 import shutil
 from pathlib import Path
 
+from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.files import hash_file
+from nemo_rl_core.infra.weights import load_pretrained
 
 
 def export_model(source: Path, target: Path) -> int:
@@ -21,23 +23,15 @@ def export_model(source: Path, target: Path) -> int:
     Raises:
         ModelError: If the copy does not load in transformers to exactly the weights of its files.
     """
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(source, target)
     for file in sorted(source.glob("*.safetensors")):
         if hash_file(file) != hash_file(target / file.name):
             raise ModelError(f"the copy of {file.name} differs from its source", fix="try again")
-    model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
-    wrong = {kind: sorted(names) for kind, names in report.items() if names}
-    if wrong:
-        raise ModelError(
-            "the exported model does not load completely in transformers",
-            got=json.dumps(wrong, default=str)[:300],
-        )
-    state = model.state_dict()
-    for file in sorted(target.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            if not state[name].equal(tensor.to(state[name].dtype)):
-                raise ModelError(f"tensor {name!r} changed on the way through transformers")
+    model, _ = load_pretrained(AutoModelForCausalLM, target, called="the exported model")
+    stored = StoredWeights(target)
+    for name, tensor in as_published(model, model.state_dict().items()):
+        if name in stored.names and not tensor.equal(stored.read(name).to(tensor.dtype)):
+            raise ModelError(f"tensor {name!r} changed on the way through transformers")
     return int(sum(parameter.numel() for parameter in model.parameters()))

@@ -1,6 +1,5 @@
 """What every conversion begins and ends with: a source that is there, a target that is not."""
 
-import json
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 from nemo_rl_core.errors import ModelError, StoreError
 from nemo_rl_core.infra import files
+from nemo_rl_core.infra.weights import open_weights, require_finite, weight_files
 
 
 @contextmanager
@@ -61,39 +61,35 @@ class StoredWeights:
         folder: With `model.safetensors`, or several files and their index.
 
     Raises:
-        ModelError: If there are none.
+        ModelError: If there are none, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            require_folder(folder, "model.safetensors")
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
-        require_folder(folder, *sorted(set(self._file_of.values())))
         self._folder = folder
+        self._path_of: dict[str, Path] = {}
+        for path in weight_files(folder):
+            with open_weights(path) as file:
+                self._path_of |= dict.fromkeys(file.keys(), path)
 
     @property
     def names(self) -> list[str]:
         """In the order of the files."""
-        return list(self._file_of)
+        return list(self._path_of)
 
     def read(self, name: str) -> Any:
-        """One tensor, on the CPU."""
-        from safetensors import safe_open
+        """One tensor, on the CPU.
 
-        with safe_open(self._folder / self._file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
+        Raises:
+            ModelError: If it holds NaN or infinity.
+        """
+        with open_weights(self._path_of[name]) as file:
+            tensor = file.get_tensor(name)
+        require_finite(f"the folder {self._folder}", [(name, tensor)])
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without its values."""
-        from safetensors import safe_open
-
-        with safe_open(self._folder / self._file_of[name], framework="pt") as file:
+        with open_weights(self._path_of[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> Any:

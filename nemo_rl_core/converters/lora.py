@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.lora import merged
+from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
+from nemo_rl_core.infra.weights import require_finite
 
 _PEFT = "base_model.model."
 # What would change the arithmetic; None, False and empty are as if it were not there.
@@ -46,7 +49,8 @@ def merge_lora(
         How many weights had an adapter.
 
     Raises:
-        ModelError: If the adapter is none of plain LoRA, or not one of this base.
+        ModelError: If the adapter is none of plain LoRA, or not one of this base, or if either
+            has weights that are missing, surplus, misshapen or not finite.
         StoreError: If the target exists, or the disk refuses.
     """
     from safetensors.torch import load_file
@@ -54,6 +58,8 @@ def merge_lora(
     require_folder(adapter, "adapter_config.json", "adapter_model.safetensors")
     scaling = _scaling(adapter)
     adapters = load_file(adapter / "adapter_model.safetensors")
+    require_finite(f"the adapter {adapter}", adapters.items())
+    check_folder(empty_model(base, "lm"), base)
     stored = StoredWeights(base)
     modules = _modules(adapters, stored)
     with new_folder(target) as folder:

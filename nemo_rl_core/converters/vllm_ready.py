@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
+from nemo_rl_core.backends.training.dtensor.matching import check_weights
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
+from nemo_rl_core.infra.weights import Shape, require_finite
 
 _PICKLES = "pytorch_model*.bin"
 
@@ -38,16 +41,17 @@ def vllm_ready(
     Raises:
         ModelError: If vLLM could not load it: no causal model, an architecture that the installed
             vLLM does not know, a tokenizer with more tokens than the model has rows, no token that
-            ends a completion, missing weights, an adapter.
+            ends a completion, an adapter, or weights that are missing, surplus, misshapen or not
+            finite.
         StoreError: If the target exists, or the disk refuses.
     """
     require_folder(model_folder, "config.json")
     _refuse_architecture(model_folder)
     tokenizer = load_tokenizer(model_folder)
     stop_token_ids(model_folder, tokenizer)
-    names, tensors = _tensors(model_folder)
+    shapes, tensors = _tensors(model_folder)
     _refuse_short_vocabulary(model_folder, len(tokenizer))
-    _refuse_missing(model_folder, names)
+    check_weights(empty_model(model_folder, "lm"), shapes, called(model_folder))
     wanted = getattr(torch, dtype)
     typed = (
         (name, tensor.to(wanted) if tensor.is_floating_point() else tensor)
@@ -56,7 +60,7 @@ def vllm_ready(
     with new_folder(target) as folder:
         copy_description(model_folder, folder, dtype=dtype)
         save_weights(folder, typed, max_shard_bytes=max_shard_bytes)
-    return len(names)
+    return len(shapes)
 
 
 def _refuse_architecture(folder: Path) -> None:
@@ -82,8 +86,8 @@ def _refuse_architecture(folder: Path) -> None:
         )
 
 
-def _tensors(folder: Path) -> tuple[set[str], Iterator[tuple[str, torch.Tensor]]]:
-    """The names of all tensors, and the tensors one by one."""
+def _tensors(folder: Path) -> tuple[dict[str, Shape], Iterator[tuple[str, torch.Tensor]]]:
+    """The shapes of all tensors by name, and the tensors one by one."""
     if (folder / "adapter_config.json").exists():
         raise ModelError(
             f"{folder} holds an adapter",
@@ -98,9 +102,11 @@ def _tensors(folder: Path) -> tuple[set[str], Iterator[tuple[str, torch.Tensor]]
         whole = {name: tensor for part in opened for name, tensor in part.items()}
         if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
             whole.pop("lm_head.weight", None)
-        return set(whole), iter(whole.items())
+        require_finite(called(folder), whole.items())
+        return {name: tuple(tensor.shape) for name, tensor in whole.items()}, iter(whole.items())
     stored = StoredWeights(folder)
-    return set(stored.names), ((name, stored.read(name)) for name in stored.names)
+    shapes = {name: stored.shape(name) for name in stored.names}
+    return shapes, ((name, stored.read(name)) for name in stored.names)
 
 
 def _refuse_short_vocabulary(folder: Path, num_tokens: int) -> None:
@@ -113,22 +119,4 @@ def _refuse_short_vocabulary(folder: Path, num_tokens: int) -> None:
             expected=f"{rows} tokens at most",
             got=str(num_tokens),
             fix="name a folder whose tokenizer belongs to its model",
-        )
-
-
-def _refuse_missing(folder: Path, names: set[str]) -> None:
-    """By the names of transformers' own model, where these are the published ones."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from nemo_rl_core.backends.training.dtensor.saving import as_published
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    expected = {name for name, _ in as_published(model, model.named_parameters())}
-    if missing := sorted(expected - names):
-        raise ModelError(
-            f"the model folder {folder.name!r} lacks weights",
-            expected="every weight of the architecture",
-            got=f"{len(missing)} missing, such as {', '.join(missing[:3])}",
-            fix="name a complete checkpoint",
         )

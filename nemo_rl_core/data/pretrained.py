@@ -26,11 +26,12 @@ def load_tokenizer(model_folder: Path) -> Any:
         is_whole = _is_whole_in_its_file(model_folder)
         loader = PreTrainedTokenizerFast if is_whole else AutoTokenizer
         tokenizer = loader.from_pretrained(model_folder)
-    except (OSError, ValueError, KeyError) as error:
+    # Named fault boundary: damaged files fail in transformers, tokenizers or json, each in its way.
+    except Exception as error:
         raise ModelError(
             f"the model folder {model_folder.name!r} has no tokenizer that transformers can load",
             expected="tokenizer.json and tokenizer_config.json beside config.json",
-            got=str(error).splitlines()[0][:200],
+            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         ) from error
     # Of a folder that has settings but no vocabulary, transformers makes a tokenizer that knows the
@@ -89,10 +90,27 @@ def shares_rows(config: Mapping[str, Any]) -> bool:
     return "vision_config" not in config
 
 
+def described(model_folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """What a JSON file of a model folder says.
+
+    Raises:
+        ModelError: If it is missing, or no JSON object.
+    """
+    path = model_folder / name
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"the model's {path} cannot be read",
+            expected="a JSON object",
+            got=f"{type(error).__name__}: {error}"[:200],
+            fix="save the model again with save_pretrained, or copy the file again",
+        ) from error
+
+
 def context_length(model_folder: Path) -> int | None:
     """The most tokens that the model was made for, where its config says so."""
-    declared = json.loads((model_folder / "config.json").read_text())
-    length = declared.get("max_position_embeddings")
+    length = described(model_folder).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
 
@@ -105,7 +123,7 @@ def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = model_folder / name
-        declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        declared = described(model_folder, name).get("eos_token_id") if path.exists() else None
         found.update([declared] if isinstance(declared, int) else declared or [])
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)

@@ -16,7 +16,10 @@ _CHAT_TEMPLATE = (
 
 
 def build_arithmetic_tokenizer() -> Any:
-    """One token a character, with a chat template.
+    """One token a character behind a start token, with a chat template.
+
+    A plain `tokenizer(text)` gives the tokens that the template does: a model answers alike in
+    transformers, in vLLM and in a chat, where each encodes a prompt in its own way.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast` with `pad`, `bos`, `eos` and `unk` as ids 0 to 3
@@ -24,9 +27,17 @@ def build_arithmetic_tokenizer() -> Any:
 
     Example:
         >>> build_arithmetic_tokenizer().encode("1+2=")
-        [5, 14, 6, 17]
+        [1, 5, 14, 6, 17]
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {
@@ -36,6 +47,9 @@ def build_arithmetic_tokenizer() -> Any:
     # (?m) is Oniguruma's word for a dot that matches line breaks too.
     core.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")
     core.decoder = decoders.Fuse()
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
+    )
     # Beside a Qwen2 config, `AutoTokenizer` reads every tokenizer.json as one of Qwen2, whose words
     # know no plain space. An added token is found before a text is split, by either of them.
     core.add_tokens([AddedToken(" ", normalized=False)])

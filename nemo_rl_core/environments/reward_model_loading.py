@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.weights import load_pretrained, unreadable
 
 SCALAR_HEAD = "score"
 """What transformers calls the head of a decoder that classifies sequences."""
@@ -17,23 +18,20 @@ def load_reward_model(name: str) -> Any:
     """The model in evaluation mode, in the type of its checkpoint, with a float32 head.
 
     Raises:
-        ModelError: If it cannot be read, or has no scalar head with weights of its own.
+        ModelError: If it cannot be read, has no scalar head, or weights that are missing, surplus,
+            misshapen or not finite.
     """
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype="auto", output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise _unreadable(name, error) from error
-    missing = sorted(report["missing_keys"])
-    if missing or not hasattr(model, SCALAR_HEAD):
+    model, _ = load_pretrained(
+        AutoModelForSequenceClassification, name, called=f"the reward model {name!r}", dtype="auto"
+    )
+    if not hasattr(model, SCALAR_HEAD):
         raise ModelError(
             f"the reward model {name!r} has no scores to give",
-            expected=f"a decoder with all its weights and a head called {SCALAR_HEAD!r}",
-            got=f"{type(model).__name__}, lacking {', '.join(missing[:3]) or SCALAR_HEAD}",
+            expected=f"a decoder with a head called {SCALAR_HEAD!r}",
+            got=type(model).__name__,
             fix="name a checkpoint that RewardModelTrainer has saved",
         )
     getattr(model, SCALAR_HEAD).float()
@@ -51,7 +49,7 @@ def checked_context_length(name: str) -> float:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(f"the reward model {name!r}", error) from error
     architecture = (config.architectures or ["no architecture"])[0]
     if not architecture.endswith("ForSequenceClassification") or config.num_labels != 1:
         raise ModelError(
@@ -86,14 +84,5 @@ def _vocabulary(name: str) -> dict[str, int]:
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(name).get_vocab()
     except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(f"the reward model {name!r}", error) from error
     return vocabulary
-
-
-def _unreadable(name: str, error: Exception) -> ModelError:
-    return ModelError(
-        f"transformers cannot load the reward model {name!r}",
-        expected="a hub name, or a folder with config.json, *.safetensors and tokenizer.json",
-        got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-        fix="correct environment.model; without a network, name a folder on this machine",
-    )

@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import DataError, ModelError, NemoRLError
+from nemo_rl_core.infra.weights import load_pretrained
 
 
 class Chat:
@@ -84,17 +85,10 @@ def _load_model(model_folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"the weights in {str(model_folder)!r} cannot be loaded",
-            got=str(error).splitlines()[0][:200],
-            fix="export the model again, or give another folder",
-        ) from error
+    model, _ = load_pretrained(AutoModelForCausalLM, model_folder, called=f"{str(model_folder)!r}")
     # A model may ship sampling settings, which greedy decoding has no use for and warns about.
     model.generation_config = GenerationConfig()
-    return model
+    return model.eval()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

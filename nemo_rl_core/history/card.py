@@ -6,11 +6,13 @@ so that a rerun ends with the same bytes; the manifests tell them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from nemo_rl_core.history.card_usage import usage
 from nemo_rl_core.history.differences import flat
 from nemo_rl_core.infra.intervals import sampled_figures
 from nemo_rl_core.infra.lineage import (
@@ -97,6 +99,7 @@ def model_card(
         f"# {title}\n",
         f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
         "This card was written from the record of its making.\n",
+        usage(checkpoint / "model"),
         _data(known),
         _training(known),
         _evaluation(evaluations, manifest),
@@ -170,8 +173,9 @@ def _settings(config: Any) -> str:
 
 
 def _training(known: Sequence[Manifest]) -> str:
-    """Every stage that trained, oldest first, with its tokens and its settings."""
-    trained = [each for each in reversed(known) if each.cost.tokens and each.kind == "checkpoint"]
+    """Every stage that trained, with its tokens and its settings, behind all it was made from."""
+    made = _parents_first(known)
+    trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
     for each in trained:
         lines.append(f"**{each.stage}**, seed {each.seed}: {each.cost.tokens:,} tokens.\n")
@@ -184,6 +188,13 @@ def _training(known: Sequence[Manifest]) -> str:
             lines.append(f"| {len(settings) - _SHOWN_SETTINGS} more | in the manifest |")
         lines.append("\n</details>\n")
     return "\n".join(lines)
+
+
+def _parents_first(known: Sequence[Manifest]) -> list[Manifest]:
+    """By what was made from what; a stage may be a parent of all that came later."""
+    by_key = {each.name or each.content_hash: each for each in reversed(known)}
+    parents = {key: [ref.key for ref in each.parents] for key, each in by_key.items()}
+    return [by_key[key] for key in TopologicalSorter(parents).static_order() if key in by_key]
 
 
 def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:

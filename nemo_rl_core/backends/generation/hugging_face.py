@@ -14,8 +14,10 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
-from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.timer import peak_memory_gib
+from nemo_rl_core.infra.weights import load_pretrained, require_finite
+
+_SENT = "what the trainer sent"
 
 
 class HuggingFaceBackend(ReceivesWeights):
@@ -49,6 +51,7 @@ class HuggingFaceBackend(ReceivesWeights):
         own = {} if self._model._weight_conversions else self._model.state_dict()
         arrived, filled = {}, set()
         for name, tensor in named_tensors:
+            require_finite(_SENT, [(name, tensor)])
             arrived[name] = tensor
             if name in own and own[name].shape == tensor.shape:
                 own[name].copy_(tensor)
@@ -57,13 +60,11 @@ class HuggingFaceBackend(ReceivesWeights):
             return
         # Built anew, for only when it loads does transformers know what published names stand for.
         self._take(
-            type(self._model).from_pretrained(
-                None,
-                config=self._model.config,
-                state_dict={name: tensor.clone() for name, tensor in arrived.items()},
-                dtype=self._dtype,
-                output_loading_info=True,
-            )
+            type(self._model),
+            None,
+            called=_SENT,
+            config=self._model.config,
+            state_dict={name: tensor.clone() for name, tensor in arrived.items()},
         )
 
     def load_weights(self, model_folder: Path) -> None:
@@ -71,21 +72,11 @@ class HuggingFaceBackend(ReceivesWeights):
         from transformers import AutoModelForCausalLM
 
         self._take(
-            AutoModelForCausalLM.from_pretrained(
-                model_folder, dtype=self._dtype, output_loading_info=True
-            )
+            AutoModelForCausalLM, model_folder, called=f"the model folder {model_folder.name!r}"
         )
 
-    def _take(self, loaded: tuple[Any, dict[str, Any]]) -> None:
-        model, report = loaded
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise ModelError(
-                "the weights to generate with are not whole",
-                expected="every weight of the model",
-                got=f"{len(missing)} missing, such as {', '.join(missing[:3])}",
-                fix="send the weights of a policy of the same architecture",
-            )
+    def _take(self, kind: Any, source: Path | None, **options: Any) -> None:
+        model, _ = load_pretrained(kind, source, dtype=self._dtype, **options)
         self._model = model.eval().to(local_device())
 
     @property

@@ -11,13 +11,17 @@ from nemo_rl_core.backends.decoding.draws import refuse_stop_strings_without_tex
 from nemo_rl_core.backends.decoding.requests import Completed, Request, as_batch, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
+from nemo_rl_core.backends.training.dtensor.loading import empty_model
+from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.infra.timer import peak_memory_gib
+from nemo_rl_core.infra.weights import require_finite, stored_tensors
 
 _MAX_BATCHED_TOKENS = 8192
+SENT = "what the trainer sent"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
@@ -31,8 +35,6 @@ class VllmBackend(ReceivesWeights):
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine."""
-        from vllm import LLM
-
         config = setup.config
         assert isinstance(config, VllmGenerationConfig), config
         self._setup, self._config, self._asleep = setup, config, False
@@ -44,6 +46,11 @@ class VllmBackend(ReceivesWeights):
                 got=str(config.pipeline_parallel_size),
                 fix="use tensor_parallel_size, or GPUs",
             )
+        # vLLM itself fills in what a part of a fused matrix lacks, and passes over a surplus.
+        self._expected = empty_model(setup.model_folder, "lm")
+        check_folder(self._expected, setup.model_folder)
+        from vllm import LLM  # once the folder is found whole: it takes longer than all of that
+
         if config.ranks_per_engine > 1:
             meet(config.ranks_per_engine)
         self._llm = LLM(
@@ -154,19 +161,22 @@ class VllmBackend(ReceivesWeights):
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights and empties the prefix cache, when the last of them has arrived."""
-        self._reload(list(named_tensors))
+        self._reload(list(named_tensors), source=SENT)
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""
-        from safetensors.torch import load_file
-
         dtype = getattr(torch, self._setup.dtype)
-        files = sorted(model_folder.glob("*.safetensors"))
         self._reload(
-            [(name, w.to(dtype)) for file in files for name, w in sorted(load_file(file).items())]
+            sorted(
+                ((name, w.to(dtype)) for name, w in stored_tensors(model_folder)),
+                key=lambda named: named[0],
+            ),
+            source=f"the model folder {model_folder.name!r}",
         )
 
-    def _reload(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _reload(self, named_tensors: list[tuple[str, torch.Tensor]], *, source: str) -> None:
+        check_weights(self._expected, {n: tuple(w.shape) for n, w in named_tensors}, source)
+        require_finite(source, named_tensors)
         self.wake()  # where weights are asleep there is nothing to write to
         weights = _with_tied_head(named_tensors, self._setup.model_folder)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

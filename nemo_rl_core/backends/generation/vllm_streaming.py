@@ -22,7 +22,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.requests import Completed, Request, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.backends.generation.vllm import VllmBackend, completed
+from nemo_rl_core.backends.generation.vllm import SENT, VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightRoute
 from nemo_rl_core.types import Completion
@@ -168,7 +168,7 @@ class StreamingVllmBackend(VllmBackend):
 
         def swap() -> None:
             waiting = self._interrupt()
-            self._reload(arrived)
+            self._reload(arrived, source=SENT)
             self._weight_version = self._next_version
             self._start(waiting)
 

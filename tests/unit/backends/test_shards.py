@@ -129,8 +129,16 @@ def damaged(folder: Path, target: Path, change: Callable[[dict[str, Any]], None]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), "1 missing, such as model.norm.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(33)}), "of shape .32,.*shape .33,"),
+        (lambda t: t.pop("model.norm.weight"), "1 missing: model.norm.weight"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(33)}),
+            r"1 of another shape: model.norm.weight \(33,\) for \(32,\)",
+        ),
+        (lambda t: t.update({"model.x": torch.ones(1)}), "1 surplus: model.x"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.tensor([torch.inf] * 32)}),
+            "not finite.*model.norm.weight: 0 NaN and 32 infinite of 32",
+        ),
         (lambda t: t.update({"lm_head.weight": torch.ones(19, 32)}), "ties weights that differ"),
     ],
 )

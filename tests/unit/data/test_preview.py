@@ -39,13 +39,15 @@ def test_every_turn_or_the_last_and_the_cut() -> None:
 
 def test_text_pairs_and_colour() -> None:
     # Nothing predicts the first token.
-    assert preview({"text": "12"}, ARITHMETIC).endswith("\n1⟦2<eos>⏹⟧")
+    assert preview({"text": "12"}, ARITHMETIC).endswith("\n<bos>⟦12<eos>⏹⟧")
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     assert preview(pair, ARITHMETIC) == (
         "chosen: 7 tokens, 2 trained on, 1 end-of-sequence\n<bos>1+1=⟦2<eos>⏹⟧\n\n"
         "rejected: 7 tokens, 2 trained on, 1 end-of-sequence\n<bos>1+1=⟦3<eos>⏹⟧"
     )
-    assert preview({"text": "12"}, ARITHMETIC, colour=True).endswith("\n1\x1b[32m⟦2<eos>⏹⟧\x1b[0m")
+    assert preview({"text": "12"}, ARITHMETIC, colour=True).endswith(
+        "\n<bos>\x1b[32m⟦12<eos>⏹⟧\x1b[0m"
+    )
 
 
 def test_a_character_of_several_tokens_is_shown_whole(

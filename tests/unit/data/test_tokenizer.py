@@ -5,8 +5,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
+from nemo_rl_core.config.data import ArithmeticData
+from nemo_rl_core.data.chat import (
+    conversation_example,
+    preference_example,
+    prompt_token_ids,
+    supervised_example,
+    text_example,
+)
+from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
 
 TOKENIZER = build_arithmetic_tokenizer()
@@ -16,19 +27,21 @@ def test_ids_are_specials_then_characters() -> None:
     assert len(TOKENIZER) == 19
     assert TOKENIZER.convert_tokens_to_ids(["<pad>", "<bos>", "<eos>", "<unk>"]) == [0, 1, 2, 3]
     # Digit d is 4 + d; then + - * = space are 14 to 18.
-    assert TOKENIZER.encode("90+-*= ") == [13, 4, 14, 15, 16, 17, 18]
+    assert TOKENIZER.encode("90+-*= ") == [1, 13, 4, 14, 15, 16, 17, 18]
 
 
 @given(st.text(alphabet=CHARACTERS, max_size=50))
 def test_text_round_trips_one_token_a_character(text: str) -> None:
-    ids = TOKENIZER.encode(text)
+    start, *ids = TOKENIZER.encode(text)
+    assert start == TOKENIZER.bos_token_id
+    assert ids == TOKENIZER.encode(text, add_special_tokens=False)
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
 
 
 @pytest.mark.parametrize("text", ["a", "\u00e9", "\n", "\U0001f600", "\u0664"])
 def test_other_characters_are_unknown_and_not_dropped(text: str) -> None:
-    assert TOKENIZER.encode(text) == [3]
+    assert TOKENIZER.encode(text) == [1, 3]
 
 
 def test_special_tokens_are_left_out_when_asked() -> None:
@@ -52,4 +65,28 @@ def test_saved_folders_are_equal_to_the_byte_across_processes(tmp_path: Path) ->
     assert loaded.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
         "<bos>1+2="
     )
-    assert loaded.encode("1+2=") == TOKENIZER.encode("1+2=")
+    assert loaded.encode("1+2=") == TOKENIZER.encode("1+2=") == [1, 5, 14, 6, 17]
+
+
+def test_no_road_puts_the_start_token_twice() -> None:
+    """What training and rollouts see is what a tokenizer without a start token of its own gave."""
+    bare = build_arithmetic_tokenizer()
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    assert bare.encode("1+2=") == [5, 14, 6, 17]
+    turns = [("user", "9="), ("assistant", "5"), ("user", "3="), ("assistant", "2")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    reply = {"role": "environment", "content": "3="}
+    for row in load_rows(ArithmeticData(num_train=64, num_validation=1), seed=0)[0]:
+        prompt, answer = row["prompt"], row["answer"]
+        for road in (
+            lambda t, p=prompt: prompt_token_ids(t, p),
+            lambda t, p=prompt, a=answer: supervised_example(t, p, a),
+            lambda t, p=prompt, a=answer: preference_example(
+                t, {"prompt": p, "chosen": a, "rejected": "0", "max_tokens": 64}
+            ),
+            lambda t: conversation_example(t, messages),
+            lambda t, p=prompt: reply_token_ids(t, p, reply, last_token=2),
+        ):
+            assert road(TOKENIZER) == road(bare)
+    # A text of its own, which no template writes, begins as a prompt does.
+    assert text_example(TOKENIZER, "12").token_ids == (1, 5, 6, 2)

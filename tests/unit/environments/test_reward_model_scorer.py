@@ -150,7 +150,7 @@ def test_a_head_that_would_be_drawn_at_random_is_refused(tiny_model, tmp_path):
     one = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     folder = edited(tiny_model, tmp_path / "headless", **one)
     scorer = RewardModelScorer(str(folder), policy=tiny_model)
-    with pytest.raises(ModelError, match=r"lacking score\.weight"):
+    with pytest.raises(ModelError, match=r"1 missing: score\.weight"):
         scorer.score(ROLLOUTS)
 
 
@@ -171,13 +171,24 @@ def test_a_sequence_beyond_the_context_has_no_score_and_others_keep_theirs(
     assert [first, *others] == pytest.approx([expected[0], *expected[2:]], abs=1e-4)
 
 
-def test_weights_that_are_not_finite_give_errors_not_scores(tiny_model, reward_model, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(reward_model, broken)
-    model = AutoModelForSequenceClassification.from_pretrained(broken)
-    model.score.weight.data.fill_(torch.nan)
-    model.save_pretrained(broken)
-    outcomes = RewardModelScorer(str(broken), policy=tiny_model).outcomes(ROLLOUTS)
+def with_head_of(value, reward_model, folder):
+    shutil.copytree(reward_model, folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model.score.weight.data.fill_(value)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_model, reward_model, tmp_path):
+    broken = with_head_of(torch.nan, reward_model, tmp_path / "broken")
+    with pytest.raises(ModelError, match=r"not finite(.|\n)*score\.weight"):
+        RewardModelScorer(broken, policy=tiny_model).score(ROLLOUTS)
+
+
+def test_scores_that_are_not_finite_are_errors(tiny_model, reward_model, tmp_path):
+    # Of finite weights, whose products with the hidden states no float32 holds.
+    largest = with_head_of(torch.finfo(torch.float32).max, reward_model, tmp_path / "largest")
+    outcomes = RewardModelScorer(largest, policy=tiny_model).outcomes(ROLLOUTS)
     assert all(isinstance(outcome, RewardError) for outcome in outcomes)
 
 

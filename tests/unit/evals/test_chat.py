@@ -102,7 +102,7 @@ def test_errors_go_to_stderr_with_exit_code_1(
     expected = {
         tmp_path / "nowhere": "no such folder",
         tmp_path: "without config.json",
-        broken: "cannot be loaded",
+        broken: "cannot load",
         untokenized: "knows no words",
     }
     for folder, words in expected.items():

@@ -88,6 +88,20 @@ def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evalua
     assert "a\\|b\\<script>\\`x\\`" in body
 
 
+def test_training_is_told_in_the_order_it_was_done_in(tmp_path: Path) -> None:
+    # Every iteration has the start as its reference, which so is a parent of the last one, too.
+    cost, config = Cost(tokens=5), {"model": {"kind": "pretrained", "name": "org/model"}}
+    base = artifact(tmp_path / "base", "prepare_model", "checkpoint", config=config)
+    start = artifact(tmp_path / "sft", "train_sft", "checkpoint", base, cost=cost)
+    last = start
+    for number in range(1, 12):
+        stage, folder = f"grpo_iteration {number}", tmp_path / f"grpo{number}"
+        last = artifact(folder, stage, "checkpoint", last, start, cost=cost)
+    lines = model_card(last, evaluations=[]).splitlines()
+    told = [line.split("**")[1] for line in lines if line.endswith("5 tokens.")]
+    assert told == ["train_sft", *(f"grpo_iteration {number}" for number in range(1, 12))]
+
+
 def test_times_and_costs_are_not_told(trained: Path) -> None:
     card = model_card(trained, evaluations=[])
     manifest = Manifest.read(trained)

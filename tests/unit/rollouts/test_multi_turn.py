@@ -61,7 +61,7 @@ def test_tokens_are_never_encoded_again(play, ask, tokenizer):
     # The unknown token decodes to a text that would be encoded as three others.
     (rollout,), engine, _ = play([ask("9=", "9")], lambda asked: "1a!", bounds=WIDE)
     assert rollout.completion.token_ids[1] == tokenizer.unk_token_id
-    assert engine.asked[0][0]["ids"] == [BOS, *tokenizer.encode("9=")]
+    assert engine.asked[0][0]["ids"] == [BOS, *tokenizer.encode("9=", add_special_tokens=False)]
 
 
 def test_the_first_turn_stops_where_the_environment_says(play, ask):

@@ -15,6 +15,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
+    called,
     empty_model,
     finish_loading,
     load_model,
@@ -45,6 +46,7 @@ from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.infra.timer import peak_memory_gib
+from nemo_rl_core.infra.weights import refuse_wrong_weights
 
 
 class DTensorBackend(SendsWeights):
@@ -376,7 +378,8 @@ class DTensorBackend(SendsWeights):
         """Goes on from what `save_checkpoint` wrote, to the bit."""
         if self._adapters is None:
             model, weights = self._policy.model, path / "model"
-            finish_loading(model, fill_from_folder(model, weights), weights)
+            # Nothing is new in a checkpoint, not even a head.
+            refuse_wrong_weights(called(weights), missing=fill_from_folder(model, weights))
         elif not self._adapters.base_is(base := path / "trainer" / "base"):
             self._adapters.replace_base(base)
         self._num_updates = self._trainer_state.load(path / "trainer")

@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from nemo_rl_core.backends.training.dtensor.shards import local
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.state_file import read_state, write_state
 from nemo_rl_core.infra.tensors import order_metadata
+from nemo_rl_core.infra.weights import require_finite
 
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
@@ -114,6 +116,7 @@ class TrainerState:
         Raises:
             StoreError: If files are missing or damaged, or are those of other parameters; the state
                 is then unchanged but, after damage, for weights.
+            ModelError: If weights are not finite.
         """
         try:
             state = read_state(folder, backend="dtensor")
@@ -132,6 +135,7 @@ class TrainerState:
             load(wanted, storage_reader=reader, process_group=self._group, no_dist=not self._group)
         except Exception as error:
             raise _unreadable(folder, error) from error
+        require_finite(f"the checkpoint {folder}", ((n, local(w)) for n, w in weights.items()))
         self._optimizer.state.clear()
         for name, values in moments.items():
             self._optimizer.state[self._trained[name]] = values | numbers.get(name, {})

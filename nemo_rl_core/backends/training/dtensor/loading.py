@@ -1,20 +1,36 @@
 """Transformers folders as models to train: with the language model's head, or with a scalar one."""
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
-from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.weights import load_pretrained, refuse_wrong_weights
 
 Head = Literal["lm", "scalar"]
 SCALAR_HEAD = "score"
 """What transformers calls the head of a decoder that classifies sequences."""
+_LM_HEADS = ("lm_head", "embed_out")
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def called(folder: Path) -> str:
+    """What error messages call a model folder."""
+    return f"the model folder {folder.name!r}"
+
+
+def head_to_train(folder: Path) -> set[str]:
+    """The weight that a folder may lack: a scalar head is new over a causal checkpoint alone."""
+    return set() if _architecture(folder).endswith(_CLASSIFIER) else {f"{SCALAR_HEAD}.weight"}
+
+
+def is_spare_head(folder: Path, name: str) -> bool:
+    """Whether a weight is of the language model's head, for which a new scalar one stands."""
+    return bool(head_to_train(folder)) and name.rpartition(".")[0] in _LM_HEADS
 
 
 def load_model(folder: Path, head: Head, *, weights: Precision = "full") -> Any:
@@ -30,12 +46,17 @@ def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
     they are read.
 
     Raises:
-        ModelError: If the folder lacks weights of a causal model, as one with a scalar head does.
+        ModelError: If the folder's weights are not those of a causal model, as where it has a
+            scalar head, or not finite.
     """
-    model, report = _causal_class(folder).from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **loading_options(weights)
+    model, missing = load_pretrained(
+        _causal_class(folder),
+        folder,
+        called=called(folder),
+        dtype=torch.float32,
+        **loading_options(weights),
     )
-    return finish_loading(model, set(report["missing_keys"]), folder)
+    return finish_loading(model, missing, folder)
 
 
 def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
@@ -54,21 +75,22 @@ def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
 
     Raises:
         ModelError: If the architecture has no scalar head without bias, if the folder holds a
-            classifier of several labels, or lacks other weights than those of a new head.
+            classifier of several labels, lacks other weights than those of a new head, has others
+            than those of a language model's head, or any that are not finite.
     """
-    from transformers import AutoModelForSequenceClassification
-
     config = _scalar_config(folder)
-    with _scalar_heads_only(folder, config):
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            **loading_options(weights),
-        )
+    model, missing = load_pretrained(
+        _scalar_class(folder, config),
+        folder,
+        called=called(folder),
+        may_lack=head_to_train(folder),
+        may_have=partial(is_spare_head, folder),
+        config=config,
+        dtype=torch.float32,
+        **loading_options(weights),
+    )
     _refuse_other_heads(model, folder)
-    return finish_loading(model, set(report["missing_keys"]), folder)
+    return finish_loading(model, missing, folder)
 
 
 def empty_model(folder: Path, head: Head) -> Any:
@@ -80,13 +102,13 @@ def empty_model(folder: Path, head: Head) -> Any:
         ModelError: If the architecture, or the folder's config, does not fit the head.
     """
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
-    from transformers import AutoConfig, AutoModelForSequenceClassification, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     is_scalar = head == "scalar"
     config = _scalar_config(folder) if is_scalar else AutoConfig.from_pretrained(folder)
-    kind = AutoModelForSequenceClassification if is_scalar else _causal_class(folder)
-    with _scalar_heads_only(folder, config), init_empty_weights():
+    kind = _scalar_class(folder, config) if is_scalar else _causal_class(folder)
+    with init_empty_weights():
         model = kind.from_config(config, dtype=torch.float32)
     model.tie_weights()  # accelerate makes a parameter anew wherever it is put
     if is_scalar:
@@ -107,11 +129,10 @@ def finish_loading(model: Any, missing: set[str], folder: Path) -> Any:
         folder: What it was loaded from.
 
     Raises:
-        ModelError: If other weights are missing than a scalar head's.
+        ModelError: If other weights are missing than those of a new scalar head.
     """
-    new_head = missing & {f"{SCALAR_HEAD}.weight"}
-    _refuse_missing(missing - new_head, folder)
-    if new_head:
+    refuse_wrong_weights(called(folder), missing=missing - head_to_train(folder))
+    if missing:
         torch.nn.init.zeros_(getattr(model, SCALAR_HEAD).weight)
     return model.eval()
 
@@ -132,13 +153,12 @@ def _scalar_config(folder: Path) -> Any:
     return config
 
 
-@contextmanager
-def _scalar_heads_only(folder: Path, config: Any) -> Iterator[None]:
-    """Says so where transformers has no class of the architecture for the head."""
-    try:
-        yield
-    except ValueError as error:
-        raise _no_scalar_head(folder, type(config).__name__) from error
+def _scalar_class(folder: Path, config: Any) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise _no_scalar_head(folder, type(config).__name__)
+    return AutoModelForSequenceClassification
 
 
 def _refuse_other_heads(model: Any, folder: Path) -> None:
@@ -157,7 +177,7 @@ def scoring_pad_token_id(folder: Path) -> int:
         ModelError: If every special token of the tokenizer ends a sequence.
     """
     tokenizer = load_tokenizer(folder)
-    declared = _declared(folder).get("pad_token_id")
+    declared = described(folder).get("pad_token_id")
     names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     stops = stop_token_ids(folder, tokenizer)
     for candidate in (declared, *names, *tokenizer.all_special_ids):
@@ -191,29 +211,14 @@ def shared_vocabulary_size(student: Path, teacher: Path) -> int:
     return int(max(ours.values())) + 1
 
 
-def _declared(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
 def _architecture(folder: Path) -> str:
-    return str((_declared(folder).get("architectures") or [""])[0])
-
-
-def _refuse_missing(names: set[str], folder: Path) -> None:
-    if names:
-        raise ModelError(
-            f"the model folder {folder.name!r} lacks weights",
-            expected="every weight of the model that it is loaded as",
-            got=f"{len(names)} missing, such as {', '.join(sorted(names)[:3])}",
-            fix="name a complete checkpoint; one with a scalar head has no language model's head",
-        )
+    return str((described(folder).get("architectures") or [""])[0])
 
 
 def _refuse_several_labels(folder: Path) -> None:
     # Transformers writes labels down unless there are two.
-    num_labels = len(_declared(folder).get("id2label", ["", ""]))
-    if _architecture(folder).endswith("ForSequenceClassification") and num_labels != 1:
+    num_labels = len(described(folder).get("id2label", ["", ""]))
+    if _architecture(folder).endswith(_CLASSIFIER) and num_labels != 1:
         raise ModelError(
             f"the model folder {folder.name!r} holds a classifier, not a model of one score",
             expected="one label",

@@ -12,12 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, finish_loading
-from nemo_rl_core.backends.training.dtensor.shards import (
-    BASE_LAYER,
-    fill_from_folder,
-    plain_name,
-    standing_in,
-)
+from nemo_rl_core.backends.training.dtensor.matching import BASE_LAYER, plain_name
+from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder, standing_in
 from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError, StoreError

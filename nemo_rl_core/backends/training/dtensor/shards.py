@@ -7,11 +7,9 @@ transformers keeps several published tensors as one (the experts of a layer), th
 Weights drawn from a config are no case of their own: the stage that draws them writes a folder.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +17,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from nemo_rl_core.backends.training.dtensor.loading import called, is_spare_head
+from nemo_rl_core.backends.training.dtensor.matching import (
+    missing_weights,
+    own_weights,
+    plan,
+    stored_slices,
+)
 from nemo_rl_core.errors import ModelError
-
-BASE_LAYER = ".base_layer."
-"""Stands in the names of weights that have adapters."""
-_ADAPTER = ".lora_"
-
-
-def plain_name(name: str) -> str:
-    """What a weight is called in the model without adapters."""
-    return name.replace(BASE_LAYER, ".")
+from nemo_rl_core.infra.weights import require_finite
 
 
 def allocate(model: Any, device: torch.device) -> None:
@@ -85,29 +82,28 @@ def fill_from_folder(model: Any, folder: Path) -> set[str]:
         Names of parameters and buffers that the folder lacks; they are as they were.
 
     Raises:
-        ModelError: If it has no such files, or weights of another shape.
+        ModelError: If it has no such files, or weights that are surplus, of another shape or, where
+            they are this rank's, not finite.
     """
-    own = {
-        plain_name(name): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if _ADAPTER not in name
-    }
+    own = own_weights(model)
     filled: dict[int, str] = {}
     with ExitStack() as files:
-        stored = _stored(folder, files)
-        sources, converters = _plan(model, own, stored)
+        stored = stored_slices(folder, files)
+        shapes = {name: tuple(each.get_shape()) for name, each in stored.items()}
+        may_have = partial(is_spare_head, folder)
+        missing = missing_weights(model, shapes, called(folder), may_have=may_have)
+        sources, converters, _ = plan(model, own, stored)
         for name, source in sources.items():
             if id(own[name]) in filled:
                 _refuse_untied(own[name], stored[source], (filled[id(own[name])], name), folder)
-            _fill(own[name], stored[source], name, folder)
+            fill_parameter(own[name], stored[source])
             filled[id(own[name])] = name
         for first, converter in converters.items():
-            whole = converter.convert(first, model=model, config=model.config)
-            for name, values in whole.items():
-                tensor = values[0] if isinstance(values, list) else values
-                _fill(own[name], tensor, name, folder)
+            for name, values in _converted(model, first, converter).items():
+                fill_parameter(own[name], values)
                 filled[id(own[name])] = name
-    return {name for name, tensor in own.items() if id(tensor) not in filled}
+    require_finite(called(folder), ((name, local(own[name])) for name in filled.values()))
+    return missing
 
 
 def fill_parameter(parameter: torch.Tensor, values: Any) -> None:
@@ -118,9 +114,14 @@ def fill_parameter(parameter: torch.Tensor, values: Any) -> None:
         values: Of the same shape; a tensor, or a slice of a safetensors file, of which only this
             part is read.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if local.numel():
-        local.copy_(values[_own_part(parameter)])
+    own = local(parameter)
+    if own.numel():
+        own.copy_(values[_own_part(parameter)])
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, sharded or not."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _own_part(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -142,79 +143,16 @@ def _own_part(parameter: torch.Tensor) -> tuple[Any, ...]:
     return tuple(slice(*bound) for bound in bounds) or (...,)
 
 
-def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Slices of the tensors in a folder by name; nothing is read yet."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(
-            f"the model folder {folder.name!r} has no {missing[0]}",
-            expected="safetensors files, whose slices several ranks can read",
-            got=", ".join(sorted(path.name for path in folder.glob("*"))[:6]) or "nothing",
-            fix="save the model with save_pretrained, or name a complete checkpoint",
-        )
-    opened = [files.enter_context(safe_open(folder / name, framework="pt")) for name in names]
-    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
-
-
-def _plan(
-    model: Any, own: Mapping[str, torch.Tensor], stored: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Which stored tensor each of a model's own is, and what makes the others of several.
-
-    By the rules of transformers' `from_pretrained`; those that held are left with the model, which
-    is saved under the same names then.
-    """
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    rules = model._weight_conversions or []
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix = model.base_model_prefix
-    sources: dict[str, str] = {}
-    merged: dict[str, Any] = {}
-    for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
-        if name not in own and key in own:
-            name, pattern = rename_source_key(key, [], [], prefix, own)
-        if name not in own:
-            continue
-        if pattern is None:
-            sources[name] = key
-        else:
-            rule = merged.setdefault(name, deepcopy(by_pattern[pattern]))
-            rule.add_tensor(name, key, pattern, partial(stored[key].__getitem__, ...))
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return sources, merged
-
-
-def _fill(parameter: torch.Tensor, values: Any, name: str, folder: Path) -> None:
-    shape = values.shape if isinstance(values, torch.Tensor) else values.get_shape()
-    if tuple(shape) != tuple(parameter.shape):
-        raise ModelError(
-            f"the weights in {folder.name!r} do not fit its config",
-            expected=f"{name} of shape {tuple(parameter.shape)}",
-            got=f"shape {tuple(shape)}",
-            fix="name a complete checkpoint of one model",
-        )
-    fill_parameter(parameter, values)
+def _converted(model: Any, first: str, converter: Any) -> dict[str, torch.Tensor]:
+    whole = converter.convert(first, model=model, config=model.config)
+    return {name: v[0] if isinstance(v, list) else v for name, v in whole.items()}
 
 
 def _refuse_untied(
     parameter: torch.Tensor, values: Any, names: tuple[str, str], folder: Path
 ) -> None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if local.numel() and not torch.equal(local, values[_own_part(parameter)].to(local)):
+    own = local(parameter)
+    if own.numel() and not torch.equal(own, values[_own_part(parameter)].to(own)):
         raise ModelError(
             f"the config in {folder.name!r} ties weights that differ",
             expected=f"{names[0]} equal to {names[1]}",

@@ -30,6 +30,7 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.infra.dcp_metadata import read_metadata
 from nemo_rl_core.infra.state_file import read_state, write_state
 from nemo_rl_core.infra.tensors import save_weights
+from nemo_rl_core.infra.weights import require_finite
 
 # The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.
 _METADATA = {
@@ -83,6 +84,7 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     Raises:
         StoreError: If a file is missing, names something that a checkpoint need not name, or is
             that of another model.
+        ModelError: If weights are not finite.
     """
     try:
         read_metadata(folder)
@@ -96,7 +98,7 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
     except _UNREADABLE as error:
         raise _unreadable(folder, error) from error
     for index, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
+        _take_weights(chunk.module, loaded[f"model{index}"], folder)
     for part in optimizer.chained_optimizers:
         _keep_steps(part)
     optimizer.load_state_dict(loaded["optimizer"])
@@ -131,6 +133,7 @@ def load_native_weights(folder: Path, models: list[Any]) -> None:
     Raises:
         StoreError: If a file is missing, names something that a checkpoint need not name, or is
             that of another model.
+        ModelError: If weights are not finite.
     """
     try:
         read_metadata(folder)
@@ -138,7 +141,13 @@ def load_native_weights(folder: Path, models: list[Any]) -> None:
     except _UNREADABLE as error:
         raise _unreadable(folder, error) from error
     for index, model in enumerate(models):
-        model.load_state_dict(loaded[f"model{index}"], strict=True)
+        _take_weights(model, loaded[f"model{index}"], folder)
+
+
+def _take_weights(model: Any, weights: dict[str, Any], folder: Path) -> None:
+    tensors = ((name, each) for name, each in weights.items() if isinstance(each, torch.Tensor))
+    require_finite(f"the checkpoint {folder}", tensors)
+    model.load_state_dict(weights, strict=True)
 
 
 def dtype_of(folder: Path) -> str:

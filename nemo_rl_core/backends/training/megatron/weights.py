@@ -5,20 +5,28 @@ tensor at a time over tensor, expert and pipeline ranks. Neither has more than o
 tensor in memory beside the model.
 """
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
+from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.backends.training.megatron.mapping import Entry, Rule, entries, fuse, unfuse
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.infra.weights import (
+    open_weights,
+    refuse_wrong_weights,
+    require_finite,
+    weight_files,
+)
 
 _MAX_DIMENSIONS = 4
+_HEAD = "lm_head.weight"
 
 
 def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]) -> None:
@@ -30,11 +38,19 @@ def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]
             by name.
 
     Raises:
-        ModelError: If the source lacks a weight, or holds one of another shape.
+        ModelError: If the source lacks a weight, or holds a surplus one, one of another shape or,
+            in what this rank reads, one that is not finite.
     """
     config = chunks[0].config
     filled = set()
     tensors = _Safetensors(source) if isinstance(source, Path) else _Tensors(source)
+    expected = {name for entry in _entries(chunks) for name in entry.rule.hf}
+    refuse_wrong_weights(tensors.called, missing=expected - tensors.names)
+    if isinstance(source, Path):
+        check_folder(empty_model(source, "lm"), source)
+    else:
+        # A tied head may come beside the embedding that it is.
+        refuse_wrong_weights(tensors.called, surplus=tensors.names - expected - {_HEAD})
     with torch.no_grad():
         for entry in _entries(chunks):
             if not _held_here(entry):
@@ -42,11 +58,12 @@ def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]
             group = _tensor_group(entry)
             rule = entry.rule
             parts = [tensors.read(name, rule, group.rank(), group.size()) for name in rule.hf]
+            require_finite(tensors.called, zip(rule.hf, parts, strict=True))
             parameter = chunks[entry.chunk].get_parameter(rule.megatron)
             weight = fuse(rule, parts, config)
             if weight.shape != parameter.shape:
                 raise ModelError(
-                    f"a weight of {tensors.name} has another shape than its config says",
+                    f"{tensors.called} has a weight of another shape than the model's",
                     expected=f"{tuple(parameter.shape)} on this rank for {rule.megatron}",
                     got=f"{tuple(weight.shape)} from {', '.join(rule.hf)}",
                     fix="name a folder whose config belongs to its weights",
@@ -146,8 +163,9 @@ def _broadcast(
 class _Slices(ABC):
     """Whole tensors of which a rank reads its slices."""
 
-    name: str
+    called: str
     """What messages call them."""
+    names: Set[str]
 
     def read(self, name: str, rule: Rule, rank: int, num_ranks: int) -> torch.Tensor:
         """The slice of a tensor that one of `num_ranks` tensor-parallel ranks holds."""
@@ -172,51 +190,26 @@ class _Slices(ABC):
 class _Tensors(_Slices):
     """In memory."""
 
-    name = "the policy"
+    called = "what the trainer sent"
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+        self._tensors, self.names = tensors, tensors.keys()
 
     def _whole(self, name: str) -> tuple[Any, Sequence[int]]:
-        if name not in self._tensors:
-            raise ModelError(
-                "the weights to generate with are not whole",
-                expected=f"a tensor {name}",
-                fix="send the weights of a policy of the same architecture",
-            )
         return self._tensors[name], self._tensors[name].shape
 
 
 class _Safetensors(_Slices):
-    """The tensors of a folder; files are opened when first needed."""
+    """The tensors of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.name = folder, repr(folder.name)
-        index = folder / "model.safetensors.index.json"
-        self._files: dict[str, str] | None = None
-        if index.exists():
-            self._files = json.loads(index.read_text())["weight_map"]
-        elif not (folder / "model.safetensors").exists():
-            raise ModelError(
-                f"the model folder {folder.name!r} holds no safetensors",
-                expected="model.safetensors, or several with model.safetensors.index.json",
-                fix="save the model with save_pretrained",
-            )
-        self._open: dict[str, Any] = {}
+        self.called = called(folder)
+        files = [open_weights(path) for path in weight_files(folder)]
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self.names = self._files.keys()
 
     def _whole(self, name: str) -> tuple[Any, Sequence[int]]:
-        from safetensors import safe_open
-
-        file = "model.safetensors" if self._files is None else self._files.get(name)
-        if file is not None and file not in self._open:
-            self._open[file] = safe_open(self._folder / file, framework="pt")
-        if file is None or name not in self._open[file].keys():  # noqa: SIM118  (not a dict)
-            raise ModelError(
-                f"the model folder {self._folder.name!r} lacks weights",
-                expected=f"a tensor {name}",
-                fix="name a complete checkpoint of a causal model",
-            )
-        found = self._open[file].get_slice(name)
+        found = self._files[name].get_slice(name)
         return found, found.get_shape()
 
 

@@ -56,8 +56,8 @@ def test_text_and_completions_become_a_batch(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}]
     (pair,) = load_examples(_saved(tmp_path / "b", rows), TOKENIZER)
     batch = sft_batch([text, pair])
-    assert batch["input_ids"].tolist() == [[5, 6, 2, 0, 0, 0, 0], [1, 5, 14, 5, 17, 6, 2]]
-    assert batch["token_mask"].int().tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    assert batch["input_ids"].tolist() == [[1, 5, 6, 2, 0, 0, 0], [1, 5, 14, 5, 17, 6, 2]]
+    assert batch["token_mask"].int().tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
 
 
 def test_kinds_that_do_not_fit_are_refused(tmp_path: Path) -> None:
