@@ -15,6 +15,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConsistencyError, ModelError
+from nemo_rl_core.models.validation.logprobs import transformers_logprobs
 
 _ONE_RANK = MegatronTraining()
 _MAX_TOKENS_PER_PASS = 2048
@@ -91,7 +92,7 @@ def prove(
     # The last rank is one of the last pipeline stage.
     logprobs = found[-1][2]
     assert logprobs is not None
-    reference = _transformers_logprobs(folder, batch)
+    reference = transformers_logprobs(folder, batch)
     absolute = _largest_difference(logprobs, reference, batch, tolerance=tolerance)
     return ConversionReport(
         num_tensors=num_tensors,
@@ -217,20 +218,6 @@ def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tenso
 
 def _largest_pass(batch: BatchedDataDict) -> int:
     return max(_MAX_TOKENS_PER_PASS, int(batch["input_lengths"].max()))
-
-
-@torch.no_grad()
-def _transformers_logprobs(folder: Path, batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1]`, each row alone through the model's own logits."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    result = torch.zeros(batch["token_mask"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        ids = batch["input_ids"][row : row + 1, :length]
-        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
-        result[row, : length - 1] = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-    return result
 
 
 def _largest_difference(

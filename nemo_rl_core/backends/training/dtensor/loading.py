@@ -23,8 +23,10 @@ def load_model(folder: Path, head: Head, *, weights: Precision = "full") -> Any:
     return load(folder, weights=weights)
 
 
-def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
-    """Loads a transformers folder on the CPU, in float32, in evaluation mode (no dropout).
+def load_causal_model(
+    folder: Path, *, weights: Precision = "full", dtype: torch.dtype = torch.float32
+) -> Any:
+    """Loads a transformers folder on the CPU, in evaluation mode (no dropout).
 
     A model that also reads images is loaded whole. `weights` other than `full` are quantized while
     they are read.
@@ -33,7 +35,7 @@ def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
         ModelError: If the folder lacks weights of a causal model, as one with a scalar head does.
     """
     model, report = _causal_class(folder).from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **loading_options(weights)
+        folder, dtype=dtype, output_loading_info=True, **loading_options(weights)
     )
     return finish_loading(model, set(report["missing_keys"]), folder)
 
