@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.converters.megatron import is_megatron_checkpoint, native_dtype, num_ranks_of
@@ -15,7 +16,6 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConsistencyError, ModelError
-from nemo_rl_core.models.validation.logprobs import transformers_logprobs
 
 _ONE_RANK = MegatronTraining()
 _MAX_TOKENS_PER_PASS = 2048

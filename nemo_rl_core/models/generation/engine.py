@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
 from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
+from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
     MegatronGenerationConfig,
     SamplingConfig,
@@ -35,7 +36,7 @@ from nemo_rl_core.infra import usage
 from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.validation.logprobs import as_training_batch, transformers_logprobs
+from nemo_rl_core.models.validation.logprobs import as_training_batch
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
 from nemo_rl_core.models.weight_line import close_line, transfer_weights
 

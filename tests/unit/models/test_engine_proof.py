@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConsistencyError
-from nemo_rl_core.models.validation.logprobs import as_training_batch, transformers_logprobs
+from nemo_rl_core.models.validation.logprobs import as_training_batch
 from nemo_rl_core.models.validation.proof import check_proof, check_unchanged, proof_prompts
 
 GATE = GateConfig()
