@@ -14,6 +14,7 @@ _CURVES = (
     "loss",
     "kl",
     "token_mult_prob_error",
+    "handover_mult_prob_error",
     "completion_length",
     "zero_variance_fraction",
     "grad_norm",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.converters.megatron import is_megatron_checkpoint, native_dtype, num_ranks_of
@@ -15,7 +16,6 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConsistencyError, ModelError
-from nemo_rl_core.infra.weights import load_pretrained
 
 _ONE_RANK = MegatronTraining()
 _MAX_TOKENS_PER_PASS = 2048
@@ -92,7 +92,7 @@ def prove(
     # The last rank is one of the last pipeline stage.
     logprobs = found[-1][2]
     assert logprobs is not None
-    reference = _transformers_logprobs(folder, batch)
+    reference = transformers_logprobs(folder, batch)
     absolute = _largest_difference(logprobs, reference, batch, tolerance=tolerance)
     return ConversionReport(
         num_tensors=num_tensors,
@@ -218,23 +218,6 @@ def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tenso
 
 def _largest_pass(batch: BatchedDataDict) -> int:
     return max(_MAX_TOKENS_PER_PASS, int(batch["input_lengths"].max()))
-
-
-@torch.no_grad()
-def _transformers_logprobs(folder: Path, batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1]`, each row alone through the model's own logits."""
-    from transformers import AutoModelForCausalLM
-
-    model, _ = load_pretrained(
-        AutoModelForCausalLM, folder, called=f"the folder {folder}", dtype=torch.float32
-    )
-    model.eval()
-    result = torch.zeros(batch["token_mask"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        ids = batch["input_ids"][row : row + 1, :length]
-        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
-        result[row, : length - 1] = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-    return result
 
 
 def _largest_difference(

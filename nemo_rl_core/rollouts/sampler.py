@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
@@ -33,6 +33,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         model_folder: Weights, config and tokenizer.
         scorer: Takes the place of the environment that the settings name.
         reward_model: For an environment `reward_model` that names no model.
+        gate: The bounds of the engine's proofs.
 
     Attributes:
         tokenizer: The model's.
@@ -50,6 +51,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         *,
         scorer: Scorer | None = None,
         reward_model: Path | None = None,
+        gate: GateConfig | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
         # Before the engine, which takes longer to start than a reward takes to be refused.
@@ -63,6 +65,7 @@ class Sampler(AbstractContextManager["Sampler"]):
                 stop_token_ids=stop_token_ids(model_folder, self.tokenizer),
                 dtype=settings.dtype,
             ),
+            gate=gate,
         )
         self._max_failed_fraction = settings.rollouts.max_failed_fraction
         self.engine = self._rollout_engine(settings)

@@ -60,6 +60,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 job.start,
                 scorer=job.scorer,
                 reward_model=job.reward_model,
+                gate=getattr(self.config, "gate", None),
             )
         )
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before

@@ -219,6 +219,7 @@ def test_what_an_engine_raises_is_heard_once(
 ) -> None:
     import ray
 
+    expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
     worker = engine._workers._workers[0]
     ray.get(worker.__ray_call__.remote(break_a_weight))
     with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
@@ -228,7 +229,6 @@ def test_what_an_engine_raises_is_heard_once(
     ray.get(worker.__ray_call__.remote(mend_it))
     # The same worker, and whoever uses it next: nothing is left of what went wrong.
     engine = StreamingGeneration(session, setup)
-    expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
     with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         found = stream.take(1)
@@ -331,6 +331,13 @@ def test_samples_are_as_old_as_allowed_and_no_older(ahead: TrainResult) -> None:
         assert max(versions) <= step - 1
     assert ages[1] == 0
     assert max(ages.values()) <= 2
+
+
+def test_engine_and_trainer_agree_at_every_hand_over(ahead: TrainResult) -> None:
+    for metrics in ahead.metrics:
+        assert 1 <= metrics["handover_mult_prob_error"] < 1.001
+        # Missing where no token was drawn with the trainer's weights.
+        assert 1 <= metrics.get("token_mult_prob_error", 1) < 1.001
 
 
 def replayed(result: TrainResult, work: Path, **settings: Any) -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
 from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
+from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt
@@ -34,6 +35,11 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
             temperature=self.settings.generation.temperature,
             reference_folder=job.reference,
         )
+
+    def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
+        super()._hand_over(sampler, last_step=last_step)
+        # The student's own logprobs are not computed in a step, so that no gate compares them.
+        sampler.generation.prove(self.policy)
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)

@@ -82,7 +82,10 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def _check_consistency(
         self, batch: BatchedDataDict
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Engine and trainer must agree on tokens of the trainer's own weights; of older, not."""
+        """Engine and trainer must agree on tokens of the trainer's own weights; of older, not.
+
+        So there may be none to compare; the proof at each hand-over needs none.
+        """
         if "weight_versions" not in batch:
             return super()._check_consistency(batch)
         age = self.step - 1 - batch["weight_versions"]
@@ -93,6 +96,10 @@ class AsyncGRPOTrainer(GRPOTrainer):
             "staleness": float(age[mask].float().mean()),
             "staleness_max": float(age[mask].max()),
         }
+        if not metrics["token_mult_prob_error"]:  # no token was compared
+            del metrics["token_mult_prob_error"]
+        if isinstance(self.sampler, StreamingSampler):
+            metrics["handover_mult_prob_error"] = self.sampler.generation.agreement
         return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
 
 

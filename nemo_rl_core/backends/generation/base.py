@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -32,6 +34,22 @@ class GenerationSetup:
     dtype: DType = "float32"
     seed: int = 0
     pad_token_id: int = 0
+
+
+@dataclass(frozen=True)
+class WeightsProof:
+    """What an engine computed of fixed prompts when its weights were replaced.
+
+    Attributes:
+        first: `[B, T]` the prompts' logprobs when it was given the weights that were replaced; None
+            where these came from a folder.
+        last: `[B, T]` the same, just before they were replaced.
+        output: Completions with the new weights, as `generate` returns them.
+    """
+
+    first: torch.Tensor | None
+    last: torch.Tensor
+    output: BatchedDataDict
 
 
 class GenerationBackend(Protocol):

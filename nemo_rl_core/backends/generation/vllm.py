@@ -179,6 +179,8 @@ class VllmBackend(ReceivesWeights):
         require_finite(source, named_tensors)
         self.wake()  # where weights are asleep there is nothing to write to
         weights = _with_tied_head(named_tensors, self._setup.model_folder)
+        if not torch.cuda.is_available():
+            _drop_expert_kernels(self._model())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         # Keys and values that the old weights computed would otherwise be reused for the new ones.
         if not self._llm.reset_prefix_cache():
@@ -194,8 +196,7 @@ class VllmBackend(ReceivesWeights):
         vLLM fuses and re-packs most matrices, but keeps embeddings, norms and some biases under
         their own names; a reload that did not happen shows in these.
         """
-        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        held = dict(runner.get_model().named_parameters())
+        held = dict(self._model().named_parameters())
         compared = 0
         for name, sent in named_tensors:
             parameter = held.get(name)
@@ -212,6 +213,12 @@ class VllmBackend(ReceivesWeights):
         if not compared:
             raise ConsistencyError("no weight that was sent could be found in vLLM's model")
 
+    def _model(self) -> torch.nn.Module:
+        """This rank's part of the model that vLLM computes with."""
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        model: torch.nn.Module = runner.get_model()
+        return model
+
     def peak_memory_gib(self) -> float:
         """The most memory this process has held."""
         return peak_memory_gib()
@@ -219,6 +226,19 @@ class VllmBackend(ReceivesWeights):
     def shutdown(self) -> None:
         """Ends the engine."""
         self.__dict__.clear()
+
+
+def _drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Has the next reload pack the weights of a mixture of experts, as the first load did.
+
+    On a CPU, vLLM pads and packs experts' weights only when it builds their kernel
+    (`UnquantizedFusedMoEMethod._setup_kernel`). A layer that has a kernel keeps it in a reload, and
+    so would compute with weights that lie unpacked where the kernel reads packed ones.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _with_tied_head(

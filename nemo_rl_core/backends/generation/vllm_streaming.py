@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_rl_core.backends.decoding.requests import Completed, Request, read_requests
-from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.backends.generation.vllm import SENT, VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import WeightRoute
@@ -93,6 +93,8 @@ class StreamingVllmBackend(VllmBackend):
         self._running: dict[str, _UnderWay] = {}
         self._failure: Exception | None = None
         self._weight_version = self._next_version = 0
+        self._proof_prompts: BatchedDataDict | None = None
+        self._first_logprobs: torch.Tensor | None = None
         self._thread = threading.Thread(target=self._serve, name="vllm", daemon=True)
         self._thread.start()
         self._between_steps(lambda: super(StreamingVllmBackend, self).setup(setup))
@@ -148,19 +150,30 @@ class StreamingVllmBackend(VllmBackend):
 
         return self._between_steps(alone)
 
-    def receive_weights(self, route: WeightRoute, place: int, weight_version: int = 0) -> str:
+    def receive_weights(
+        self,
+        route: WeightRoute,
+        place: int,
+        weight_version: int = 0,
+        proof: BatchedDataDict | None = None,
+    ) -> str:
         """Takes one transfer, as `ReceivesWeights` has it.
 
         Args:
             route: Opened where it is new.
             place: Among the receivers.
             weight_version: What tokens drawn with these weights are marked with.
+            proof: Prompts for `last_proof`, as `generate` takes them.
 
         Returns:
             The digest of what arrived.
         """
-        self._next_version = weight_version
+        self._next_version, self._proof_prompts = weight_version, proof
         return super().receive_weights(route, place)
+
+    def last_proof(self) -> WeightsProof:
+        """What the prompts of the last transfer gave, when nothing else was in the engine."""
+        return self._last_proof
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights between two steps; completions under way go on with the new ones."""
@@ -168,11 +181,22 @@ class StreamingVllmBackend(VllmBackend):
 
         def swap() -> None:
             waiting = self._interrupt()
-            self._reload(arrived, source=SENT)
+            if self._proof_prompts is None:
+                self._reload(arrived, source=SENT)
+            else:
+                self._reload_with_proof(arrived, self._proof_prompts)
             self._weight_version = self._next_version
             self._start(waiting)
 
         self._between_steps(swap)
+
+    def _reload_with_proof(
+        self, arrived: list[tuple[str, torch.Tensor]], prompts: BatchedDataDict
+    ) -> None:
+        first, last = self._first_logprobs, super().prefill_logprobs(prompts)
+        self._reload(arrived, source=SENT)
+        self._last_proof = WeightsProof(first, last, super().generate(prompts, greedy=False))
+        self._first_logprobs = super().prefill_logprobs(prompts)
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of a folder, and gives up what an earlier caller left."""
@@ -181,7 +205,7 @@ class StreamingVllmBackend(VllmBackend):
             self._failure = None
             self._interrupt()
             super(StreamingVllmBackend, self).load_weights(model_folder)
-            self._weight_version = 0
+            self._weight_version, self._first_logprobs = 0, None
 
         self._between_steps(begin_anew)
         self._finished = queue.SimpleQueue()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
 from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
+from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
     MegatronGenerationConfig,
     SamplingConfig,
@@ -19,6 +21,7 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
     refuse_more_than,
 )
+from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
@@ -33,6 +36,8 @@ from nemo_rl_core.infra import usage
 from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.validation.logprobs import as_training_batch
+from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
 from nemo_rl_core.models.weight_line import close_line, transfer_weights
 
 _LOG = logging.getLogger(__name__)
@@ -47,11 +52,15 @@ class Generation(GenerationInterface):
     the call is repeated once. Seeds belong to rows, so that the tokens are those that the lost
     worker would have drawn.
 
+    Before it completes anything, an engine proves that it computes with the weights that it was
+    given: those of a folder against transformers, those of a policy against that policy.
+
     Args:
         cluster: A session with its running workers, or a cluster of your own.
         setup: Model, sampling and size. The weights of `setup.model_folder` are loaded.
         name: Of the worker group. Engines of one name share workers, so that the later one takes
             them over.
+        gate: The bounds of its proofs.
 
     Attributes:
         num_restarts: How many times the workers were started again.
@@ -66,9 +75,11 @@ class Generation(GenerationInterface):
         setup: GenerationSetup,
         *,
         name: str = "generation",
+        gate: GateConfig | None = None,
     ) -> None:
         session = ClusterSession(cluster) if isinstance(cluster, RayVirtualCluster) else cluster
         self._session, self._setup, self._name = session, setup, name
+        self._gate = gate or GateConfig()
         self._sharding = _sharding(setup.config, session.cluster.world_size)
         self.num_restarts = 0
         self._num_unseeded_calls = 0
@@ -92,6 +103,7 @@ class Generation(GenerationInterface):
         )
         if is_new:
             self._workers.run_all_workers_single_data("setup", self._setup)
+        self._proven: Path | Policy | None = None
 
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
         """Completes a batch as `GenerationDatumSpec` has it, in its order.
@@ -101,6 +113,8 @@ class Generation(GenerationInterface):
 
         Raises:
             DataError: If prompts are not padded on the right, or leave no room for a completion.
+            ConsistencyError: If the engine, with the weights of a folder, computes otherwise than
+                transformers does.
             WorkerLostError: If a worker is lost, and once more after all were started again.
         """
         batch = self._completed_columns(data)
@@ -112,6 +126,17 @@ class Generation(GenerationInterface):
         return self._generate(batch, greedy=greedy)
 
     def _generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
+        self._prove_folder()
+        whole = self._completed(batch, greedy=greedy)
+        usage.count(
+            "generation",
+            model_shape(self._setup.model_folder),
+            whole["unpadded_sequence_lengths"].tolist(),
+            num_generated=int(whole["generation_lengths"].sum()),
+        )
+        return whole
+
+    def _completed(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         num_engines = self._sharding.axis_size(DATA)
         answers = self._workers.run_all_workers_sharded_data(
             "generate",
@@ -123,12 +148,6 @@ class Generation(GenerationInterface):
             batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
         )
         whole = BatchedDataDict.from_batches(answers)
-        usage.count(
-            "generation",
-            model_shape(self._setup.model_folder),
-            whole["unpadded_sequence_lengths"].tolist(),
-            num_generated=int(whole["generation_lengths"].sum()),
-        )
         width = torch.arange(whole["output_ids"].shape[1])
         is_padding = width >= whole["unpadded_sequence_lengths"][:, None]
         whole["output_ids"][is_padding] = self._setup.pad_token_id
@@ -192,8 +211,11 @@ class Generation(GenerationInterface):
 
         Workers that are lost meanwhile are started again first.
 
+        The first time, the engine then proves that it computes with them (`prove`).
+
         Raises:
-            ConsistencyError: If other weights arrived than were sent.
+            ConsistencyError: If other weights arrived than were sent, or the engine computes
+                otherwise than the policy.
             WorkerError: If the trainer is lost, or the engine once more.
         """
         try:
@@ -213,10 +235,12 @@ class Generation(GenerationInterface):
                 timeout_seconds=self._setup.config.timeout_seconds,
                 **self._transfer_options(),
             )
+            self._prove_update(policy)
         except BaseException:
             self._session.discard(self._name)  # it may hold a part of the new weights
             raise
         self._source: Path | Policy = policy
+        self._proven = policy
 
     def _transfer_options(self) -> dict[str, Any]:
         """What else the workers' `receive_weights` is told."""
@@ -225,7 +249,71 @@ class Generation(GenerationInterface):
     def load_weights(self, model_folder: Path) -> None:
         """Takes over the weights of a transformers folder of the same architecture."""
         self._workers.run_all_workers_single_data("load_weights", model_folder)
-        self._source = model_folder
+        self._source, self._proven = model_folder, None
+
+    @cached_property
+    def _proof_prompts(self) -> BatchedDataDict:
+        """The same for each engine."""
+        setup = self._setup
+        prompts = proof_prompts(setup.model_folder, max_model_len=setup.max_model_len)
+        return BatchedDataDict.from_batches([prompts] * self._sharding.axis_size(DATA))
+
+    def prove(self, policy: Policy) -> float:
+        """Completes a few fixed prompts, and compares their logprobs with the policy's.
+
+        Args:
+            policy: With the weights that this engine was given last.
+
+        Returns:
+            `token_mult_prob_error`; 1 is agreement.
+
+        Raises:
+            ConsistencyError: If it is past the bounds of the gate.
+        """
+        return self._checked(self._completed(self._proof_prompts, greedy=False), policy)
+
+    def _prove_update(self, policy: Policy) -> None:
+        """Later errors show in what a step has sampled, which its gate compares."""
+        if self._proven is not policy:
+            self.prove(policy)
+
+    def _prove_folder(self) -> None:
+        """Where nobody trains, transformers computes the logprobs, in a worker that has memory."""
+        if self._proven is not None or not isinstance(self._source, Path):
+            return
+        output = self._completed(self._proof_prompts, greedy=True)
+        self._checked(output, self._source)
+        self._proven = self._source
+
+    def _checked(self, output: BatchedDataDict, reference: Policy | Path) -> float:
+        batch = as_training_batch(output)
+        if isinstance(reference, Path):
+            name, logprobs = "transformers", self._by_transformers(reference, batch)
+        else:
+            name, logprobs = "the trainer", reference.get_logprobs(batch)["logprobs"]
+        batch["generation_logprobs"], batch["prev_logprobs"] = output["logprobs"][:, 1:], logprobs
+        # Each engine alone: one of many that is wrong must not pass for a few sequences that are.
+        num_engines = self._sharding.axis_size(DATA)
+        return max(
+            check_proof(batch.chunk(engine, num_engines), self._gate, reference=name)
+            for engine in range(num_engines)
+        )
+
+    def _by_transformers(self, model_folder: Path, batch: BatchedDataDict) -> torch.Tensor:
+        config = self._setup.config
+        # Only at another temperature than 1, and only vLLM, reports what the penalty has left.
+        is_penalized = isinstance(config, VllmGenerationConfig) and config.temperature != 1
+        call = partial(
+            transformers_logprobs,
+            model_folder,
+            batch,
+            dtype=getattr(torch, self._setup.dtype),
+            repetition_penalty=config.repetition_penalty if is_penalized else 1.0,
+        )
+        started = self._workers.start_single_worker("__ray_call__", lambda _: call())
+        logprobs: torch.Tensor
+        (logprobs,) = self._workers.finish([started], config.timeout_seconds)
+        return logprobs
 
     def peak_memory_gib(self) -> float:
         """The most memory that all processes of the engines together have held."""

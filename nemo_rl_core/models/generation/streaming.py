@@ -4,8 +4,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -14,6 +15,7 @@ from nemo_rl_core.infra import usage
 from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.validation.proof import check_unchanged
 from nemo_rl_core.types import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -22,15 +24,31 @@ _LOG = logging.getLogger(__name__)
 class StreamingGeneration(Generation):
     """One vLLM engine that takes requests at any time, and new weights in the middle of them.
 
+    Samples may all be of older weights than the policy's, so that no step can compare them with it.
+    So every hand-over ends with a proof, and begins with another: that the engine still computes as
+    it did at the end of the one before.
+
     Args:
         cluster: A session with its running workers, or a cluster of your own.
         setup: Model, sampling and size, of a vLLM engine that one worker runs.
+        gate: The bounds of its proofs.
+
+    Attributes:
+        agreement: `token_mult_prob_error` of the last proof; 1 is agreement.
 
     Raises:
         ConfigError: For another engine, or one of several workers.
     """
 
-    def __init__(self, cluster: ClusterSession | RayVirtualCluster, setup: GenerationSetup) -> None:
+    agreement: float
+
+    def __init__(
+        self,
+        cluster: ClusterSession | RayVirtualCluster,
+        setup: GenerationSetup,
+        *,
+        gate: GateConfig | None = None,
+    ) -> None:
         config = setup.config
         if (
             not isinstance(config, VllmGenerationConfig)
@@ -44,7 +62,7 @@ class StreamingGeneration(Generation):
             )
         self._weight_version = 0
         self._prompt_lengths: dict[int, int] = {}
-        super().__init__(cluster, setup)
+        super().__init__(cluster, setup, gate=gate)
 
     @property
     def _backend(self) -> str:
@@ -64,8 +82,11 @@ class StreamingGeneration(Generation):
             requests: As for `generate`, drawn under the temperature.
 
         Raises:
+            ConsistencyError: If the engine, with the weights of a folder, computes otherwise than
+                transformers does.
             WorkerLostError: If the worker is lost; see `restart`.
         """
+        self._prove_folder()
         self._ask("submit", names=list(names), batch=requests)
         lengths = requests["input_lengths"].tolist()
         self._prompt_lengths |= dict(zip(names, lengths, strict=True))
@@ -112,7 +133,8 @@ class StreamingGeneration(Generation):
                 is.
 
         Raises:
-            ConsistencyError: If other weights arrived than were sent.
+            ConsistencyError: If other weights arrived than were sent, the engine computes
+                otherwise than the policy, or has changed since the last hand-over.
             WorkerError: If the trainer is lost, or the engine once more.
         """
         if weight_version is not None:
@@ -120,7 +142,14 @@ class StreamingGeneration(Generation):
         super().update_weights(policy)
 
     def _transfer_options(self) -> dict[str, Any]:
-        return {"weight_version": self._weight_version}
+        return {"weight_version": self._weight_version, "proof": self._proof_prompts}
+
+    def _prove_update(self, policy: Policy) -> None:
+        """Of what the engine computed between two steps of its own, before anything else ran."""
+        proof: WeightsProof = self._ask("last_proof")
+        if proof.first is not None:
+            check_unchanged(self._proof_prompts, proof.first, proof.last, self._gate)
+        self.agreement = self._checked(proof.output, policy)
 
     def restart(self, lost: WorkerLostError) -> None:
         """Starts the worker again with the weights that it had; it was asked nothing then.

@@ -17,7 +17,7 @@ _NUM_NAMED = 3
 
 
 def check_consistency(
-    batch: BatchedDataDict, gate: GateConfig
+    batch: BatchedDataDict, gate: GateConfig, *, reference: str = "the trainer"
 ) -> tuple[BatchedDataDict, dict[str, float]]:
     """Masks out single sequences that are off, and stops the run where that is not enough.
 
@@ -29,6 +29,7 @@ def check_consistency(
         batch: `generation_logprobs`, `prev_logprobs`, `token_mask`, all `[B, T-1]`, and
             `sample_mask [B]`.
         gate: The bounds.
+        reference: What `prev_logprobs` are of, in errors.
 
     Returns:
         The batch, with `sample_mask` 0 in sequences past the bound of a sequence, whose logprobs
@@ -54,14 +55,14 @@ def check_consistency(
         raise _error(
             f"{num_off} of {int(sampled.sum())} sequences are past the bound of a sequence",
             f"at most {gate.max_masked_fraction:.0%} past {gate.max_sequence_mult_prob_error}",
-            _Disagreement(generated, trained, mask, per_sequence),
+            _Disagreement(generated, trained, mask, per_sequence, reference),
             gate,
         )
     if not error <= gate.max_token_mult_prob_error:
         raise _error(
             f"token_mult_prob_error is {error:.4g}",
             f"at most {gate.max_token_mult_prob_error} (1 is agreement)",
-            _Disagreement(generated, trained, mask, per_sequence),
+            _Disagreement(generated, trained, mask, per_sequence, reference),
             gate,
         )
     metrics = {"token_mult_prob_error": error, "num_inconsistent_sequences": float(num_off)}
@@ -84,12 +85,18 @@ class _Disagreement:
         trained: The trainer's.
         mask: The tokens compared.
         per_sequence: `[B]`, their `sequence_mult_prob_error`.
+        reference: What the second range is of.
     """
 
     def __init__(
-        self, generated: Tensor, trained: Tensor, mask: Tensor, per_sequence: Tensor
+        self,
+        generated: Tensor,
+        trained: Tensor,
+        mask: Tensor,
+        per_sequence: Tensor,
+        reference: str,
     ) -> None:
-        self._generated, self._trained = generated, trained
+        self._generated, self._trained, self.reference = generated, trained, reference
         gap = (generated - trained).abs()
         self._gap = torch.where(mask, gap.nan_to_num(nan=_INF, posinf=_INF), -1.0)
         self._errors = per_sequence.nan_to_num(nan=_INF, posinf=_INF)
@@ -111,7 +118,8 @@ class _Disagreement:
         place = int(self._gap[row].argmax())
         return (
             f"sequence {row} ({self._errors[row]:.4g}) at position {place + 1}: engine "
-            f"{self._generated[row, place]:.4f}, trainer {self._trained[row, place]:.4f} nats"
+            f"{self._generated[row, place]:.4f}, {self.reference.removeprefix('the ')} "
+            f"{self._trained[row, place]:.4f} nats"
         )
 
 
@@ -131,7 +139,7 @@ def _error(
             "gate.max_masked_fraction"
         )
     return ConsistencyError(
-        f"the rollout engine and the trainer disagree about the same tokens: {measured}",
+        f"the rollout engine and {found.reference} disagree about the same tokens: {measured}",
         expected=expected,
         got=f"{share:.0%} of sequences past {gate.max_token_mult_prob_error}; worst: "
         f"{found.worst()}",

@@ -132,7 +132,7 @@ SLOW = {"for vLLM"}  # whose list of architectures takes 15 s to import
 
 
 @pytest.mark.parametrize(
-    "road", [pytest.param(road, marks=[pytest.mark.slow] * (road in SLOW)) for road in ROADS]
+    "road", [pytest.param(road, marks=[pytest.mark.thorough] * (road in SLOW)) for road in ROADS]
 )
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_refused_by_name(

@@ -173,7 +173,7 @@ def test_the_card_says_how_to_ask_it_in_transformers(kind: str, tmp_path: Path) 
     assert ("llm.chat(" in usage(folder)) is has_template(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [*KINDS, "wheel"])
 def test_vllm_gives_the_same_answers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +191,7 @@ def test_vllm_gives_the_same_answers(
         assert found == answers
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_card_says_how_to_ask_it_in_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

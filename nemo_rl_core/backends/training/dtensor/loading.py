@@ -39,8 +39,10 @@ def load_model(folder: Path, head: Head, *, weights: Precision = "full") -> Any:
     return load(folder, weights=weights)
 
 
-def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
-    """Loads a transformers folder on the CPU, in float32, in evaluation mode (no dropout).
+def load_causal_model(
+    folder: Path, *, weights: Precision = "full", dtype: torch.dtype = torch.float32
+) -> Any:
+    """Loads a transformers folder on the CPU, in evaluation mode (no dropout).
 
     A model that also reads images is loaded whole. `weights` other than `full` are quantized while
     they are read.
@@ -53,7 +55,7 @@ def load_causal_model(folder: Path, *, weights: Precision = "full") -> Any:
         _causal_class(folder),
         folder,
         called=called(folder),
-        dtype=torch.float32,
+        dtype=dtype,
         **loading_options(weights),
     )
     return finish_loading(model, missing, folder)

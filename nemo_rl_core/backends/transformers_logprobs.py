@@ -1,0 +1,53 @@
+"""Logprobs by the model classes of transformers, which engines and conversions are held against."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.backends.training.dtensor.loading import load_causal_model
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+
+
+@torch.no_grad()
+def transformers_logprobs(
+    folder: Path,
+    batch: BatchedDataDict,
+    *,
+    dtype: torch.dtype = torch.float32,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """Logprobs of whole sequences by the model class of transformers, on the CPU.
+
+    Args:
+        folder: A transformers folder.
+        batch: `input_ids [B, T]` and `input_lengths [B]`.
+        dtype: Of weights and activations.
+        repetition_penalty: As `SamplingConfig` has it, over all tokens that came before.
+
+    Returns:
+        `[B, T-1]`, in nats at temperature 1, of each token given those before it; each row alone,
+        0 past its end.
+
+    Raises:
+        ModelError: If the folder lacks weights.
+    """
+    model = load_causal_model(folder, dtype=dtype)
+    result = torch.zeros(batch["input_ids"][:, 1:].shape)
+    known: dict[tuple[int, ...], Tensor] = {}
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        ids = batch["input_ids"][row, :length]
+        key = tuple(ids.tolist())
+        if key not in known:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            logprobs = torch.log_softmax(_penalized(logits, ids[:-1], repetition_penalty), dim=-1)
+            known[key] = logprobs.gather(-1, ids[1:, None])[:, 0]
+        result[row, : length - 1] = known[key]
+    return result
+
+
+def _penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """`[L, V]` logits behind each of `ids [L]`, lowered for the tokens up to there."""
+    seen = torch.nn.functional.one_hot(ids, logits.shape[1]).cumsum(dim=0) > 0
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered, logits)

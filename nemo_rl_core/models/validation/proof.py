@@ -1,0 +1,119 @@
+"""Proof that a rollout engine computes with the weights that it was given.
+
+The engine completes a few fixed prompts, and a reference gives the logprobs of the same tokens
+under the same weights: the policy that sent them, or transformers where they came from a folder.
+Unlike the gate of a step, this needs no samples that the current weights have drawn.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_core.config.trainer import GateConfig
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConsistencyError
+from nemo_rl_core.models.validation.gate import check_consistency
+
+_PROMPT_LENGTHS = (1, 2, 3, 5, 7, 9, 11, 13)
+_NUM_NEW_TOKENS = 3
+"""One out of the prefill, and two out of decoding steps, whose kernels are others."""
+
+
+def proof_prompts(model_folder: Path, *, max_model_len: int) -> BatchedDataDict:
+    """A few short prompts of a model's ordinary tokens, always the same.
+
+    Args:
+        model_folder: With its tokenizer. Added tokens are left out: they may stand for an image.
+        max_model_len: Of the engine; prompts that leave no room for a new token are left out.
+
+    Returns:
+        `input_ids [B, T]`, `input_lengths [B]`, `seeds [B]` and `max_new_tokens [B]`.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    added = tokenizer.added_tokens_decoder
+    ordinary = torch.tensor([token for token in range(len(tokenizer)) if token not in added])
+    lengths = [length for length in _PROMPT_LENGTHS if length < max_model_len]
+    drawn = torch.randint(
+        len(ordinary), (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0)
+    )
+    return BatchedDataDict(
+        {
+            "input_ids": ordinary[drawn],
+            "input_lengths": torch.tensor(lengths),
+            "seeds": torch.arange(len(lengths)),
+            "max_new_tokens": torch.full((len(lengths),), _NUM_NEW_TOKENS),
+        }
+    )
+
+
+def check_proof(batch: BatchedDataDict, gate: GateConfig, *, reference: str) -> float:
+    """Refuses an engine whose logprobs of its completions are not those of the reference.
+
+    Args:
+        batch: The completions, as `check_consistency` takes them; both logprobs are of the same
+            weights.
+        gate: The bounds.
+        reference: What `prev_logprobs` are of, in errors.
+
+    Returns:
+        `token_mult_prob_error`; 1 is agreement.
+
+    Raises:
+        ConsistencyError: Past the bounds.
+    """
+    return _measured(
+        batch,
+        gate,
+        reference=reference,
+        occasion="of fixed prompts, at the same weights",
+        fix="the engine does not hold the weights that it was given, or computes this architecture "
+        "otherwise: try generation: {backend: hf}; if few sequences are off a little, it is "
+        "numerics: try dtype: float32, or, where there is a trainer, raise the bounds of its gate",
+    )
+
+
+def check_unchanged(
+    prompts: BatchedDataDict, first: Tensor, last: Tensor, gate: GateConfig
+) -> None:
+    """Refuses an engine that no longer computes as it did when it was given its weights.
+
+    Args:
+        prompts: What `proof_prompts` returns.
+        first: `[B, T]` the engine's logprobs of the prompts when it was given the weights.
+        last: `[B, T]` the same, when it had sampled with them.
+        gate: The bounds.
+
+    Raises:
+        ConsistencyError: Past the bounds.
+    """
+    lengths = prompts["input_lengths"]
+    place = torch.arange(1, first.shape[1])
+    _measured(
+        BatchedDataDict(
+            {
+                "generation_logprobs": last[:, 1:],
+                "prev_logprobs": first[:, 1:],
+                "token_mask": place < lengths[:, None],
+                "sample_mask": torch.ones(len(lengths)),
+            }
+        ),
+        gate,
+        reference="the same engine before",
+        occasion="of fixed prompts, although it was given no weights in between",
+        fix="something has changed the engine's weights in its memory; run the same command again: "
+        "it resumes from the last save",
+    )
+
+
+def _measured(
+    batch: BatchedDataDict, gate: GateConfig, *, reference: str, occasion: str, fix: str
+) -> float:
+    try:
+        _, metrics = check_consistency(batch, gate, reference=reference)
+    except ConsistencyError as error:
+        raise ConsistencyError(
+            f"{error.problem} ({occasion})", expected=error.expected, got=error.got, fix=fix
+        ) from error
+    return metrics["token_mult_prob_error"]
