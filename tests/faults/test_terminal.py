@@ -20,7 +20,7 @@ def run(recipe: dict[str, Any], store: Path) -> "subprocess.CompletedProcess[str
         env={**os.environ, "NEMO_RL_HOME": str(store)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
 

@@ -292,7 +292,7 @@ def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
     start = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 0 of 'training' died"):
         engine.update_weights(policy)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 100
     assert engine.num_restarts == 0
     # The next stage begins with a trainer and an engine of its own.
     session.discard("training")

@@ -230,14 +230,14 @@ def test_a_growing_graph_stays_in_view_until_a_reader_moves_it(
     assert _view(page)[2] == 1
     page.locator(".graph a").focus()
     grow(6)
-    expect(page.locator(".graph a")).to_have_count(7, timeout=10_000)
+    expect(page.locator(".graph a")).to_have_count(7, timeout=120_000)
     assert _view(page)[2] < 1
     expect(page.locator(".graph a").first).to_be_focused()
 
     page.get_by_role("button", name="Zoom out").click()
     moved = _view(page)
     grow(3)
-    expect(page.locator(".graph a")).to_have_count(10, timeout=10_000)
+    expect(page.locator(".graph a")).to_have_count(10, timeout=120_000)
     assert _view(page) == pytest.approx(moved)
     writer.end("succeeded")
 
@@ -369,13 +369,13 @@ def test_a_run_that_goes_on_is_shown_live(
     writer.end_node(node, NodeEnd("succeeded", outputs=[output]))
     other = writer.begin_node("evaluate", task="tasks.evaluate.evaluate", kind="task")
     writer.connect(node, "o0", other, "model")
-    expect(curves.get_by_text("last 1.5")).to_be_visible(timeout=10_000)
-    expect(graph.locator(".graph a")).to_have_count(2, timeout=10_000)
+    expect(curves.get_by_text("last 1.5")).to_be_visible(timeout=120_000)
+    expect(graph.locator(".graph a")).to_have_count(2, timeout=120_000)
     assert _edges(graph) == [f"{node} {other}"]
 
     writer.end("succeeded")
-    expect(curves.locator("h1 + .state-succeeded")).to_be_visible(timeout=10_000)
-    curves.wait_for_selector("html[data-live-ended]", state="attached", timeout=10_000)
+    expect(curves.locator("h1 + .state-succeeded")).to_be_visible(timeout=120_000)
+    curves.wait_for_selector("html[data-live-ended]", state="attached", timeout=120_000)
     assert curves.evaluate("window.kept")  # it was never reloaded
 
 

@@ -34,18 +34,18 @@ def test_the_page_is_served_where_the_command_says(made, by_option: bool) -> Non
         found = re.search(r"http://127\.0\.0\.1:\d+/", line)
         assert found, line
         assert root in line
-        answer = urllib.request.urlopen(found[0], timeout=20).read().decode()
+        answer = urllib.request.urlopen(found[0], timeout=500).read().decode()
         assert "20260101T000000Z-aaaaaa" in answer
     finally:
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=500)
     assert said == ""
 
 
 def test_a_taken_port_is_explained(made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start("--port", str(taken.getsockname()[1]), NEMO_RL_HOME=str(made.store.root))
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=500)
     assert process.returncode == 2
     assert "cannot be served" in said
     assert "--port 0" in said
@@ -58,4 +58,4 @@ def test_an_address_that_others_reach_is_warned_of(made) -> None:
         assert "there is no login" in process.stderr.readline()
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=500)

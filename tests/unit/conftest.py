@@ -58,7 +58,7 @@ def run_killed_at(spawn: Callable[..., subprocess.Popen[str]]) -> Callable[[str,
 
     def run(script: str, moment: int, root: Path) -> bool:
         child = spawn(_KILLED_AT + script, moment, REPOSITORY, root)
-        _, problem = child.communicate(timeout=60)
+        _, problem = child.communicate(timeout=500)
         assert child.returncode in (0, -9), problem
         return child.returncode == -9
 

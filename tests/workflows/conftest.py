@@ -68,7 +68,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def _wait_for_save(process: "subprocess.Popen[str]", store: Path, *, step: int) -> None:
     """Until that step's checkpoint has its name, and is whole; steps go on while it is written."""
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be killed"
         if any(store.glob(f"work/grpo_iteration-*/checkpoints/step-{step:08d}")):

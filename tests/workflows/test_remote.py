@@ -61,7 +61,7 @@ def _launch(backend: Backend, home: Path) -> "subprocess.Popen[str]":
 
 
 def _wait_for(what: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
         found = what()
         if found:

@@ -70,7 +70,7 @@ def side_by_side(*ends: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=500)
     return found
 
 
@@ -155,5 +155,5 @@ def test_whoever_waits_for_the_other_end_is_told_when_the_host_gives_up(end: Any
     start = time.monotonic()
     with pytest.raises(TransferError, match="broke off"):
         end(route)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
     timer.join()

@@ -42,7 +42,7 @@ def _diagnose(
         preexec_fn=before,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=500,
         check=False,
     )
     assert done.stdout, done.stderr

@@ -194,7 +194,7 @@ def test_it_works_from_a_thread_where_signals_do_not(scorer: MathScorer, rollout
     found: list[float] = []
     thread = threading.Thread(target=lambda: found.extend(scorer.score([rollout("46")])))
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=500)
     assert found == [1.0]
 
 

@@ -365,7 +365,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _until(condition: Callable[[], object]) -> list[int]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
         if found := condition():
             return found if isinstance(found, list) else []

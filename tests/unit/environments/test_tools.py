@@ -92,7 +92,7 @@ def test_the_calculator_gives_a_number_or_a_value_error(text: str) -> None:
     try:
         float(calculate(text))
     except (ValueError, OverflowError):
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 100
 
 
 def test_bm25_is_what_its_formula_says() -> None:

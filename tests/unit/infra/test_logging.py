@@ -133,7 +133,7 @@ def test_threads_that_log_and_publish_do_not_block_each_other(run_log: RunLog) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=500)
     end()
     assert not any(thread.is_alive() for thread in threads)
 
@@ -260,7 +260,7 @@ def _run_in_terminal(command: list[str], columns: int, term: str = "xterm-256col
     except OSError:
         pass  # Linux says EIO once the last writer is gone
     os.close(controller)
-    assert child.wait(timeout=30) == 0, shown.decode()
+    assert child.wait(timeout=500) == 0, shown.decode()
     return shown.decode()
 
 

@@ -16,7 +16,7 @@ from nemo_rl_core.rollouts.engine import Place
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt
 
-SECONDS = 10.0
+SECONDS = 500.0
 NUM_TURNS = 3
 
 

@@ -57,7 +57,7 @@ def test_two_commands_make_each_artifact_once_and_lose_none(tmp_path: Path) -> N
         plan = make_plan(store, Policy(keep_runs=0))
         removed += remove(store, Policy(keep_runs=0), plan).plan.artifacts
         time.sleep(0.5)
-    outputs = [process.communicate(timeout=120)[0] for process in running]
+    outputs = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
     assert garbage > 3
     assert sorted(removed) == [f"garbage-{number:016x}" for number in range(garbage)]

@@ -131,8 +131,8 @@ def test_a_server_that_is_away_does_not_hold_up_training(
             log.log_metrics("sft", step, {"loss": 1.0})
             slowest = max(slowest, time.monotonic() - started)
         log.close()
-    # Neither waits for an answer nor raises; a request alone would take many seconds of retries.
-    assert slowest < 5
+    # Neither waits for an answer nor raises; a request alone would take minutes of retries.
+    assert slowest < 60
     assert "steps or more are not there" in caplog.text
 
 

@@ -27,7 +27,7 @@ finally:
 """
     done = subprocess.run(
         [sys.executable, "-c", script, "--help"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stderr.splitlines()[-1]) == []
@@ -71,7 +71,7 @@ def test_an_explained_error_has_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from tasks.cli import main; main()", "verify", "grpo"],
         env={**os.environ, "NEMO_RL_HOME": str(tmp_path)},
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
