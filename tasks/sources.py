@@ -13,11 +13,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from threading import Event
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.infra.files import write_atomic
 
 _MAX_KEPT = 4096
+_is_news = Event()
+"""Whether this process has found something that is not written."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,16 @@ def read_source(path: Path, module: str) -> Source:
     known = _known()
     if key not in known:
         known[key] = _analysed(ast.parse(content), module)
+        _is_news.set()
     return known[key]
 
 
 def keep_sources() -> None:
     """Writes what was found by this process, for the next; where that fails, nothing is lost."""
-    known = _known()
-    if len(known) == _num_kept():
+    if not _is_news.is_set():
         return
+    _is_news.clear()
+    known = _known()
     # Those of files that are long gone are not carried on for ever.
     kept = list(known)[-_MAX_KEPT:]
     table = {key: asdict(known[key]) for key in kept}
@@ -79,11 +84,6 @@ def _known() -> dict[str, Source]:
         return {key: Source(**fields) for key, fields in table.items()}
     except (OSError, ValueError, TypeError):
         return {}
-
-
-@cache
-def _num_kept() -> int:
-    return len(_known())
 
 
 def _table_path() -> Path:

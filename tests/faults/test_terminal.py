@@ -33,7 +33,14 @@ def test_a_misspelt_key(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "runs").exists()
 
 
-@pytest.mark.parametrize("home", ["file", "file/below", "/proc/no-store"])
+@pytest.mark.parametrize(
+    "home",
+    [
+        "file/below",
+        pytest.param("file", marks=pytest.mark.slow),
+        pytest.param("/proc/no-store", marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_that_cannot_be_written(tmp_path: Path, home: str) -> None:
     (tmp_path / "file").write_text("a file, not a folder")
     finished = run({}, tmp_path / home)

@@ -29,6 +29,8 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.weight_line import transfer_weights
 
+pytestmark = pytest.mark.slow
+
 
 class SumBackend(SendsWeights):
     """A training backend whose model is one number: the logprob of token i is `-weight * i`."""

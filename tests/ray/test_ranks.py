@@ -12,6 +12,8 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import ResourceError, WorkerError
 
+pytestmark = pytest.mark.slow
+
 GRID = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
 
 

@@ -27,6 +27,7 @@ class OwnPolicy:
         return batch.size
 
 
+@pytest.mark.slow
 def test_the_same_code_at_any_scale(session: ClusterSession) -> None:
     assert RayVirtualCluster([8, 8]).world_size == 16
     with RayVirtualCluster([1], use_gpus=False, num_cpus_per_bundle=0.01) as cluster:
@@ -36,6 +37,7 @@ def test_the_same_code_at_any_scale(session: ClusterSession) -> None:
         worker_group.shutdown()
 
 
+@pytest.mark.slow
 def test_a_policy_by_name_and_a_trainer_for_it(
     session: ClusterSession, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from nemo_rl_core.algorithms.grpo.data import grpo_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -13,6 +15,8 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Prompt
+
+pytestmark = pytest.mark.slow
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(

@@ -16,6 +16,8 @@ import pytest
 
 from tests.commands import NUM_STEPS, SAVE_EVERY, Run
 
+pytestmark = pytest.mark.slow
+
 EARLY_STAGES = ["prepare_model", "prepare_data", "train_sft", "evaluate"]
 STAGES = [
     *EARLY_STAGES,
@@ -109,7 +111,6 @@ def test_another_learning_rate_keeps_what_it_does_not_touch(
         shutil.rmtree(left)
 
 
-@pytest.mark.slow
 def test_two_runs_from_empty_stores_are_equal_to_the_bit(first_run: Run, resumed_run: Run) -> None:
     for stage in ("train_sft", "grpo_iteration 1", "grpo_iteration 2"):
         one, other = (each.artifact(stage) for each in (first_run, resumed_run))
@@ -144,7 +145,6 @@ def test_training_changed_the_weights(first_run: Run) -> None:
     assert len(weights) == 4
 
 
-@pytest.mark.slow
 def test_a_killed_run_keeps_its_stages_and_goes_on_from_its_save(resumed_run: Run) -> None:
     done = [*EARLY_STAGES, "grpo_iteration 1"]
     assert resumed_run.stages("CACHED") == done
@@ -157,7 +157,6 @@ def test_a_killed_run_keeps_its_stages_and_goes_on_from_its_save(resumed_run: Ru
     assert steps == list(range(2 * SAVE_EVERY + 1, NUM_STEPS + 1))
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_the_work(resumed_run: Run) -> None:
     work = resumed_run.store / "work"
     assert [path.name for path in work.iterdir() if path.is_dir()] == []

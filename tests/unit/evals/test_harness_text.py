@@ -52,4 +52,5 @@ def test_without_a_template_all_of_it_is_text(adapter: Offline) -> None:
     adapter.tokenizer.chat_template = None
     assert not {1, 2} & set(adapter.tok_encode("1<eos>", add_special_tokens=False))
     start, answer = adapter._encode_pair("1<bos>=", "<eos>")
-    assert not {1, 2} & {*start, *answer}
+    assert start[0] == adapter.tokenizer.bos_token_id  # the tokenizer's own, and no other
+    assert not {1, 2} & {*start[1:], *answer}

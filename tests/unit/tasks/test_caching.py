@@ -3,7 +3,7 @@
 import ast
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -82,33 +82,38 @@ def test_packages_on_the_way_count_too() -> None:
 
 
 @pytest.fixture(scope="module")
-def digest_after(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The digest of a stage in a copy of this tree in which one file has been changed."""
-    copies = iter(range(100))
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources."""
+    root = tmp_path_factory.mktemp("tree")
+    for package in ("nemo_rl_core", "tasks", "workflows"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / package, root / package, ignore=ignored)
+    return root
+
+
+@pytest.fixture
+def digest_after(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """The digest of a stage in the copy, in which one file has been changed."""
+    read = (caching._path, caching._source, caching._reached)
+
+    def forget() -> None:
+        for each in read:
+            each.cache_clear()
 
     def digest(stage: str, path: str, change: Callable[[str], str]) -> str:
-        import subprocess
-        import sys
-
-        root = tmp_path_factory.mktemp(f"tree{next(copies)}")
-        for package in ("nemo_rl_core", "tasks", "workflows"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / package, root / package, ignore=ignored)
-        source = (root / path).read_text()
+        source = (tree / path).read_text()
         assert change(source) != source or change is _same
-        (root / path).write_text(change(source))
-        # `tasks.caching` alone, without the package's flytekit; it reads sources, not modules.
-        script = (
-            "import sys, types; sys.path.insert(0, sys.argv[1]);"
-            "package = types.ModuleType('tasks'); package.__path__ = [sys.argv[1] + '/tasks'];"
-            "sys.modules['tasks'] = package;"
-            "from tasks.caching import source_digest; print(source_digest(sys.argv[2]))"
-        )
-        command = [sys.executable, "-P", "-c", script, str(root), stage]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        (tree / path).write_text(change(source))
+        forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(caching, "_ROOT", tree)
+            patch.setattr(caching, "keep_sources", lambda: None)
+            found = source_digest(stage)
+        (tree / path).write_text(source)
+        forget()
+        return found
 
-    return digest
+    yield digest
 
 
 def _same(source: str) -> str:
