@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-_WITH_RAY = (
-    "tests/ray/",
-    "tests/workflows/",
-    "tests/faults/test_run_faults.py",
-    "tests/faults/test_command_faults.py",
-)
+_TOGETHER = {
+    "tests/ray/": "ray",
+    "tests/faults/": "runs",
+    "tests/ui/": "runs",
+    "tests/workflows/": "runs",
+}
+"""Folders whose tests one process runs: they share a Ray runtime with its engine, or whole runs."""
 
 # Two processes of `pytest -n 2` share the cores; alone, one has them all.
 _SHARED = "PYTEST_XDIST_WORKER" in os.environ
@@ -35,15 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("thorough") is not None:
             item.add_marker("slow")
-    items.sort(key=lambda item: _group(item.nodeid) != "ray")
+    items.sort(key=lambda item: _group(item.nodeid) not in _TOGETHER.values())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Says which tests stay together when two processes share them (`pytest -n 2`).
 
-    All that start Ray go to one process: two runtimes with an engine each would not fit into a
-    laptop's memory. Others stay together by file.
+    Of the slow tests each process then has a Ray runtime with an engine: together they take 8 GiB.
+    Of the fast ones, those of one process have. Others stay together by file.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -55,7 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _group(nodeid: str) -> str:
-    return "ray" if nodeid.startswith(_WITH_RAY) else nodeid.split("::", maxsplit=1)[0]
+    file = nodeid.split("::", maxsplit=1)[0]
+    return next((group for folder, group in _TOGETHER.items() if file.startswith(folder)), file)
 
 
 @pytest.fixture

@@ -180,6 +180,7 @@ def test_a_lost_engine_owes_nothing(
     assert {version for each in found for version in each.completion.weight_versions} == {5}
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_stuck_is_replaced(
     session: ClusterSession, setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
 ) -> None:
@@ -367,7 +368,7 @@ class Busy(Callback):
         self.hours.append((began, time.monotonic()))
 
 
-@pytest.mark.parametrize("kill_in", [0, 2])
+@pytest.mark.parametrize("kill_in", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_turns_are_taken_while_the_trainer_is_busy(
     session: ClusterSession, tiny_model: Path, tmp_path: Path, kill_in: int
 ) -> None:

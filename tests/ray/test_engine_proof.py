@@ -74,7 +74,7 @@ def largest_difference(engine: Generation, policy: Policy) -> float:
 
 
 # 48 is no multiple of 32, to which vLLM pads experts on a CPU.
-@pytest.mark.parametrize("expert_size", [64, 48])
+@pytest.mark.parametrize("expert_size", [64, pytest.param(48, marks=pytest.mark.thorough)])
 def test_experts_are_right_by_every_way_that_weights_come(
     expert_size: int, session: ClusterSession, generation_setup: GenerationSetup, tmp_path: Path
 ) -> None:

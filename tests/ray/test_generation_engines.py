@@ -165,7 +165,7 @@ def test_a_killed_workers_batch_is_the_same(
     assert_equal(output, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_that_is_lost_twice_ends_the_call(
     session: ClusterSession, generation_setup: GenerationSetup, batch: BatchedDataDict
 ) -> None:
@@ -180,7 +180,7 @@ def test_a_worker_that_is_lost_twice_ends_the_call(
     engine.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_stuck_worker_is_replaced(
     session: ClusterSession, generation_setup: GenerationSetup, batch: BatchedDataDict
 ) -> None:
@@ -202,7 +202,7 @@ def two_bundles(session: ClusterSession) -> Iterator[RayVirtualCluster]:
         yield cluster
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_documents_words_start_an_engine_a_bundle(
     two_bundles: RayVirtualCluster, tiny_model: Path, batch: BatchedDataDict
 ) -> None:
@@ -249,7 +249,7 @@ def test_the_documents_words_start_an_engine_a_bundle(
     generator.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_engine_over_two_workers_draws_as_one_does(
     two_bundles: RayVirtualCluster,
     engine: VllmGeneration,

@@ -192,7 +192,7 @@ def test_two_ranks_fill_two_engines(
             assert_equal(held, sent)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_tensor_parallel_ranks_of_megatron_fill_two_others(
     two_ranks: ClusterSession, tiny_model: Path, generation_setup: GenerationSetup
 ) -> None:
@@ -246,7 +246,13 @@ def engine(session: ClusterSession, generation_setup: GenerationSetup) -> Iterat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [die_while_receiving, stop_while_receiving])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        die_while_receiving,
+        pytest.param(stop_while_receiving, marks=pytest.mark.thorough),
+    ],
+)
 def test_an_engine_that_is_lost_in_a_transfer_is_started_again(
     fault: Callable[[Any], None],
     engine: Generation,
@@ -266,7 +272,7 @@ def test_an_engine_that_is_lost_in_a_transfer_is_started_again(
     assert engine.num_restarts == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_engine_that_died_between_two_transfers_is_started_again(
     engine: Generation, make_policy: Callable[..., Policy]
 ) -> None:
@@ -328,7 +334,7 @@ def test_an_engine_on_another_machine_is_reached_over_the_network(
     assert_equal(held_by_transformers(engine)[0], sent_by(policy))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_later_engine_and_a_later_policy_take_the_workers_over(
     session: ClusterSession, engine: Generation, make_policy: Callable[..., Policy]
 ) -> None:

@@ -30,6 +30,7 @@ def damaged(run: Run) -> list[str]:
     return [line.partition(" ")[0] for line in run.lines if " is damaged and is made again" in line]
 
 
+@pytest.mark.thorough
 def test_damage_is_found_said_and_made_again(
     first_run: Run, recipe: dict[str, Any], run_recipe: Callable[..., Run], tmp_path: Path
 ) -> None:
