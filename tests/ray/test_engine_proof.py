@@ -170,8 +170,8 @@ def corrupt_vllm_once(own: Any) -> None:
 def corrupt_every_update_of_vllm(own: Any) -> None:
     reload = own._reload
 
-    def reload_and_corrupt(named_tensors: list[Any]) -> None:
-        reload(named_tensors)
+    def reload_and_corrupt(named_tensors: list[Any], *, source: str) -> None:
+        reload(named_tensors, source=source)
         corrupt_vllm(own)
 
     own._reload = reload_and_corrupt
