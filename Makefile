@@ -3,6 +3,8 @@
 EXTRA ?= cpu
 CONFIG ?=
 ARGUMENTS ?=
+# Tests and stages start interpreters by the dozen: each would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help

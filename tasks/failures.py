@@ -22,12 +22,12 @@ from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.store import Store
 from tasks.recipe import Recipe, RecipeError
-from tasks.resources import PLAIN
+from tasks.resources import DECK, PLAIN
 
 _LOG = logging.getLogger(__name__)
 
 
-failure_handler = task(**{**PLAIN.options, "enable_deck": True})
+failure_handler = task(**{**PLAIN.options, **DECK})
 """A task that Flyte runs when a workflow has failed."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import ImageSpec, Resources
+from flytekit.deck import DeckField
 
 from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
 from nemo_rl_core.infra.git import git_state
@@ -179,6 +180,19 @@ class Kind:
         """The kind on that shape: without a GPU it needs an image without CUDA."""
         return self if shape.num_gpus else replace(self, image=images.LAPTOP)
 
+
+DECK: dict[str, Any] = {
+    "enable_deck": True,
+    # All but the list of installed packages, for which flytekit starts pip in every task: it takes
+    # seconds, and the manifest names those that a result depends on.
+    "deck_fields": (
+        DeckField.SOURCE_CODE,
+        DeckField.TIMELINE,
+        DeckField.INPUT,
+        DeckField.OUTPUT,
+    ),
+}
+"""What a task shows on its page, as `flytekit.task` takes it."""
 
 PLAIN = Kind(
     requests=LIGHT,

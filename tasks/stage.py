@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import Cache, dynamic, task
-from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
@@ -22,7 +21,7 @@ from tasks.artifacts import Artifact
 from tasks.attempts import carried_over
 from tasks.caching import source_digest
 from tasks.ray_stage import ray_stage
-from tasks.resources import PLAIN, Kind, one_gpu
+from tasks.resources import DECK, PLAIN, Kind, one_gpu
 
 literal_types.register()
 local.use_store()
@@ -32,10 +31,6 @@ plan_task = task(**PLAIN.options)
 
 choice = dynamic(**PLAIN.options)
 """A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
-
-# All but the list of installed packages, for which flytekit starts pip in every stage: it takes
-# seconds, and the manifest names those that a result depends on.
-_DECKS = (DeckField.SOURCE_CODE, DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT)
 
 
 def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -48,7 +43,7 @@ def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., A
 
     def decorate(function: Callable[..., Any]) -> Any:
         cache = Cache(version=source_digest(function.__module__), serialize=kind.serialize)
-        given = {"enable_deck": True, "deck_fields": _DECKS, **kind.options, **options}
+        given = {**DECK, **kind.options, **options}
         if not kind.on_ray:
             return task(cache=cache, **given)(function)
         stage = task(cache=cache, **given, **ray_stage(kind))(function)
