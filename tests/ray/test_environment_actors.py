@@ -107,6 +107,7 @@ def test_an_environment_that_fails_all_the_time_stops_the_run(
     assert_only(scorer.outcomes(rows), {2: "the environment's actor died"}, rows)
 
 
+@pytest.mark.slow
 def test_an_actor_that_is_killed_from_outside_costs_nothing(
     make: Callable[..., Scorer], tmp_path: Path
 ) -> None:

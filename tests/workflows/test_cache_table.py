@@ -446,6 +446,7 @@ def test_the_version_of_a_stage_is_the_digest_of_its_source() -> None:
         assert task.metadata.cache_version == caching.source_digest(module_of(task)), name
 
 
+@pytest.mark.slow
 def test_each_change_runs_again_what_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ class _FirstRequest(Connection):
 
 
 def main() -> None:
-    """Reads `tests.json`; reports on stderr, a line each.
+    """Reads `tests.json`; reports on stderr, a line each, from the test `first` on.
 
     `[place, true]` for a test that asks, `["broken", why]` for one that ends before that, and
     nothing for one that takes its process with it.
@@ -35,7 +35,7 @@ def main() -> None:
     report = os.dup(2)
     silence()
     stored = json.loads(Path("tests.json").read_text(encoding="utf-8"))
-    for place, source in enumerate(stored["tests"]):
+    for place, source in list(enumerate(stored["tests"]))[stored["first"] :]:
         child = os.fork()
         if child == 0:
             try:

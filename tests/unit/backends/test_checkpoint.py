@@ -89,6 +89,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.slow
 def test_two_ranks_save_in_the_background_and_one_two_or_three_go_on(tmp_path: Path) -> None:
     saves = run_ranks(save_on_ranks, tmp_path, world_size=2)
     assert not list(tmp_path.glob("*.metadata")) + list(tmp_path.glob("*.pt"))

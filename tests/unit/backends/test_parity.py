@@ -375,7 +375,11 @@ def as_markdown(table: dict[tuple[str, ...], dict[str, float]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-@pytest.mark.parametrize("case", [dtensor("FSDP 2"), megatron("2x1", 2)], ids=lambda c: c.layout)
+@pytest.mark.parametrize(
+    "case",
+    [dtensor("FSDP 2"), pytest.param(megatron("2x1", 2), marks=pytest.mark.slow)],
+    ids=lambda case: case.layout,
+)
 def test_two_ranks_have_the_gradients_of_the_plain_loop(
     folders: dict[str, Path], case: Case
 ) -> None:

@@ -71,6 +71,7 @@ def test_reasoning_gym_mixes_tasks_in_equal_parts_and_keeps_sets_apart() -> None
     assert stored["entry"]["answer"] == first["answer"]
 
 
+@pytest.mark.slow
 def test_reasoning_gym_rows_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "import json; from nemo_rl_core.config.data import ReasoningGymData as C; "

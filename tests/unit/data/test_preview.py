@@ -65,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_row(folder: Path) -> None:
     arguments = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--row", "1"]
     finished = subprocess.run(

@@ -48,6 +48,7 @@ def test_special_tokens_are_left_out_when_asked() -> None:
     assert TOKENIZER.decode([1, 8, 10, 2, 0], skip_special_tokens=True) == "46"
 
 
+@pytest.mark.slow
 def test_saved_folders_are_equal_to_the_byte_across_processes(tmp_path: Path) -> None:
     program = (
         "import sys; from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer as build; "

@@ -53,6 +53,7 @@ def test_a_rank_that_dies_is_named():
         run_ranks(die, world_size=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended():
     def hang() -> None:
         if rank() == 0:

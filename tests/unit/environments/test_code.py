@@ -362,8 +362,18 @@ def test_a_test_that_has_asked_is_failed_and_not_broken(judge: Judge, test: str)
 
 
 @pytest.mark.thorough
-def test_the_reports_of_many_tests_are_not_cut_off(judge: Judge) -> None:
-    assert judge("def add(a, b): return a + b", ["assert add(1, 2) == 3"] * 6000) == 1.0
+def test_the_reports_of_many_tests_are_not_cut_off(namespaces: None, rollout: Make) -> None:
+    patient = make_scorer(CodeTests(cpu_seconds=300, wall_seconds=500))
+    row = json.dumps({"tests": ["assert add(1, 2) == 3"] * 6000})
+    assert patient.outcomes([rollout("def add(a, b): return a + b", metadata=row)]) == [1.0]
+
+
+@pytest.mark.thorough
+def test_a_row_of_many_tests_that_reach_the_limits_together_is_not_broken(judge: Judge) -> None:
+    tests = ["x = sum(range(2_000_000))\nassert add(x, 2) == x + 2"] * 200
+    outcome = judge("def add(a, b): return a + b", tests)
+    assert isinstance(outcome, float)
+    assert outcome < 1
 
 
 def test_one_broken_row_does_not_fail_the_others(scorer: CodeScorer, rollout: Make) -> None:

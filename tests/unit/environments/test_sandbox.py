@@ -36,7 +36,18 @@ def run(sandbox: Sandbox) -> Iterator[Run]:
         return sandbox.run(files, stdin=stdin, limits=limits)
 
     yield go
-    assert [each for each in set(psutil.pids()) - before if _of_a_sandbox(each)] == []
+    assert [each for each in set(psutil.pids()) - before if _is_left_over(each)] == []
+
+
+def _is_left_over(pid: int) -> bool:
+    """A program in a sandbox, but not of the test that another process of `pytest -n 2` runs."""
+    mine = psutil.Process()
+    others = [each for each in mine.parents()[0].children() if each != mine]
+    try:
+        of_others = set(others) & set(psutil.Process(pid).parents())
+    except psutil.NoSuchProcess:
+        return False
+    return not of_others and _of_a_sandbox(pid)
 
 
 def _of_a_sandbox(pid: int) -> bool:

@@ -36,6 +36,7 @@ def test_answer_is_the_greedy_one(tiny_model: Path, prompt: str) -> None:
     assert Chat(tiny_model, max_new_tokens=6).answer(prompt) == greedy(tiny_model, prompt, 6)
 
 
+@pytest.mark.slow
 def test_program_prints_the_answer_and_nothing_else(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "nemo_rl_core.evals.chat", str(tiny_model), "12+34="]
     done = subprocess.run(

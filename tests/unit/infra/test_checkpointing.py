@@ -120,6 +120,7 @@ def test_killed_at_any_moment_one_whole_checkpoint_is_there(
     assert moment > 8
 
 
+@pytest.mark.slow
 def test_killed_at_random_times_checkpoints_stay_whole(
     tmp_path: Path, spawn: Callable[..., "subprocess.Popen[str]"]
 ) -> None:

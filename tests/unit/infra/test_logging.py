@@ -369,6 +369,7 @@ with redirect_descriptors(Path(sys.argv[1]) / "log") as terminal:
 """
 
 
+@pytest.mark.slow
 def test_real_libraries_are_quiet_on_the_terminal(tmp_path: Path) -> None:
     script = """
 import sys

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.collect import Removed, make_plan, remove
@@ -289,6 +291,7 @@ def test_killed_at_any_moment_every_artifact_is_whole_or_gone(
     assert small.runs() == {"run3"}
 
 
+@pytest.mark.slow
 def test_beside_processes_that_use_and_make_the_same_artifacts(small: Small, spawn: Any) -> None:
     """Nobody sees an artifact vanish that it was given, while everything is collected in a loop."""
     user = """

@@ -48,6 +48,7 @@ def rollouts(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(rollouts(), max_size=4))
 def test_what_is_read_back_is_equal(tmp_path_factory, written):

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 HEAVY = {"torch", "vllm", "ray", "transformers", "datasets", "reasoning_gym", "math_verify"}
 
 
@@ -10,6 +12,7 @@ def loaded(python: Callable[..., str], *modules: str) -> set[str]:
     return {name.split(".")[0] for name in python(script).split()}
 
 
+@pytest.mark.slow
 def test_a_workflow_imports_nothing_heavy(python: Callable[..., str]) -> None:
     found = HEAVY & loaded(python, "workflows.grpo", "tasks.recorder")
     assert not {"torch", "vllm"} & found

@@ -96,6 +96,7 @@ def _wandb_records(path: Path) -> list[Any]:
     raise TimeoutError(f"{path} has no last record after a minute")
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     _log_two_stages(_open(kind="wandb", mode="offline", folder=str(tmp_path)))
     (path,) = tmp_path.rglob("*.wandb")

@@ -171,6 +171,7 @@ def test_a_folder_without_a_weight_is_refused(tmp_path) -> None:
         run_ranks(load, world_size=1)
 
 
+@pytest.mark.slow
 @needs_no_cuda
 @pytest.mark.parametrize(
     "module", ["backends.training.megatron.backend", "backends.generation.megatron"]
