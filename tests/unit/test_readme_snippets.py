@@ -9,10 +9,10 @@ import yaml
 from pydantic import TypeAdapter
 
 from nemo_rl_core.config.environment import EnvironmentConfig
-from tasks.experiments.common import Experiment
-from tasks.experiments.evaluate import EvaluateExperiment
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.experiments.sweep import SweepExperiment
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.evaluate import EvaluateRecipe
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.sweep import SweepRecipe
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
@@ -23,25 +23,25 @@ ENVIRONMENTS = sorted(set(re.findall(r"`(\{kind: [^`]*\})`", PROSE)))
 ADAPTER = TypeAdapter[Any](EnvironmentConfig)
 
 
-def experiment_of(recipe: dict[str, Any]) -> type[Experiment | SweepExperiment]:
+def experiment_of(recipe: dict[str, Any]) -> type[PipelineRecipe | SweepRecipe]:
     """Of the kinds of recipes that are shown: only one has a baseline, and only one varies."""
     if "over" in recipe:
-        return SweepExperiment
-    return EvaluateExperiment if "baseline" in recipe else GRPOExperiment
+        return SweepRecipe
+    return EvaluateRecipe if "baseline" in recipe else GRPORecipe
 
 
 @pytest.mark.parametrize("text", [*BLOCKS, *SECTIONS])
 def test_a_recipe_is_accepted(text: str) -> None:
     recipe = yaml.safe_load(text)
     accepted = experiment_of(recipe).model_validate(recipe)
-    if isinstance(accepted, Experiment):
+    if isinstance(accepted, PipelineRecipe):
         accepted.refuse_contradictions()
 
 
 @pytest.mark.parametrize("text", ENVIRONMENTS)
 def test_an_environment_is_accepted(text: str) -> None:
     recipe = {"recipe": "grpo_arithmetic", "environment": yaml.safe_load(text)}
-    GRPOExperiment.model_validate(recipe).refuse_contradictions()
+    GRPORecipe.model_validate(recipe).refuse_contradictions()
 
 
 def test_every_environment_is_shown() -> None:
