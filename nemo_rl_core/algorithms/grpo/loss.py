@@ -145,7 +145,7 @@ class GRPOLossFn:
 
 
 def _policy_loss(config: LossConfig, current: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """L of losses.md, `[B, T-1]`."""
+    """The loss of each token by its kind, `[B, T-1]`, before corrections and means."""
     match config:
         case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
             return clipped_surrogate(

@@ -1,4 +1,4 @@
-"""vLLM's engine by the words of the reference documents."""
+"""vLLM's engine by the names of NeMo RL's `VllmConfig`."""
 
 import os
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class VllmEngineConfig(TypedDict, total=False):
 
 
 class VllmConfig(TypedDict, total=False):
-    """A set-up in the words of the reference documents; `read_setup` says what they mean."""
+    """A set-up by the names of NeMo RL's `VllmConfig`; `read_setup` maps them."""
 
     backend: str
     model_name: str

@@ -1,4 +1,4 @@
-"""An engine's set-up from a mapping of words, as the reference documents write it."""
+"""An engine's set-up from a mapping of options, by the names of NeMo RL's `VllmConfig`."""
 
 from collections.abc import Mapping
 from typing import Any, Final
