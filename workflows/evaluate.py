@@ -20,7 +20,7 @@ from workflows.common import measure
 DEFAULT = default_recipe(EvaluateRecipe, "evaluate_arithmetic")
 
 
-class Evaluated(NamedTuple):
+class EvaluatedModel(NamedTuple):
     """The figures of the model, and what the comparison says, where there is a baseline."""
 
     report: Evaluation
@@ -40,11 +40,11 @@ def compare_with(
 
 
 @workflow(on_failure=recipes.record_failure)
-def evaluate_model(config: EvaluateRecipe = DEFAULT) -> Evaluated:
+def evaluate_model(config: EvaluateRecipe = DEFAULT) -> EvaluatedModel:
     """prepare → questions → evaluate → compare, where there is a baseline."""
     stages = plan_evaluate(config=config)
     model = prepare_model(config=stages.model)
     questions = evaluate_questions(config=stages.questions, tokenizer=model.tokenizer)
     report = measure(config=stages.evaluation, checkpoint=model.base, validation=questions)
     comparison = compare_with(config=stages.baseline, questions=questions, after=report)
-    return Evaluated(report, comparison)
+    return EvaluatedModel(report, comparison)

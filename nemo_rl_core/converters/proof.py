@@ -197,14 +197,16 @@ def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tenso
     from megatron.core import parallel_state
 
     from nemo_rl_core.backends.training.megatron.heads import LogprobHead
-    from nemo_rl_core.backends.training.megatron.parts import Part, make_parts
+    from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
     from nemo_rl_core.backends.training.megatron.step import run_parts
 
     head = LogprobHead(models[-1], vocab_size=models[-1].hf_config.vocab_size, temperature=1.0)
     device = next(models[0].parameters()).device
     parts = make_parts(batch, models[0].config, max_tokens=_largest_pass(batch), device=device)
 
-    def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def consume(
+        hidden: torch.Tensor, part: MegatronMicrobatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden.new_zeros(()), head.logprobs(hidden, part.batch, part.rows)
 
     results = run_parts(models, parts, consume, forward_only=True)

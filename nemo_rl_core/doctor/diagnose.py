@@ -13,7 +13,7 @@ CHECKS = (*software.CHECKS, *machine.CHECKS, *services.CHECKS)
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckResult:
     """A check's name, its result, and how long it took."""
 
     name: str
@@ -23,7 +23,7 @@ class Answer:
 
 def diagnose(
     store: Store, *, checks: Sequence[Check] = CHECKS, quick: bool = False
-) -> Iterator[Answer]:
+) -> Iterator[CheckResult]:
     """Asks everything, several things at once; yields the answers in order.
 
     Args:
@@ -36,10 +36,10 @@ def diagnose(
         yield from pool.map(lambda check: _answer(check, store), chosen)
 
 
-def _answer(check: Check, store: Store) -> Answer:
+def _answer(check: Check, store: Store) -> CheckResult:
     began = time.monotonic()
     try:
         result = check.ask(store)
     except Exception as error:  # noqa: BLE001  (the boundary: a check that breaks is a finding)
         result = Result("warn", f"the check itself failed: {error!r}", "please report this")
-    return Answer(check.name, result, time.monotonic() - began)
+    return CheckResult(check.name, result, time.monotonic() - began)

@@ -68,7 +68,7 @@ def extract_program(completion: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class InputOutputTest:
     """What a whole program must print to an input."""
 
     stdin: str
@@ -81,7 +81,7 @@ class UnitTests:
 
     setup: str
     pieces: tuple[str, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[InputOutputTest, ...]
 
     @classmethod
     def of(cls, metadata: str) -> "UnitTests":
@@ -97,7 +97,7 @@ class UnitTests:
             if all(isinstance(each, str) for each in tests):
                 return cls(setup, tuple(tests), ())
             if all(_is_exchange(each) for each in tests):
-                return cls(setup, (), tuple(Exchange(**each) for each in tests))
+                return cls(setup, (), tuple(InputOutputTest(**each) for each in tests))
         raise RewardError(
             "a row has no unit tests that can be run",
             expected='metadata with "tests": a list of pieces of Python, or of objects with '
@@ -161,7 +161,7 @@ class CodeScorer(Scorer):
             passed = [self._passes(program, each) for each in tests.exchanges]
         return sum(passed) / len(passed) if self._reward == "fraction" else float(all(passed))
 
-    def _passes(self, program: str, exchange: Exchange) -> bool:
+    def _passes(self, program: str, exchange: InputOutputTest) -> bool:
         ended = self._sandbox.run({"main.py": program}, stdin=exchange.stdin)
         return ended.succeeded and _lines(ended.stdout) == _lines(exchange.stdout)
 

@@ -29,7 +29,7 @@ from nemo_rl_core.evals.loglikelihood import Loglikelihoods
 from nemo_rl_core.rollouts.sampler import Sampler
 
 
-class Request(Protocol):
+class HarnessRequest(Protocol):
     """The part of the harness's `Instance` that is read."""
 
     @property
@@ -115,7 +115,7 @@ class Adapter:
     ) -> list[tuple[float, bool]]:
         return self._scores.score([(context, scored) for _, context, scored in requests])
 
-    def loglikelihood_rolling(self, requests: Iterable[Request], **_: object) -> list[float]:
+    def loglikelihood_rolling(self, requests: Iterable[HarnessRequest], **_: object) -> list[float]:
         """The logprob in nats of whole texts, each after the prefix token.
 
         A text longer than the model's context is scored in windows: each token once, the first
@@ -131,7 +131,7 @@ class Adapter:
             sums.append(sum(logprob for logprob, _ in scored))
         return sums
 
-    def generate_until(self, requests: Iterable[Request], **_: object) -> list[str]:
+    def generate_until(self, requests: Iterable[HarnessRequest], **_: object) -> list[str]:
         """Completes each context up to the first of its stop strings, which is left out.
 
         A context beyond `max_prompt_tokens` loses its beginning.

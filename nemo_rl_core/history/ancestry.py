@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.places import from_record
-from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow, Parentage
+from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Parentage
 from nemo_rl_core.infra.lineage import MANIFEST, Manifest, ParentRef, recorded_ancestors
 from nemo_rl_core.infra.store import Store
 
-_LookUp = Callable[[int, str, str], Ancestor]
+_LookUp = Callable[[int, str, str], GraphArtifact]
 """Of a depth, an id, and a content hash, empty where the relative's own counts."""
-_Relatives = Callable[[Ancestor], list[tuple[Parentage, str, str]]]
+_Relatives = Callable[[GraphArtifact], list[tuple[Parentage, str, str]]]
 """Of an artifact: each relation, the relative's id, and the content hash it is known by."""
 
 
@@ -26,7 +26,7 @@ def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGr
     What is older than the database is read from the disk, as far as it is there.
     """
 
-    def parents(child: Ancestor) -> list[tuple[Parentage, str, str]]:
+    def parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
         rows = database.execute(
             "SELECT * FROM artifact_parents WHERE child = ? ORDER BY parent_id", (child.id,)
         ).fetchall()
@@ -45,7 +45,7 @@ def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGr
 def downwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGraph:
     """The artifact and all that was made from it."""
 
-    def children(parent: Ancestor) -> list[tuple[Parentage, str, str]]:
+    def children(parent: GraphArtifact) -> list[tuple[Parentage, str, str]]:
         rows = database.execute(
             "SELECT * FROM artifact_parents WHERE parent_id = ? ORDER BY child", (parent.id,)
         )
@@ -66,17 +66,17 @@ def of_folder(folder: Path) -> AncestryGraph:
     for key, each in recorded_ancestors(folder).items():
         known[key] = _row(folder.parent / key, each)
 
-    def look_up(depth: int, key: str, content_hash: str) -> Ancestor:
+    def look_up(depth: int, key: str, content_hash: str) -> GraphArtifact:
         row = known.get(key) or known.get(content_hash)  # as those were called that have no name
         run = row.manifest["run"] if row else None
         execution = run["execution"] if run else None
         state: Literal["found", "missing"] = "found" if depth == 0 else "missing"
-        return Ancestor(key, content_hash or root.content_hash, depth, row, execution, state)
+        return GraphArtifact(key, content_hash or root.content_hash, depth, row, execution, state)
 
     return _walk(root.key, look_up, _named_parents)
 
 
-def _named_parents(child: Ancestor) -> list[tuple[Parentage, str, str]]:
+def _named_parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
     """Those that the child's own manifest names."""
     found = []
     for each in child.artifact.manifest["parents"] if child.artifact else ():
@@ -88,7 +88,7 @@ def _named_parents(child: Ancestor) -> list[tuple[Parentage, str, str]]:
 
 def _walk(root: str, look_up: _LookUp, relatives: _Relatives) -> AncestryGraph:
     """Nearest first: a relative that is reached by two ways has the depth of the shorter one."""
-    found: dict[str, Ancestor] = {}
+    found: dict[str, GraphArtifact] = {}
     parentage: list[Parentage] = []
     waiting = deque([(0, root, "")])
     while waiting:
@@ -103,7 +103,7 @@ def _walk(root: str, look_up: _LookUp, relatives: _Relatives) -> AncestryGraph:
 
 
 def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
-    def look_up(depth: int, artifact: str, content_hash: str) -> Ancestor:
+    def look_up(depth: int, artifact: str, content_hash: str) -> GraphArtifact:
         row = database.execute(
             "SELECT artifacts.*, execution FROM artifacts LEFT JOIN nodes ON nodes.id = made_by "
             "WHERE artifacts.id = ?",
@@ -118,7 +118,7 @@ def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
             record = ArtifactRow(**fields)
         known = content_hash or (record.content_hash if record else "")
         folder = Path(record.path) if record else store.artifacts / artifact
-        return Ancestor(artifact, known, depth, record, execution, _state(folder, known))
+        return GraphArtifact(artifact, known, depth, record, execution, _state(folder, known))
 
     return look_up
 

@@ -27,7 +27,7 @@ _SHOWN_SETTINGS = 60
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class CardEvaluation:
     """An evaluation's manifest, with its figures, and that of the checkpoint which it measured."""
 
     manifest: Manifest
@@ -61,7 +61,7 @@ class Evaluated:
         return None if found is None else float(found)
 
 
-def evaluations_behind(folder: Path) -> list[Evaluated]:
+def evaluations_behind(folder: Path) -> list[CardEvaluation]:
     """The evaluations among an artifact and its ancestors, oldest first."""
     manifests = [Manifest.read(folder)]
     manifests += [each.manifest for each in ancestry_of(folder) if each.manifest]
@@ -70,15 +70,15 @@ def evaluations_behind(folder: Path) -> list[Evaluated]:
     return sorted(filter(None, found), key=lambda each: each.manifest.created_at)
 
 
-def _evaluated(manifest: Manifest, recorded: Mapping[str, Manifest]) -> Evaluated | None:
+def _evaluated(manifest: Manifest, recorded: Mapping[str, Manifest]) -> CardEvaluation | None:
     for each in ancestry(manifest, recorded):
         if each.depth == 1 and each.manifest and each.ref.kind in ("checkpoint", "model"):
-            return Evaluated(manifest, each.manifest)
+            return CardEvaluation(manifest, each.manifest)
     return None
 
 
 def model_card(
-    checkpoint: Path, *, evaluations: Sequence[Evaluated], name: str = "", reproduce: str = ""
+    checkpoint: Path, *, evaluations: Sequence[CardEvaluation], name: str = "", reproduce: str = ""
 ) -> str:
     """The text of `README.md`.
 
@@ -112,7 +112,7 @@ def model_card(
 
 
 def _front_matter(
-    known: Sequence[Manifest], own: Sequence[Evaluated], title: str
+    known: Sequence[Manifest], own: Sequence[CardEvaluation], title: str
 ) -> dict[str, Any]:
     stages = [each.stage.split()[0] for each in known]
     methods = [word for word in ("sft", "grpo", "ppo", "dpo") if any(word in s for s in stages)]
@@ -197,7 +197,7 @@ def _parents_first(known: Sequence[Manifest]) -> list[Manifest]:
     return [by_key[key] for key in TopologicalSorter(parents).static_order() if key in by_key]
 
 
-def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
+def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> str:
     if not evaluations:
         return "## Evaluation\n\nNo evaluation of this model is recorded.\n"
     confidences = sorted({f"{100 * e.confidence:g} %" for e in evaluations if e.confidence})
@@ -220,7 +220,7 @@ def _evaluation(evaluations: Sequence[Evaluated], manifest: Manifest) -> str:
     return "\n".join([*lines, ""])
 
 
-def _is_of(each: Evaluated, manifest: Manifest) -> bool:
+def _is_of(each: CardEvaluation, manifest: Manifest) -> bool:
     return each.checkpoint.weights_hash == manifest.weights_hash
 
 

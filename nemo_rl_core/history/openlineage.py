@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
+from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact
 
 _URN = "urn:nemo-rl-flow"
 PRODUCER = f"{_URN}:lineage"
@@ -51,9 +51,9 @@ def events_of(graph: AncestryGraph, *, namespace: str = "nemo-rl-flow") -> list[
 
 
 def _making(
-    each: Ancestor,
+    each: GraphArtifact,
     artifact: ArtifactRow,
-    parents: Sequence[tuple[Ancestor, str]],
+    parents: Sequence[tuple[GraphArtifact, str]],
     namespace: str,
 ) -> list[Event]:
     ended = datetime.fromisoformat(artifact.created_at).astimezone(UTC)
@@ -104,7 +104,7 @@ _JOB_TYPE = _facet(
 )
 
 
-def _run_facets(each: Ancestor, artifact: ArtifactRow) -> dict[str, Any]:
+def _run_facets(each: GraphArtifact, artifact: ArtifactRow) -> dict[str, Any]:
     manifest = artifact.manifest
     facets = {
         "nemo_rl_making": _own_facet(
@@ -127,7 +127,7 @@ def _run_facets(each: Ancestor, artifact: ArtifactRow) -> dict[str, Any]:
     return facets
 
 
-def _dataset(each: Ancestor, namespace: str) -> dict[str, Any]:
+def _dataset(each: GraphArtifact, namespace: str) -> dict[str, Any]:
     facets = {
         "version": _facet("1-0-1", "DatasetVersionDatasetFacet", datasetVersion=each.content_hash)
     }

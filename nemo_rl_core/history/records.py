@@ -175,7 +175,7 @@ class ArtifactRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Ancestor:
+class GraphArtifact:
     """An artifact in a graph of ancestors or descendants.
 
     Attributes:
@@ -207,5 +207,5 @@ class AncestryGraph:
     """Artifacts, nearest first, and who read whom."""
 
     root: str
-    artifacts: tuple[Ancestor, ...]
+    artifacts: tuple[GraphArtifact, ...]
     parentage: tuple[Parentage, ...] = field(default=())

@@ -45,7 +45,7 @@ PRICES = "NEMO_RL_PRICES"
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelFlops:
     """What of a model its FLOPs depend on.
 
     Attributes:
@@ -75,7 +75,7 @@ class ModelShape:
 
 
 @cache
-def model_shape(folder: Path) -> ModelShape:
+def model_shape(folder: Path) -> ModelFlops:
     """The shape of a model in the transformers layout, from its config and its files' headers."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
@@ -91,7 +91,7 @@ def model_shape(folder: Path) -> ModelShape:
                 "tie_word_embeddings", False
             )
             multiplied += 0 if is_lookup else count * (share if ".experts." in name else 1)
-    return ModelShape(multiplied, config.get("num_hidden_layers", 0), width)
+    return ModelFlops(multiplied, config.get("num_hidden_layers", 0), width)
 
 
 def _num_weights(file: Path) -> dict[str, int]:

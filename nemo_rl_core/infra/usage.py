@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_core.infra.cost import ModelShape, Phase
+from nemo_rl_core.infra.cost import ModelFlops, Phase
 
 
 @dataclass
@@ -40,7 +40,7 @@ _seen: dict[str, float] = {}
 
 
 def count(
-    phase: Phase, shape: ModelShape, lengths: Sequence[int], *, num_generated: int = 0
+    phase: Phase, shape: ModelFlops, lengths: Sequence[int], *, num_generated: int = 0
 ) -> None:
     """Adds work on whole sequences.
 

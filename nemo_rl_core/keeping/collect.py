@@ -16,7 +16,7 @@ from nemo_rl_core.infra.files import mark_discarded
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.disk import Snapshot
 from nemo_rl_core.keeping.leftovers import delete, find_leftovers, find_work, tidy_work
-from nemo_rl_core.keeping.policy import Kept, Policy, choose, shrink, with_ancestors
+from nemo_rl_core.keeping.policy import Kept, RetentionPolicy, choose, shrink, with_ancestors
 from nemo_rl_core.keeping.survey import ArtifactRecord, Survey, survey
 
 
@@ -61,14 +61,14 @@ class Removed:
     in_use: tuple[str, ...]
 
 
-def make_plan(store: Store, policy: Policy, *, now: float | None = None) -> Plan:
+def make_plan(store: Store, policy: RetentionPolicy, *, now: float | None = None) -> Plan:
     """What the policy would remove now; changes nothing."""
     return _plan(store, survey(store), policy, time.time() if now is None else now)
 
 
 def remove(
     store: Store,
-    policy: Policy,
+    policy: RetentionPolicy,
     plan: Plan,
     *,
     now: float | None = None,
@@ -131,7 +131,7 @@ def _take(
     return taken, in_use
 
 
-def _plan(store: Store, found: Survey, policy: Policy, now: float) -> Plan:
+def _plan(store: Store, found: Survey, policy: RetentionPolicy, now: float) -> Plan:
     snapshot = Snapshot(store.root)
     age = policy.work_older_than_seconds
     work = tuple(find_work(store, older_than_seconds=age, now=now))

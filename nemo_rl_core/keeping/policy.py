@@ -14,7 +14,7 @@ from nemo_rl_core.keeping.survey import ArtifactRecord, RunRecord, Survey
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """What a user is ready to lose. By default, only what belongs to no run any more.
 
     Attributes:
@@ -44,7 +44,7 @@ class Kept:
     artifacts: frozenset[str]
 
 
-def choose(found: Survey, policy: Policy, *, now: float) -> Kept:
+def choose(found: Survey, policy: RetentionPolicy, *, now: float) -> Kept:
     """What the policy keeps, its `max_bytes` left out.
 
     Args:
@@ -115,7 +115,7 @@ def _age(record: RunRecord | ArtifactRecord) -> tuple[float, str]:
     return when, record.name
 
 
-def _cutoff(runs: Sequence[RunRecord], policy: Policy) -> float:
+def _cutoff(runs: Sequence[RunRecord], policy: RetentionPolicy) -> float:
     """From when on everything is kept, because it is among the newest runs."""
     if policy.keep_runs is None:
         return math.inf
@@ -125,7 +125,7 @@ def _cutoff(runs: Sequence[RunRecord], policy: Policy) -> float:
     return min((run.started_at for run in newest), default=math.inf)
 
 
-def _may_go(when: float, policy: Policy, cutoff: float, now: float) -> bool:
+def _may_go(when: float, policy: RetentionPolicy, cutoff: float, now: float) -> bool:
     if policy.keep_runs is None and policy.older_than_seconds is None:
         return False
     return when < cutoff and now - when > (policy.older_than_seconds or -math.inf)

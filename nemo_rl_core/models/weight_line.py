@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemo_rl_core.distributed.weight_sync import (
-    Place,
+    Location,
     RouteHost,
     WeightRoute,
     carrier_between,
@@ -34,8 +34,8 @@ class WeightLine:
         self, trainer: RayWorkerGroup, engine: RayWorkerGroup, timeout_seconds: float | None
     ) -> None:
         self.trainer, self._timeout_seconds = trainer, timeout_seconds
-        sender: Place = trainer.run_single_worker("weight_place")
-        receivers: list[Place] = engine.run_all_workers_single_data("weight_place")
+        sender: Location = trainer.run_single_worker("weight_location")
+        receivers: list[Location] = engine.run_all_workers_single_data("weight_location")
         here = machine_of_this_process()
         all_here = all(place.machine == here for place in (sender, *receivers))
         self._host = RouteHost(

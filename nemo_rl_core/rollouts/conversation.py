@@ -14,8 +14,8 @@ from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.replies import Reply
 from nemo_rl_core.errors import DataError, RewardError
-from nemo_rl_core.rollouts.engine import Place, request_seed
-from nemo_rl_core.rollouts.requests import Answer, Request
+from nemo_rl_core.rollouts.engine import RolloutPlace, request_seed
+from nemo_rl_core.rollouts.requests import CompletionRequest, CompletionResult
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
@@ -74,7 +74,7 @@ class Conversation:
     def __init__(
         self,
         prompt: Prompt,
-        place: Place,
+        place: RolloutPlace,
         *,
         bounds: Bounds,
         tokenizer: Any,
@@ -105,18 +105,18 @@ class Conversation:
             "task": prompt.task,
         }
 
-    def request(self) -> Request:
+    def request(self) -> CompletionRequest:
         """What the policy is asked next."""
         place = self._place
         left = self._bounds.max_tokens - len(self._token_ids)
-        return Request(
+        return CompletionRequest(
             self._prompt.token_ids + tuple(self._token_ids),
             request_seed(place.seed, place.step, place.group, place.sample, len(self._texts)),
             self._stop_strings,
             min(left, self._bounds.max_new_tokens),
         )
 
-    def hear_policy(self, answer: Answer) -> None:
+    def hear_policy(self, answer: CompletionResult) -> None:
         """Appends a turn of the policy: its tokens as they are."""
         self._append(answer.token_ids, answer.logprobs, generated=True)
         self._weight_versions += answer.weight_versions

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.requests import Answer, Request, answers_to
+from nemo_rl_core.rollouts.requests import CompletionRequest, CompletionResult, answers_to
 from nemo_rl_core.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RolloutPlace:
     """Which rollout of a run it is: what its seeds are made of.
 
     Attributes:
@@ -36,11 +36,11 @@ class Dialogue(Protocol):
         """Whether nothing is to be asked any more."""
         ...
 
-    def request(self) -> Request:
+    def request(self) -> CompletionRequest:
         """What the policy is asked next."""
         ...
 
-    def hear_policy(self, answer: Answer) -> None:
+    def hear_policy(self, answer: CompletionResult) -> None:
         """Takes what the policy says."""
         ...
 
@@ -72,7 +72,7 @@ class RolloutEngine(ABC, Generic[D]):
         self._seed = seed
 
     @abstractmethod
-    def dialogue(self, prompt: Prompt, place: Place) -> D:
+    def dialogue(self, prompt: Prompt, place: RolloutPlace) -> D:
         """A rollout that has not begun."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class RolloutEngine(ABC, Generic[D]):
             else neither.
         """
         dialogues = [
-            self.dialogue(prompt, Place(self._seed, step, group, sample))
+            self.dialogue(prompt, RolloutPlace(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)
         ]

@@ -8,7 +8,7 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirs
 from nemo_rl_core.environments.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
-from nemo_rl_core.rollouts.engine import Place, RolloutEngine
+from nemo_rl_core.rollouts.engine import RolloutEngine, RolloutPlace
 from nemo_rl_core.types import Prompt
 
 
@@ -48,7 +48,7 @@ class MultiTurnRollouts(RolloutEngine[Conversation]):
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
 
-    def dialogue(self, prompt: Prompt, place: Place) -> Conversation:
+    def dialogue(self, prompt: Prompt, place: RolloutPlace) -> Conversation:
         """A rollout that has not begun."""
         return Conversation(
             prompt,

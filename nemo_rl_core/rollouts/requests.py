@@ -14,7 +14,7 @@ from nemo_rl_core.models.interfaces import GenerationInterface
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompletionRequest:
     """Tokens to be continued.
 
     Attributes:
@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompletionResult:
     """What followed.
 
     Attributes:
@@ -48,8 +48,8 @@ class Answer:
 
 
 def answers_to(
-    requests: Sequence[Request], generation: GenerationInterface, *, greedy: bool
-) -> list[Answer]:
+    requests: Sequence[CompletionRequest], generation: GenerationInterface, *, greedy: bool
+) -> list[CompletionResult]:
     """Hands all requests to the engine at once, and waits for all answers.
 
     Args:
@@ -65,7 +65,9 @@ def answers_to(
     ends = output["unpadded_sequence_lengths"].tolist()
     starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
     return [
-        Answer(tuple(ids[start:end].tolist()), tuple(logprobs[start:end].tolist()), bool(truncated))
+        CompletionResult(
+            tuple(ids[start:end].tolist()), tuple(logprobs[start:end].tolist()), bool(truncated)
+        )
         for ids, logprobs, truncated, start, end in zip(
             output["output_ids"],
             output["logprobs"],
@@ -77,7 +79,7 @@ def answers_to(
     ]
 
 
-def as_batch(requests: Sequence[Request]) -> BatchedDataDict:
+def as_batch(requests: Sequence[CompletionRequest]) -> BatchedDataDict:
     """At least one request as `GenerationInterface.generate` takes them."""
     lengths = [len(request.token_ids) for request in requests]
     input_ids = torch.zeros(len(requests), max(lengths), dtype=torch.long)

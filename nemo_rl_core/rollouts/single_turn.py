@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_core.rollouts.engine import Place, RolloutEngine, request_seed
-from nemo_rl_core.rollouts.requests import Answer, Request
+from nemo_rl_core.rollouts.engine import RolloutEngine, RolloutPlace, request_seed
+from nemo_rl_core.rollouts.requests import CompletionRequest, CompletionResult
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
-class Exchange:
+class SingleTurnEpisode:
     """A prompt and its completion (a `Dialogue`).
 
     Args:
@@ -17,24 +17,24 @@ class Exchange:
         tokenizer: Decodes the completion; token ids are never made from text again.
     """
 
-    def __init__(self, prompt: Prompt, place: Place, *, tokenizer: Any) -> None:
+    def __init__(self, prompt: Prompt, place: RolloutPlace, *, tokenizer: Any) -> None:
         self._prompt = prompt
         self._place = place
         self._tokenizer = tokenizer
-        self._answer: Answer | None = None
+        self._answer: CompletionResult | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the completion is there."""
         return self._answer is not None
 
-    def request(self) -> Request:
+    def request(self) -> CompletionRequest:
         """What the policy is asked."""
         place = self._place
         seed = request_seed(place.seed, place.step, place.group, place.sample)
-        return Request(self._prompt.token_ids, seed)
+        return CompletionRequest(self._prompt.token_ids, seed)
 
-    def hear_policy(self, answer: Answer) -> None:
+    def hear_policy(self, answer: CompletionResult) -> None:
         """Takes the completion."""
         self._answer = answer
 
@@ -56,12 +56,12 @@ class Exchange:
         )
 
 
-class SingleTurnRollouts(RolloutEngine[Exchange]):
+class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
     """Samples completions, which somebody else scores."""
 
-    def dialogue(self, prompt: Prompt, place: Place) -> Exchange:
+    def dialogue(self, prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
         """A rollout that has not begun."""
-        return Exchange(prompt, place, tokenizer=self._tokenizer)
+        return SingleTurnEpisode(prompt, place, tokenizer=self._tokenizer)
 
-    def _answer(self, dialogues: Sequence[Exchange]) -> None:
+    def _answer(self, dialogues: Sequence[SingleTurnEpisode]) -> None:
         """Nobody does: each is over."""

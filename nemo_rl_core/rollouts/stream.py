@@ -19,8 +19,8 @@ from nemo_rl_core.environments.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.conversation import Conversation
-from nemo_rl_core.rollouts.engine import Dialogue, Place
-from nemo_rl_core.rollouts.requests import Answer, as_batch
+from nemo_rl_core.rollouts.engine import Dialogue, RolloutPlace
+from nemo_rl_core.rollouts.requests import CompletionResult, as_batch
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -48,7 +48,7 @@ class _Asked:
     """
 
     prompt: Prompt
-    place: Place
+    place: RolloutPlace
     dialogue: Dialogue
     num_attempts: int = 1
     failure: str | None = None
@@ -88,7 +88,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def __init__(
         self,
         generation: StreamingGeneration,
-        dialogue: Callable[[Prompt, Place], Dialogue],
+        dialogue: Callable[[Prompt, RolloutPlace], Dialogue],
         environment: EnvironmentInterface | None,
         *,
         seed: int,
@@ -127,7 +127,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             step: Not begun before.
         """
         places = [
-            (prompt, Place(self._seed, step, group, sample))
+            (prompt, RolloutPlace(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts)
             for sample in range(num_generations_per_prompt)
         ]
@@ -241,7 +241,9 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 continue  # given up, and finished in the same moment
             self._num_fruitless_restarts = 0
             asked.dialogue.hear_policy(
-                Answer(made.token_ids, made.logprobs, made.truncated, made.weight_versions)
+                CompletionResult(
+                    made.token_ids, made.logprobs, made.truncated, made.weight_versions
+                )
             )
             heard.append(asked)
         return heard

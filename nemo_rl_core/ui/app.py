@@ -15,7 +15,7 @@ from nemo_rl_core.errors import NemoRLError, NotRecordedError
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.ui.guard import Guard
 from nemo_rl_core.ui.pages import artifacts, compare, executions, nodes
-from nemo_rl_core.ui.source import Source
+from nemo_rl_core.ui.source import HistorySource
 from nemo_rl_core.ui.templating import STATIC, render
 
 
@@ -53,7 +53,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             OSError: _went_away,
         },
     )
-    app.state.source = Source(store)
+    app.state.source = HistorySource(store)
     return app
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from nemo_rl_core.history.records import Ancestor, AncestryGraph, Edge, Node
+from nemo_rl_core.history.records import AncestryGraph, Edge, GraphArtifact, Node
 from nemo_rl_core.ui.origins import base_stage
 from nemo_rl_core.ui.text import duration, visible
 
@@ -98,7 +98,7 @@ def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
 
 def _holders(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
     """By the stage a box for its artifacts, where they are many; it leads to the table's rows."""
-    alike: dict[str, list[Ancestor]] = {}
+    alike: dict[str, list[GraphArtifact]] = {}
     for one in graph.artifacts:
         if one.depth and one.artifact is not None:  # what was asked for stands alone
             alike.setdefault(_base(one), []).append(one)
@@ -118,7 +118,7 @@ def _holders(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
     }
 
 
-def _span(stage: str, held: Sequence[Ancestor]) -> str:
+def _span(stage: str, held: Sequence[GraphArtifact]) -> str:
     """Such as `grpo_iteration 1 to 98`, where they are numbered so."""
     words = [one.artifact.stage.partition(" ")[2] for one in held if one.artifact]
     numbers = sorted(int(word) for word in words if word.isdecimal())
@@ -126,7 +126,7 @@ def _span(stage: str, held: Sequence[Ancestor]) -> str:
     return f"{stage} {numbers[0]} to {numbers[-1]}" if numbered else stage
 
 
-def _base(one: Ancestor) -> str:
+def _base(one: GraphArtifact) -> str:
     return base_stage(one.artifact.stage) if one.artifact else one.id
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.history.differences import MISSING, Difference, differences
-from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow
+from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact
 
 _MODELS = ("checkpoint", "model")
 
@@ -22,7 +22,7 @@ class Parent:
 class Row:
     """An ancestor as the table shows it."""
 
-    ancestor: Ancestor
+    ancestor: GraphArtifact
     stage: str
     step: int | None
     commit: str | None
@@ -108,9 +108,9 @@ def _change(before: ArtifactRow, after: ArtifactRow) -> Change:
     )
 
 
-def _stage(one: Ancestor) -> str:
+def _stage(one: GraphArtifact) -> str:
     return one.artifact.stage if one.artifact else one.id
 
 
-def _manifest(one: Ancestor) -> dict[str, Any]:
+def _manifest(one: GraphArtifact) -> dict[str, Any]:
     return one.artifact.manifest if one.artifact else {}

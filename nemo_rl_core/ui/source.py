@@ -11,7 +11,7 @@ from nemo_rl_core.infra.store import Store
 _SWEEP_SECONDS = 5.0
 
 
-class Source:
+class HistorySource:
     """Hands out the history of a store that may appear, be replaced or vanish at any time.
 
     Args:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from nemo_rl_core.history.card import Evaluated, evaluations_behind, model_card
+from nemo_rl_core.history.card import CardEvaluation, evaluations_behind, model_card
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
 from nemo_rl_core.infra.store import Store
@@ -48,7 +48,9 @@ def _trained(history: History, artifact: ArtifactRow) -> ArtifactRow:
     return artifact
 
 
-def _evaluations(history: History, trained: ArtifactRow, artifact: ArtifactRow) -> list[Evaluated]:
+def _evaluations(
+    history: History, trained: ArtifactRow, artifact: ArtifactRow
+) -> list[CardEvaluation]:
     """Those that are behind it, and those that measured it later."""
     folders = {Path(artifact.path)}
     for each in history.descendants(trained.id).artifacts:

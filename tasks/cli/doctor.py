@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from nemo_rl_core.doctor.diagnose import Answer, diagnose
+from nemo_rl_core.doctor.diagnose import CheckResult, diagnose
 from nemo_rl_core.infra.store import Store
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -39,7 +39,7 @@ def doctor(*, quick: bool, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _show(answer: Answer) -> None:
+def _show(answer: CheckResult) -> None:
     result = answer.result
     state = click.style(f"{result.state:<4}", fg=_COLORS[result.state])
     lines = textwrap.wrap(result.found, 90) or [""]

@@ -11,7 +11,7 @@ import click
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.collect import Plan, make_plan, remove
 from nemo_rl_core.keeping.disk import allocated
-from nemo_rl_core.keeping.policy import Policy
+from nemo_rl_core.keeping.policy import RetentionPolicy
 from nemo_rl_core.keeping.survey import PINNED, find_run
 from tasks.cli.units import Age, Size, show_bytes
 
@@ -41,7 +41,7 @@ def gc(*, pin: tuple[str, ...], unpin: tuple[str, ...], **options: Any) -> None:
     if pin or unpin:
         _pin(store, pin, unpin)
         return
-    policy = Policy(
+    policy = RetentionPolicy(
         keep_runs=options["keep_runs"],
         older_than_seconds=options["older_than"],
         max_bytes=options["max_size"],
@@ -61,7 +61,9 @@ def _pin(store: Store, pin: tuple[str, ...], unpin: tuple[str, ...]) -> None:
         click.echo(f"unpinned {folder.name}")
 
 
-def _collect(store: Store, policy: Policy, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+def _collect(
+    store: Store, policy: RetentionPolicy, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
     if not store.root.is_dir():
         click.echo(json.dumps({}) if as_json else f"there is no store at {store.root}")
         return

@@ -15,7 +15,7 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.differences import MISSING, differences
 from nemo_rl_core.history.openlineage import events_of, send
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.records import Ancestor, AncestryGraph, Parentage
+from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
 from nemo_rl_core.infra.store import Store
 
 _MAX_DIFFERENCES = 12
@@ -94,7 +94,9 @@ def _tree(graph: AncestryGraph, *, limit: int | None) -> Tree:
     return root
 
 
-def _parents(graph: AncestryGraph, artifact: str, known: dict[str, Ancestor]) -> list[Parentage]:
+def _parents(
+    graph: AncestryGraph, artifact: str, known: dict[str, GraphArtifact]
+) -> list[Parentage]:
     """One line a parent, whatever it was read as; what only judged the model comes last."""
     roles: dict[str, list[str]] = {}
     for link in graph.parentage:
@@ -104,11 +106,11 @@ def _parents(graph: AncestryGraph, artifact: str, known: dict[str, Ancestor]) ->
     return sorted(links, key=lambda link: (_kind(known[link.parent]) in _JUDGED, link.role))
 
 
-def _kind(each: Ancestor) -> str:
+def _kind(each: GraphArtifact) -> str:
     return each.artifact.kind if each.artifact else ""
 
 
-def _headline(each: Ancestor, role: str) -> Text:
+def _headline(each: GraphArtifact, role: str) -> Text:
     text = Text()
     if role:
         text.append(f"{role}: ", style="dim")
@@ -119,7 +121,7 @@ def _headline(each: Ancestor, role: str) -> Text:
     return text
 
 
-def _details(each: Ancestor) -> list[Text]:
+def _details(each: GraphArtifact) -> list[Text]:
     if each.artifact is None:
         return [Text("nothing is recorded of it", style="red")]
     manifest = each.artifact.manifest
@@ -141,7 +143,9 @@ def _cost(manifest: dict[str, Any]) -> str:
     return f"cost {', '.join(words)} on {machine['cpu_model']}, {machine['cores']} cores"
 
 
-def _changes(parent: Ancestor, child: Ancestor, role: str, limit: int | None) -> list[Text]:
+def _changes(
+    parent: GraphArtifact, child: GraphArtifact, role: str, limit: int | None
+) -> list[Text]:
     """In which settings a checkpoint differs from the one that it was trained from."""
     if parent.artifact is None or child.artifact is None or role == "reference":
         return []

@@ -17,7 +17,7 @@ from tasks.cli.reproduction import (
     BITS_FOLLOW_THE_MACHINE,
     ROOT,
     Doubts,
-    Place,
+    OutputPlace,
     artifact_at,
     checkout,
     doubts_about,
@@ -97,7 +97,7 @@ def _refuse_used(target: Store) -> None:
         )
 
 
-def _made_again(target: Store, place: Place, code: int) -> ArtifactRow:
+def _made_again(target: Store, place: OutputPlace, code: int) -> ArtifactRow:
     with History(target) as history:
         runs = history.executions().items
         if not runs:

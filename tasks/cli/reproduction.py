@@ -29,7 +29,7 @@ BITS_FOLLOW_THE_MACHINE = (
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPlace:
     """Which output of which node an artifact is: the same in every run of a workflow.
 
     Attributes:
@@ -175,7 +175,7 @@ def run_again(execution: Execution, store: Store, *, source: Path = ROOT) -> int
     ).returncode
 
 
-def place_of(history: History, artifact: ArtifactRow) -> Place:
+def place_of(history: History, artifact: ArtifactRow) -> OutputPlace:
     """Where in its run an artifact was made."""
     assert artifact.made_by is not None, "ask maker_of first"
     detail = history.node(artifact.made_by)
@@ -185,10 +185,10 @@ def place_of(history: History, artifact: ArtifactRow) -> Place:
         if (node.task, node.name) == (detail.node.task, detail.node.name)
     ]
     output = next(each.name for each in detail.outputs if each.artifact == artifact.id)
-    return Place(detail.node.task, detail.node.name, alike.index(detail.node.id), output)
+    return OutputPlace(detail.node.task, detail.node.name, alike.index(detail.node.id), output)
 
 
-def artifact_at(history: History, execution: str, place: Place) -> ArtifactRow:
+def artifact_at(history: History, execution: str, place: OutputPlace) -> ArtifactRow:
     """What a run made at a place.
 
     Raises:

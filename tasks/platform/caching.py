@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from nemo_rl_core.infra.lineage import package_versions
-from tasks.platform.sources import Source, keep_sources, read_source
+from tasks.platform.sources import SourceFile, keep_sources, read_source
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("nemo_rl_core", "tasks", "workflows")
@@ -171,7 +171,7 @@ def _path(module: str) -> Path | None:
 
 
 @cache
-def _source(module: str) -> Source:
+def _source(module: str) -> SourceFile:
     path = _path(module)
     assert path is not None, module
     return read_source(path, _file_name(module))
@@ -213,7 +213,7 @@ def _given_out(package: str, name: str) -> Iterator[str]:
         yield from _modules_of(f"{package}{lazy}" if lazy.startswith(".") else lazy)
 
 
-def _beside(module: str, source: Source) -> Iterator[str]:
+def _beside(module: str, source: SourceFile) -> Iterator[str]:
     package = _file_name(module).rpartition(".")[0]
     folder = _ROOT.joinpath(*package.split("."))
     for name in source.beside:

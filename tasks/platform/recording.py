@@ -42,7 +42,7 @@ _MAX_ERROR_CHARACTERS = 4000
 _MARK = "_nemo_rl_source"
 
 
-class Source(NamedTuple):
+class NodeOutput(NamedTuple):
     """An output of a node of this run."""
 
     node: int | None
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 @dataclass
-class Call:
+class NodeCall:
     """A node while it runs.
 
     Attributes:
@@ -63,7 +63,7 @@ class Call:
     node: int | None
     name: str
     given: dict[str, Any]
-    sources: dict[str, list[Source]]
+    sources: dict[str, list[NodeOutput]]
     began: float = field(default_factory=time.monotonic)
     executed: bool = False
 
@@ -90,9 +90,9 @@ class Recorder:
         self.records: list[StageRecord] = []
         self.artifacts: list[Artifact] = []
         self._writer, self._log_path = writer, log_path
-        self._calls: list[Call] = []
+        self._calls: list[NodeCall] = []
         self._made: set[Path] = set()
-        self._makers: dict[str, list[Source]] = {}
+        self._makers: dict[str, list[NodeOutput]] = {}
 
     def call(
         self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
@@ -133,7 +133,7 @@ class Recorder:
             case ArtifactMade(folder):
                 self._made.add(folder)
 
-    def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> Call:
+    def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> NodeCall:
         name, kind = _node_name(entity, kwargs), _kind(entity)
         node = self._writer.begin_node(
             name,
@@ -147,17 +147,17 @@ class Recorder:
         for key, found in sources.items():
             for source in found:
                 self._writer.connect(source.node, source.output, node, key)
-        call = Call(entity, kind, node, name, plain(kwargs), sources)
+        call = NodeCall(entity, kind, node, name, plain(kwargs), sources)
         if call.is_stage:
             publish(StageStarted(name))
         return call
 
-    def _sources(self, value: Any) -> list[Source]:
+    def _sources(self, value: Any) -> list[NodeOutput]:
         """The nodes of this run whose outputs a value is made of."""
         found = [self._source(part) for part in promises_in(value)]
         return [source for sources in found for source in sources]
 
-    def _source(self, value: Promise | Artifact | BaseModel) -> list[Source]:
+    def _source(self, value: Promise | Artifact | BaseModel) -> list[NodeOutput]:
         caller = self._calls[-1] if self._calls else None
         if isinstance(value, Promise):
             mark = getattr(value.val, _MARK, None)
@@ -173,7 +173,7 @@ class Recorder:
         made = self._makers.get(artifact_id(shown) or "", [])
         return made[-1:]
 
-    def _end(self, call: Call, outputs: dict[str, Promise]) -> None:
+    def _end(self, call: NodeCall, outputs: dict[str, Promise]) -> None:
         for name, promise in outputs.items():
             self._mark(call, name, promise)
         artifacts = _artifacts(call.entity, outputs) if call.is_stage else []
@@ -202,7 +202,7 @@ class Recorder:
         if call.is_stage:
             self._publish(call, "cached" if call.state == "cached" else "ran", cost, summary)
 
-    def _fail(self, call: Call, error: BaseException) -> None:
+    def _fail(self, call: NodeCall, error: BaseException) -> None:
         stopped = not isinstance(error, Exception)
         end = NodeEnd(
             "aborted" if stopped else "failed", error=said(error), log_to=self._log_bytes()
@@ -211,7 +211,9 @@ class Recorder:
         if call.is_stage:
             self._publish(call, "failed")
 
-    def _publish(self, call: Call, state: Any, cost: Cost | None = None, note: str = "") -> None:
+    def _publish(
+        self, call: NodeCall, state: Any, cost: Cost | None = None, note: str = ""
+    ) -> None:
         cost = cost or Cost()
         record = StageRecord(
             call.name,
@@ -225,7 +227,7 @@ class Recorder:
         self.records.append(record)
         publish(record)
 
-    def _mark(self, call: Call, name: str, promise: Promise) -> None:
+    def _mark(self, call: NodeCall, name: str, promise: Promise) -> None:
         """Says on an output's literal whose it is, so that it is known again as an input.
 
         What a sub-workflow or a dynamic returns belongs to the node in it that made it; what a
@@ -233,7 +235,7 @@ class Recorder:
         """
         if call.kind == "workflow" and hasattr(promise.val, _MARK):
             return
-        source = Source(call.node, name)
+        source = NodeOutput(call.node, name)
         artifact = artifact_id(plain(promise))
         known = self._makers.setdefault(artifact, []) if artifact else []
         inside = known[-1] if known and call.kind == "dynamic" else None

@@ -24,7 +24,7 @@ _is_news = Event()
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """What a file says.
 
     Attributes:
@@ -45,7 +45,7 @@ class Source:
     beside: list[str]
 
 
-def read_source(path: Path, module: str) -> Source:
+def read_source(path: Path, module: str) -> SourceFile:
     """What the file says.
 
     Args:
@@ -78,10 +78,10 @@ def keep_sources() -> None:
 
 
 @cache
-def _known() -> dict[str, Source]:
+def _known() -> dict[str, SourceFile]:
     try:
         table = json.loads(_table_path().read_text())
-        return {key: Source(**fields) for key, fields in table.items()}
+        return {key: SourceFile(**fields) for key, fields in table.items()}
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -93,7 +93,7 @@ def _table_path() -> Path:
     return here.parent / "__pycache__" / f"sources.{version[:16]}.json"
 
 
-def _analysed(tree: ast.Module, module: str) -> Source:
+def _analysed(tree: ast.Module, module: str) -> SourceFile:
     nodes = list(_executed(tree))
     constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
     imports = {name for node in nodes for name in _imported(node, module)}
@@ -102,7 +102,7 @@ def _analysed(tree: ast.Module, module: str) -> Source:
     for node in [tree, *nodes]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             _drop_docstring(node)
-    return Source(
+    return SourceFile(
         digest=hashlib.sha256(ast.dump(tree).encode()).hexdigest(),
         imports=sorted(imports),
         strings=sorted(each for each in constants if isinstance(each, str) and _is_name(each)),

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nemo_rl_core.infra.files import hash_file, hash_folder
-from tasks.platform.sources import Source, read_source
+from tasks.platform.sources import SourceFile, read_source
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
@@ -78,7 +78,7 @@ def _content(spec: ModuleSpec) -> tuple[str, list[str]]:
     return "".join([source.digest, *_beside(origin, source)]), source.imports
 
 
-def _beside(origin: Path, source: Source) -> list[str]:
+def _beside(origin: Path, source: SourceFile) -> list[str]:
     files = [origin.with_name(name) for name in source.beside]
     return [
         hash_folder(each) if each.is_dir() else hash_file(each) for each in files if each.exists()

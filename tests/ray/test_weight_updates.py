@@ -19,7 +19,7 @@ from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, Opti
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import Place, ends, place_of_this_process
+from nemo_rl_core.distributed.weight_sync import Location, ends, location_of_this_process
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
@@ -310,11 +310,11 @@ def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
 
 def be_elsewhere(_: Any) -> None:
     """In a worker, whose methods Ray has bound already: what they ask is what can be changed."""
-    ends.place_of_this_process = lambda: Place("another machine", None)
+    ends.location_of_this_process = lambda: Location("another machine", None)
 
 
 def be_here(_: Any) -> None:
-    ends.place_of_this_process = place_of_this_process
+    ends.location_of_this_process = location_of_this_process
 
 
 @pytest.mark.slow

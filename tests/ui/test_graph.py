@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_core.history.records import Ancestor, AncestryGraph, ArtifactRow, Node, Parentage
+from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Node, Parentage
 from nemo_rl_core.ui.graph import of_ancestry, of_execution
 
 
@@ -60,7 +60,9 @@ def _iterations(number: int) -> AncestryGraph:
     ]
     return AncestryGraph(
         ids[0],
-        tuple(Ancestor(row.id, "", depth, row, None, "found") for depth, row in enumerate(rows)),
+        tuple(
+            GraphArtifact(row.id, "", depth, row, None, "found") for depth, row in enumerate(rows)
+        ),
         tuple(Parentage(parent, child, "start") for child, parent in itertools.pairwise(ids)),
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.decoding.requests import Completed, Request
+from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Decoding:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[DecodingRequest],
         config: SamplingConfig,
         *,
         greedy: bool,
@@ -126,7 +126,7 @@ class Decoding:
         return [Completed(*row) for row in rows]
 
 
-def refuse_stop_strings_without_text(requests: Sequence[Request], tokenizer: Any) -> None:
+def refuse_stop_strings_without_text(requests: Sequence[DecodingRequest], tokenizer: Any) -> None:
     """Refuses stop strings where nothing makes text of tokens.
 
     Raises:

@@ -13,7 +13,7 @@ _LARGEST_SEED = 2**31
 
 
 @dataclass(frozen=True)
-class Request:
+class DecodingRequest:
     """One row.
 
     Attributes:
@@ -40,7 +40,7 @@ class Completed:
 
 def read_requests(
     batch: BatchedDataDict, config: SamplingConfig, *, max_model_len: int
-) -> list[Request]:
+) -> list[DecodingRequest]:
     """The rows of a batch.
 
     Args:
@@ -69,7 +69,7 @@ def read_requests(
                 fix="shorten the prompt, or raise max_model_len or max_new_tokens",
             )
         requests.append(
-            Request(
+            DecodingRequest(
                 prompt=batch["input_ids"][row, :length].tolist(),
                 seed=int(batch["seeds"][row]),
                 max_new_tokens=room,
@@ -101,7 +101,9 @@ def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
     return torch.randint(_LARGEST_SEED, (num_rows,), generator=generator)
 
 
-def as_batch(requests: Sequence[Request], completed: Sequence[Completed]) -> BatchedDataDict:
+def as_batch(
+    requests: Sequence[DecodingRequest], completed: Sequence[Completed]
+) -> BatchedDataDict:
     """Prompts with their completions right behind them, padded on the right with 0.
 
     Returns:

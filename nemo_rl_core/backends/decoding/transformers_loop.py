@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.decoding.draws import Decoding
-from nemo_rl_core.backends.decoding.requests import Completed, Request, padded_on_the_left
+from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, padded_on_the_left
 
 
 @torch.no_grad()
 def complete(
-    model: Any, requests: list[Request], decoding: Decoding, *, stop_token_ids: list[int]
+    model: Any, requests: list[DecodingRequest], decoding: Decoding, *, stop_token_ids: list[int]
 ) -> list[Completed]:
     """Lets a model complete prompts with its KV cache; `decoding` draws the tokens.
 

@@ -9,7 +9,7 @@ import torch
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import Place, WeightRoute
+from nemo_rl_core.distributed.weight_sync import Location, WeightRoute
 from nemo_rl_core.registry import Registry
 
 
@@ -74,7 +74,7 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    def weight_place(self) -> Place:
+    def weight_location(self) -> Location:
         """Where this process runs (`ReceivesWeights` has it)."""
         ...
 

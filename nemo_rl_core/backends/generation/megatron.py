@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import (
-    Request,
+    DecodingRequest,
     as_batch,
     padded_on_the_left,
     read_requests,
@@ -77,7 +77,7 @@ class MegatronInferenceBackend(ReceivesWeights):
             self._complete(requests, decoding)
         return as_batch(requests, decoding.completed())
 
-    def _complete(self, requests: list[Request], decoding: Decoding) -> None:
+    def _complete(self, requests: list[DecodingRequest], decoding: Decoding) -> None:
         """Draws until all rows have ended; those that have are computed no further."""
         prompts = [tuple(request.prompt) for request in requests]
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.decoding.draws import refuse_stop_strings_without_text
-from nemo_rl_core.backends.decoding.requests import Completed, Request, as_batch, read_requests
+from nemo_rl_core.backends.decoding.requests import (
+    Completed,
+    DecodingRequest,
+    as_batch,
+    read_requests,
+)
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
@@ -97,7 +102,7 @@ class VllmBackend(ReceivesWeights):
         )
         return as_batch(requests, [completed(output.outputs[0]) for output in outputs])
 
-    def _sampling(self, request: Request, *, greedy: bool) -> Any:
+    def _sampling(self, request: DecodingRequest, *, greedy: bool) -> Any:
         from vllm import SamplingParams
 
         config = self._config

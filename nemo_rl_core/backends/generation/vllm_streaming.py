@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_rl_core.backends.decoding.requests import Completed, Request, read_requests
+from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, read_requests
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.backends.generation.vllm import SENT, VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -41,7 +41,7 @@ class _UnderWay:
     """
 
     name: int
-    request: Request
+    request: DecodingRequest
     part: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class _UnderWay:
     def engine_name(self) -> str:
         return f"{self.name}.{self.part}"
 
-    def what_is_left(self) -> Request:
+    def what_is_left(self) -> DecodingRequest:
         """The rest as a request of its own, with another seed: the first one's draws are used."""
         if not self.part:
             return self.request

@@ -13,10 +13,10 @@ from nemo_rl_core.distributed.weight_sync.buckets import (
     received_digest,
 )
 from nemo_rl_core.distributed.weight_sync.carriers import (
-    Place,
+    Location,
     carrier_between,
+    location_of_this_process,
     machine_of_this_process,
-    place_of_this_process,
 )
 from nemo_rl_core.distributed.weight_sync.channel import CarrierName, RouteHost, WeightRoute
 from nemo_rl_core.distributed.weight_sync.ends import ReceivesWeights, SendsWeights
@@ -24,7 +24,7 @@ from nemo_rl_core.distributed.weight_sync.transfer import WeightReceiver, Weight
 
 __all__ = [
     "CarrierName",
-    "Place",
+    "Location",
     "ReceivesWeights",
     "RouteHost",
     "SendsWeights",
@@ -36,8 +36,8 @@ __all__ = [
     "carrier_between",
     "combined_digest",
     "compare_digests",
+    "location_of_this_process",
     "machine_of_this_process",
     "make_buckets",
-    "place_of_this_process",
     "received_digest",
 ]

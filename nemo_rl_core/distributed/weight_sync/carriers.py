@@ -257,7 +257,7 @@ def make_carrier(channel: Channel) -> Carrier:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a process runs.
 
     Attributes:
@@ -269,12 +269,12 @@ class Place:
     gpu: str | None
 
 
-def place_of_this_process() -> Place:
+def location_of_this_process() -> Location:
     """Where what runs here can be reached from."""
     gpu = None
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(local_device()).uuid)
-    return Place(machine_of_this_process(), gpu)
+    return Location(machine_of_this_process(), gpu)
 
 
 def machine_of_this_process() -> str:
@@ -284,7 +284,7 @@ def machine_of_this_process() -> str:
     return f"{socket.gethostname()} {shared}"
 
 
-def carrier_between(sender: Place, receivers: Sequence[Place]) -> CarrierName:
+def carrier_between(sender: Location, receivers: Sequence[Location]) -> CarrierName:
     """The fastest way that reaches all receivers."""
     places = [sender, *receivers]
     on_one_machine = len({place.machine for place in places}) == 1

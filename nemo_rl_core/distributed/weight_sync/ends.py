@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from nemo_rl_core.distributed.process_group import rank
-from nemo_rl_core.distributed.weight_sync.carriers import Place, place_of_this_process
+from nemo_rl_core.distributed.weight_sync.carriers import Location, location_of_this_process
 from nemo_rl_core.distributed.weight_sync.channel import WeightRoute
 from nemo_rl_core.distributed.weight_sync.transfer import WeightReceiver, WeightSender
 
@@ -20,9 +20,9 @@ from nemo_rl_core.distributed.weight_sync.transfer import WeightReceiver, Weight
 class HasPlace:
     """A worker that can say where it runs."""
 
-    def weight_place(self) -> Place:
+    def weight_location(self) -> Location:
         """This process's place, of which `carrier_between` makes the carrier."""
-        return place_of_this_process()
+        return location_of_this_process()
 
 
 class SendsWeights(HasPlace):

@@ -28,14 +28,14 @@ _OPEN, _CLOSE = "<tool>", "</tool>"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """What a turn asks for."""
 
     name: str
     argument: str
 
 
-def find_call(turn: str) -> Call | None:
+def find_call(turn: str) -> ToolCall | None:
     """The first call of a turn; what stands behind it is not read.
 
     A call that is not closed counts: a stop string may have taken its end.
@@ -48,7 +48,7 @@ def find_call(turn: str) -> Call | None:
     if not opened:
         return None
     name, *argument = re.split(r"[\s:]+", inside.partition(_CLOSE)[0].strip(), maxsplit=1)
-    return Call(name, "".join(argument))
+    return ToolCall(name, "".join(argument))
 
 
 class ToolEnvironment:
@@ -121,7 +121,7 @@ class ToolEnvironment:
         """Closes the scorer."""
         self._scorer.close()
 
-    def _answer(self, call: Call) -> str | RewardError:
+    def _answer(self, call: ToolCall) -> str | RewardError:
         tool = self._tools.get(call.name)
         if tool is None:
             result = f"error: there is no tool {shorten(call.name, 40)!r}, only " + ", ".join(

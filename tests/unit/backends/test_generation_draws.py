@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import (
     Completed,
-    Request,
+    DecodingRequest,
     as_batch,
     read_requests,
     row_seeds,
@@ -25,7 +25,7 @@ LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
 def decoding(num_rows: int = 1, *, greedy: bool = False, **words: Any) -> Decoding:
     config = SamplingConfig(**{"max_new_tokens": 8, **words})
-    requests = [Request([1], seed, config.max_new_tokens) for seed in range(num_rows)]
+    requests = [DecodingRequest([1], seed, config.max_new_tokens) for seed in range(num_rows)]
     return Decoding(requests, config, greedy=greedy, stop_token_ids=[99])
 
 
@@ -79,7 +79,7 @@ def test_logprobs_are_of_the_whole_distribution_under_the_temperature() -> None:
 @given(st.permutations(range(6)), st.integers(1, 6))
 def test_a_rows_draws_know_nothing_of_other_rows(order: list[int], count: int) -> None:
     def tokens(seeds: list[int]) -> dict[int, Any]:
-        requests = [Request([1], seed, 5) for seed in seeds]
+        requests = [DecodingRequest([1], seed, 5) for seed in seeds]
         state = Decoding(requests, SamplingConfig(), greedy=False, stop_token_ids=[3])
         while not state.ended.all():
             state.draw(LOGITS.expand(len(seeds), 4))
@@ -98,10 +98,10 @@ class Letters:
 
 def test_a_row_ends_with_a_stop_token_a_stop_string_or_its_bound() -> None:
     requests = [
-        Request([1], 0, 4),  # stop token 5
-        Request([1], 0, 4, ("bc",)),
-        Request([1], 0, 2),
-        Request([1], 0, 3, ("bcd",)),  # ends at its bound, where its stop string ends too
+        DecodingRequest([1], 0, 4),  # stop token 5
+        DecodingRequest([1], 0, 4, ("bc",)),
+        DecodingRequest([1], 0, 2),
+        DecodingRequest([1], 0, 3, ("bcd",)),  # ends at its bound, where its stop string ends too
     ]
     state = Decoding(
         requests, SamplingConfig(), greedy=True, stop_token_ids=[5], tokenizer=Letters()
@@ -119,7 +119,9 @@ def test_a_row_ends_with_a_stop_token_a_stop_string_or_its_bound() -> None:
 
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match="no tokenizer"):
-        Decoding([Request([1], 0, 4, ("a",))], SamplingConfig(), greedy=True, stop_token_ids=[5])
+        Decoding(
+            [DecodingRequest([1], 0, 4, ("a",))], SamplingConfig(), greedy=True, stop_token_ids=[5]
+        )
 
 
 def batch(**columns: Any) -> BatchedDataDict:
@@ -137,8 +139,8 @@ def test_rows_bring_bounds_and_stop_strings_of_their_own() -> None:
     config = HuggingFaceGenerationConfig(max_new_tokens=6, stop_strings=["x"])
     columns = {"max_new_tokens": torch.tensor([9, 2]), "stop_strings": [None, ["y"]]}
     assert read_requests(batch(**columns), config, max_model_len=8) == [
-        Request([1, 2, 3], 7, 5, ("x",)),  # 8 - 3 tokens are left
-        Request([4], 8, 2, ("x", "y")),
+        DecodingRequest([1, 2, 3], 7, 5, ("x",)),  # 8 - 3 tokens are left
+        DecodingRequest([4], 8, 2, ("x", "y")),
     ]
 
 

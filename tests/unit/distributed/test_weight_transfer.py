@@ -13,15 +13,15 @@ from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.weight_sync import (
     CarrierName,
-    Place,
+    Location,
     RouteHost,
     WeightReceiver,
     WeightRoute,
     WeightSender,
     carrier_between,
     combined_digest,
+    location_of_this_process,
     make_buckets,
-    place_of_this_process,
 )
 from nemo_rl_core.errors import ConsistencyError, ResourceError, WorkerError
 
@@ -290,8 +290,11 @@ def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
 def test_the_carrier_follows_from_the_places(
     sender: tuple[str, str | None], receivers: list[tuple[str, str | None]], expected: str
 ) -> None:
-    assert carrier_between(Place(*sender), [Place(*receiver) for receiver in receivers]) == expected
+    assert (
+        carrier_between(Location(*sender), [Location(*receiver) for receiver in receivers])
+        == expected
+    )
 
 
 def test_two_processes_of_this_machine_are_in_one_place() -> None:
-    assert run_ranks(place_of_this_process, world_size=1) == [place_of_this_process()]
+    assert run_ranks(location_of_this_process, world_size=1) == [location_of_this_process()]

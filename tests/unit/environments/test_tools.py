@@ -22,7 +22,7 @@ from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.environments.sandbox import Limits
 from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
 from nemo_rl_core.environments.tools.calculator import calculate
-from nemo_rl_core.environments.tools.environment import Call, find_call
+from nemo_rl_core.environments.tools.environment import ToolCall, find_call
 from nemo_rl_core.environments.tools.python import PythonRunner
 from nemo_rl_core.environments.tools.retriever import Retriever
 from nemo_rl_core.errors import ConfigError, DataError
@@ -147,16 +147,16 @@ def test_python_prints_or_says_why_not(namespaces: None) -> None:
         ("408", None),
         ("", None),
         ("</tool>", None),
-        ("<tool>calculator 1 + 2</tool>", Call("calculator", "1 + 2")),
-        ("Well: <tool> calculator: 1 + 2 </tool> 3", Call("calculator", "1 + 2")),
-        ("<tool>python\nx = 1\nprint(x)\n</tool>", Call("python", "x = 1\nprint(x)")),
-        ("<tool>calculator 1 + 2", Call("calculator", "1 + 2")),
-        ("<tool>a 1</tool><tool>b 2</tool>", Call("a", "1")),
-        ("<tool></tool>", Call("", "")),
-        ("<tool>clock</tool>", Call("clock", "")),
+        ("<tool>calculator 1 + 2</tool>", ToolCall("calculator", "1 + 2")),
+        ("Well: <tool> calculator: 1 + 2 </tool> 3", ToolCall("calculator", "1 + 2")),
+        ("<tool>python\nx = 1\nprint(x)\n</tool>", ToolCall("python", "x = 1\nprint(x)")),
+        ("<tool>calculator 1 + 2", ToolCall("calculator", "1 + 2")),
+        ("<tool>a 1</tool><tool>b 2</tool>", ToolCall("a", "1")),
+        ("<tool></tool>", ToolCall("", "")),
+        ("<tool>clock</tool>", ToolCall("clock", "")),
     ],
 )
-def test_calls_are_found(turn: str, call: Call | None) -> None:
+def test_calls_are_found(turn: str, call: ToolCall | None) -> None:
     assert find_call(turn) == call
 
 

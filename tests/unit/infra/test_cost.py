@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra import usage
 from nemo_rl_core.infra.cost import (
-    ModelShape,
+    ModelFlops,
     Prices,
     model_flops_utilization,
     model_shape,
@@ -20,7 +20,7 @@ from nemo_rl_core.infra.cost import (
 from nemo_rl_core.infra.lineage import Cost
 from nemo_rl_core.infra.produce import cost_html
 
-SHAPE = ModelShape(num_multiplied=1000, num_layers=2, attention_width=8)
+SHAPE = ModelFlops(num_multiplied=1000, num_layers=2, attention_width=8)
 
 
 def test_flops_of_sequences_by_hand() -> None:
@@ -32,7 +32,7 @@ def test_flops_of_sequences_by_hand() -> None:
 
 
 def test_a_model_that_is_almost_all_weights_takes_six_flops_a_weight_and_token() -> None:
-    shape = ModelShape(num_multiplied=7e9, num_layers=32, attention_width=4096)
+    shape = ModelFlops(num_multiplied=7e9, num_layers=32, attention_width=4096)
     assert shape.flops("training", [2048]) / 2048 == pytest.approx(6 * 7e9, rel=0.05)
 
 
@@ -54,12 +54,12 @@ def _model(folder: Path, tied: bool, **config: int) -> Path:
 
 def test_weights_that_are_looked_up_or_not_chosen_do_not_count(tmp_path: Path) -> None:
     # The one table is also the head that every token is multiplied by.
-    assert model_shape(_model(tmp_path / "tied", True)) == ModelShape(40 + 16 + 48, 1, 4)
+    assert model_shape(_model(tmp_path / "tied", True)) == ModelFlops(40 + 16 + 48, 1, 4)
     # The table is looked up, and the head is multiplied by.
     assert model_shape(_model(tmp_path / "untied", False)).num_multiplied == 40 + 16 + 48
     # One of two experts sees a token.
     mixture = _model(tmp_path / "mixture", True, num_experts=2, num_experts_per_tok=1, head_dim=3)
-    assert model_shape(mixture) == ModelShape(40 + 16 + 24, 1, 6)
+    assert model_shape(mixture) == ModelFlops(40 + 16 + 24, 1, 6)
 
 
 def test_peaks_and_the_share_of_them() -> None:

@@ -17,7 +17,7 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.collect import Removed, make_plan, remove
 from nemo_rl_core.keeping.disk import Snapshot, allocated
-from nemo_rl_core.keeping.policy import Policy
+from nemo_rl_core.keeping.policy import RetentionPolicy
 from nemo_rl_core.keeping.survey import PINNED, survey
 
 DAY = 86400.0
@@ -25,28 +25,30 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 Small = Any
 
 
-def _collect(store: Store, policy: Policy) -> Removed:
+def _collect(store: Store, policy: RetentionPolicy) -> Removed:
     return remove(store, policy, make_plan(store, policy))
 
 
 def test_nothing_goes_while_every_run_is_kept(small: Small, lineage: dict[str, str]) -> None:
-    assert make_plan(small.store, Policy()).is_empty
+    assert make_plan(small.store, RetentionPolicy()).is_empty
 
 
 def test_what_no_kept_run_reaches_goes(small: Small, lineage: dict[str, str]) -> None:
-    plan = make_plan(small.store, Policy(keep_runs=2))
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=2))
     assert (plan.runs, plan.artifacts) == (("run1",), (lineage["first"],))
     before = small.artifacts()
-    done = remove(small.store, Policy(keep_runs=2), plan)
+    done = remove(small.store, RetentionPolicy(keep_runs=2), plan)
     assert before - small.artifacts() == {lineage["first"]}
     assert small.runs() == {"run2", "run3"}
     assert done.in_use == ()
     # The third run alone needs what it went on from, and that needs its data.
-    _collect(small.store, Policy(keep_runs=1))
+    _collect(small.store, RetentionPolicy(keep_runs=1))
     assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
     assert small.runs() == {"run3"}
-    assert make_plan(small.store, Policy()).is_empty, "the history remembers runs that went"
-    _collect(small.store, Policy(keep_runs=0))
+    assert make_plan(small.store, RetentionPolicy()).is_empty, (
+        "the history remembers runs that went"
+    )
+    _collect(small.store, RetentionPolicy(keep_runs=0))
     assert (small.artifacts(), small.runs()) == (set(), set())
 
 
@@ -60,31 +62,31 @@ def test_freed_bytes_are_what_du_says(small: Small, lineage: dict[str, str]) -> 
     artifacts = small.store.artifacts
     # A file with a second name comes free with the last of them only.
     os.link(artifacts / lineage["first"] / "rows", artifacts / lineage["second"] / "again")
-    plan = make_plan(small.store, Policy(keep_runs=2))
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=2))
     before = du()  # reading the history has left its shared-memory file
     assert plan.num_bytes == before
     files = [artifacts / lineage["first"], small.store.runs / "run1"]
     linked = allocated(artifacts / lineage["first"] / "rows")
     assert plan.freed_bytes == sum(map(allocated, files)) - linked
     # Records and locks in work/ go, too: they are empty or a block each.
-    done = remove(small.store, Policy(keep_runs=2), plan).plan
+    done = remove(small.store, RetentionPolicy(keep_runs=2), plan).plan
     assert 0 <= before - du() - done.freed_bytes <= 8192
     assert Snapshot(small.store.root).num_bytes == du()
 
 
 def test_a_pinned_run_stays(small: Small, lineage: dict[str, str]) -> None:
     (small.store.runs / "run1" / PINNED).touch()
-    _collect(small.store, Policy(keep_runs=0))
+    _collect(small.store, RetentionPolicy(keep_runs=0))
     assert small.runs() == {"run1"}
     assert small.artifacts() == {lineage["data"], lineage["first"]}
 
 
 def test_max_size_drops_the_oldest_first(small: Small, lineage: dict[str, str]) -> None:
-    whole = make_plan(small.store, Policy()).num_bytes
-    assert make_plan(small.store, Policy(max_bytes=whole)).is_empty
-    plan = make_plan(small.store, Policy(max_bytes=whole - 1))
+    whole = make_plan(small.store, RetentionPolicy()).num_bytes
+    assert make_plan(small.store, RetentionPolicy(max_bytes=whole)).is_empty
+    plan = make_plan(small.store, RetentionPolicy(max_bytes=whole - 1))
     assert (plan.runs, plan.artifacts) == (("run1",), (lineage["first"],))
-    plan = make_plan(small.store, Policy(max_bytes=whole - 150 * 1024))
+    plan = make_plan(small.store, RetentionPolicy(max_bytes=whole - 150 * 1024))
     assert plan.runs == ("run1", "run2", "run3")
     # What was made from another goes before it.
     order = [plan.artifacts.index(lineage[name]) for name in ("third", "second", "data")]
@@ -99,7 +101,7 @@ def test_a_folder_named_by_a_config_or_by_a_runs_inputs_is_needed(small: Small) 
     made = small.artifact("train_sft", days_old=1, model=model)
     small.run("newer", made, days_old=1, config={"judge": str(small.store.artifacts / judge)})
     small.store.release()
-    assert make_plan(small.store, Policy(keep_runs=1)).artifacts == ()
+    assert make_plan(small.store, RetentionPolicy(keep_runs=1)).artifacts == ()
 
 
 def test_in_a_store_that_was_moved_what_is_needed_stays(small: Small, tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_in_a_store_that_was_moved_what_is_needed_stays(small: Small, tmp_path: 
     small.run("newer", made, days_old=1)
     small.store.release()
     moved = Store(small.store.root.rename(tmp_path / "elsewhere"))
-    plan = make_plan(moved, Policy(keep_runs=1))
+    plan = make_plan(moved, RetentionPolicy(keep_runs=1))
     assert (plan.runs, plan.artifacts) == (("older",), ())
 
 
@@ -121,24 +123,24 @@ def test_a_removed_artifact_is_made_again(small: Small) -> None:
     key = f"{0:032x}"
     assert small.store.published("train_sft", key)
     small.store.release()
-    _collect(small.store, Policy(keep_runs=0))
+    _collect(small.store, RetentionPolicy(keep_runs=0))
     assert small.store.published("train_sft", key) is None
     assert list(small.store.work.iterdir()) == [], "its record and its lock went, too"
 
 
 def test_what_this_process_uses_stays(small: Small, lineage: dict[str, str]) -> None:
     assert small.store.hold(small.store.artifacts / lineage["second"])
-    _collect(small.store, Policy(keep_runs=0))
+    _collect(small.store, RetentionPolicy(keep_runs=0))
     assert small.artifacts() == {lineage["second"], lineage["data"]}
 
 
 def test_what_is_taken_between_plan_and_removal_stays_with_its_ancestors(
     small: Small, lineage: dict[str, str]
 ) -> None:
-    plan = make_plan(small.store, Policy(keep_runs=0))
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=0))
     assert lineage["third"] in plan.artifacts
     small.store.hold(small.store.artifacts / lineage["third"])
-    remove(small.store, Policy(keep_runs=0), plan)
+    remove(small.store, RetentionPolicy(keep_runs=0), plan)
     assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
 
 
@@ -162,7 +164,7 @@ time.sleep(60)
     (run,) = [run for run in survey(small.store).runs if run.name == "works"]
     assert run.running
     later = time.time() + 1000
-    plan = make_plan(small.store, Policy(keep_runs=0), now=later)
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=0), now=later)
     assert "works" not in plan.runs
     assert lineage["first"] not in plan.artifacts
     assert lineage["data"] not in plan.artifacts
@@ -175,7 +177,7 @@ def test_an_unreadable_history_stops_all_but_leftovers(
 ) -> None:
     path_of(small.store).write_bytes(b"no database at all" * 100)
     (small.store.artifacts / ".x-1.abc.discarded~").mkdir()
-    done = _collect(small.store, Policy(keep_runs=0))
+    done = _collect(small.store, RetentionPolicy(keep_runs=0))
     assert "cannot be read" in done.plan.problem
     assert set(lineage.values()) == small.artifacts()
 
@@ -199,7 +201,7 @@ with Store(Path(sys.argv[1])).work_folder("sft", "held"):
 """
     holder = spawn(script, small.store.root)
     assert holder.stdout.readline() == "held\n"
-    done = _collect(small.store, Policy())
+    done = _collect(small.store, RetentionPolicy())
     assert done.plan.work == ("sft-old",)
     left = sorted(path.name for path in small.store.work.iterdir())
     assert left == ["sft-held", "sft-held.lock", "sft-young", "sft-young.lock"]
@@ -223,7 +225,7 @@ def test_leftovers_go_and_what_is_being_written_stays(small: Small) -> None:
     for memory in (kept, stale):
         memory.write_text("{}")
     small.store.hold(small.store.artifacts / made)
-    done = _collect(small.store, Policy())
+    done = _collect(small.store, RetentionPolicy())
     assert set(done.plan.leftovers) == {half, torn, scratch, stale}
     assert not any(path.exists() for path in (half, torn, scratch, stale))
     assert written.exists() and kept.exists()
@@ -256,17 +258,17 @@ import sys
 from pathlib import Path
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.collect import make_plan, remove
-from nemo_rl_core.keeping.policy import Policy
+from nemo_rl_core.keeping.policy import RetentionPolicy
 store = Store(Path(sys.argv[1]))
-policy = Policy(keep_runs=1)
+policy = RetentionPolicy(keep_runs=1)
 """
 
 
 KILLED = """
 sys.dont_write_bytecode = True
 from nemo_rl_core.keeping.collect import make_plan, remove
-from nemo_rl_core.keeping.policy import Policy
-policy = Policy(keep_runs=1)
+from nemo_rl_core.keeping.policy import RetentionPolicy
+policy = RetentionPolicy(keep_runs=1)
 remove(Store(root), policy, make_plan(Store(root), policy))
 """
 
@@ -320,13 +322,13 @@ print(made, uses)
     users = [spawn(user, small.store.root) for _ in range(2)]
     removed = 0
     while any(child.poll() is None for child in users):
-        removed += len(_collect(small.store, Policy(keep_runs=0)).plan.artifacts)
+        removed += len(_collect(small.store, RetentionPolicy(keep_runs=0)).plan.artifacts)
     outcomes = [child.communicate() for child in users]
     assert [error for _, error in outcomes if "Traceback" in error] == []
     made = sum(int(output.split()[0]) for output, _ in outcomes)
     assert removed > 3, "the loop did remove what others made"
     assert made >= removed
-    _collect(small.store, Policy(keep_runs=0))
+    _collect(small.store, RetentionPolicy(keep_runs=0))
     assert list(small.store.artifacts.iterdir()) == []
 
 
@@ -362,6 +364,6 @@ def test_a_full_disk_is_what_it_is_for(small_disk: Path) -> None:
     with suppress(OSError):
         filler.write_bytes(b"x" * 2**20)
     assert shutil.disk_usage(small_disk).free == 0
-    done = _collect(store, Policy(keep_runs=0))
+    done = _collect(store, RetentionPolicy(keep_runs=0))
     assert len(done.plan.artifacts) == 2
     assert shutil.disk_usage(small_disk).free >= 600_000

@@ -2,18 +2,18 @@
 
 from nemo_rl_core.environments.replies import Reply
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
-from nemo_rl_core.rollouts.engine import Place
-from nemo_rl_core.rollouts.requests import Answer
+from nemo_rl_core.rollouts.engine import RolloutPlace
+from nemo_rl_core.rollouts.requests import CompletionResult
 from nemo_rl_core.rollouts.scorers import EngineChat
 
 WIDE = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
 
 
 def begun(tokenizer, prompt):
-    place = Place(0, 0, 0, 0)
+    place = RolloutPlace(0, 0, 0, 0)
     conversation = Conversation(prompt, place, bounds=WIDE, tokenizer=tokenizer, stop_strings=())
     ids = (*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id)
-    conversation.hear_policy(Answer(ids, (-1.0,) * len(ids), False))
+    conversation.hear_policy(CompletionResult(ids, (-1.0,) * len(ids), False))
     return conversation
 
 

@@ -12,7 +12,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import WorkerError, WorkerLostError
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
-from nemo_rl_core.rollouts.engine import Place
+from nemo_rl_core.rollouts.engine import RolloutPlace
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt
 
@@ -100,7 +100,7 @@ def make(
 ) -> Iterator[Callable[..., RolloutStream]]:
     made = []
 
-    def dialogue(prompt: Prompt, place: Place) -> Conversation:
+    def dialogue(prompt: Prompt, place: RolloutPlace) -> Conversation:
         bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
         return Conversation(prompt, place, bounds=bounds, tokenizer=tokenizer, stop_strings=())
 

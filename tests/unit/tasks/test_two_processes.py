@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.keeping.collect import make_plan, remove
-from nemo_rl_core.keeping.policy import Policy
+from nemo_rl_core.keeping.policy import RetentionPolicy
 from nemo_rl_core.keeping.verify import verify
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -54,8 +54,8 @@ def test_two_commands_make_each_artifact_once_and_lose_none(tmp_path: Path) -> N
         (store.artifacts / f"garbage-{garbage:016x}").mkdir(parents=True)
         garbage += 1
         # All that no process holds; the runs themselves go on, and stay.
-        plan = make_plan(store, Policy(keep_runs=0))
-        removed += remove(store, Policy(keep_runs=0), plan).plan.artifacts
+        plan = make_plan(store, RetentionPolicy(keep_runs=0))
+        removed += remove(store, RetentionPolicy(keep_runs=0), plan).plan.artifacts
         time.sleep(0.5)
     outputs = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs

@@ -23,7 +23,7 @@ from nemo_rl_core.backends.training.dtensor.loading import (
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, Part
+from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, MicrobatchPart
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel
 from nemo_rl_core.backends.training.dtensor.parallelize import (
@@ -324,7 +324,7 @@ class DTensorBackend(SendsWeights):
             self._check(self._reference)
         yield self._reference
 
-    def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[Part]:
+    def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[MicrobatchPart]:
         return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ _PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
 
 
 @dataclass(frozen=True)
-class Part:
+class MicrobatchPart:
     """One micro-batch of a shard.
 
     Attributes:
@@ -44,7 +44,7 @@ class Microbatches:
 
     def of(
         self, batch: BatchedDataDict, *, share_rows: bool, device: torch.device
-    ) -> Iterator[Part]:
+    ) -> Iterator[MicrobatchPart]:
         """The micro-batches of a shard, on a device.
 
         Behind its own, a rank gets fillers until it has as many as the data rank with most: a
@@ -64,7 +64,7 @@ class Microbatches:
         plan, most = self._agreed_plan(batch, share_rows)
         for microbatch in plan:
             part = batch.select_indices(microbatch.indices).to(device)
-            yield Part(cropped(part, int(part["input_lengths"].max())), microbatch)
+            yield MicrobatchPart(cropped(part, int(part["input_lengths"].max())), microbatch)
         for _ in range(most - len(plan)):
             yield _filler(device)
 
@@ -102,7 +102,7 @@ class Microbatches:
         return self._plans[key]
 
 
-def _filler(device: torch.device) -> Part:
+def _filler(device: torch.device) -> MicrobatchPart:
     filler = BatchedDataDict(
         {
             "input_ids": torch.zeros(1, 2, dtype=torch.long),
@@ -110,4 +110,4 @@ def _filler(device: torch.device) -> Part:
             "token_mask": torch.zeros(1, 1, dtype=torch.bool),
         }
     )
-    return Part(filler.to(device), Microbatch(rows=((0,),), row_length=2), is_filler=True)
+    return MicrobatchPart(filler.to(device), Microbatch(rows=((0,),), row_length=2), is_filler=True)

@@ -13,7 +13,7 @@ from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model
 from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, wrap
-from nemo_rl_core.backends.training.megatron.parts import Part, make_parts
+from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
 from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
 from nemo_rl_core.backends.training.megatron.reference import ReferenceWeights
 from nemo_rl_core.backends.training.megatron.step import run_parts
@@ -99,7 +99,7 @@ class MegatronBackend(SendsWeights):
         """
         valid_tokens, valid_seqs = self._global_numbers(batch)
 
-        def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
+        def consume(hidden: torch.Tensor, part: MegatronMicrobatch) -> tuple[torch.Tensor, Any]:
             logprobs, rows = self._head.loss_inputs(hidden, part.batch, part.rows)
             return loss_fn(
                 logprobs, rows, global_valid_seqs=valid_seqs, global_valid_tokens=valid_tokens
@@ -151,7 +151,7 @@ class MegatronBackend(SendsWeights):
         return self._all_logprobs(batch, max_tokens=self._setup.max_tokens_per_microbatch)
 
     def _all_logprobs(self, batch: BatchedDataDict, *, max_tokens: int) -> torch.Tensor:
-        def values(hidden: torch.Tensor, part: Part) -> Sequence[torch.Tensor]:
+        def values(hidden: torch.Tensor, part: MegatronMicrobatch) -> Sequence[torch.Tensor]:
             return [self._head.logprobs(hidden, part.batch, part.rows)]
 
         empty = torch.zeros(batch["token_mask"].shape)
@@ -187,7 +187,7 @@ class MegatronBackend(SendsWeights):
         shape = (*batch["token_mask"].shape, k)
         empty = [torch.zeros(shape, dtype=torch.long), torch.zeros(shape)]
 
-        def values(hidden: torch.Tensor, part: Part) -> Sequence[torch.Tensor]:
+        def values(hidden: torch.Tensor, part: MegatronMicrobatch) -> Sequence[torch.Tensor]:
             return self._head.topk_logprobs(hidden, part.batch, part.rows, k=k, num_ids=num_ids)
 
         with reference.swapped_in():
@@ -201,14 +201,14 @@ class MegatronBackend(SendsWeights):
 
     def _compute(
         self,
-        parts: list[Part],
-        values: Callable[[torch.Tensor, Part], Sequence[torch.Tensor]],
+        parts: list[MegatronMicrobatch],
+        values: Callable[[torch.Tensor, MegatronMicrobatch], Sequence[torch.Tensor]],
         *,
         into: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """What each micro-batch gives, written into tensors `[B, ...]` on the CPU of every rank."""
 
-        def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
+        def consume(hidden: torch.Tensor, part: MegatronMicrobatch) -> tuple[torch.Tensor, Any]:
             return hidden.new_zeros(()), values(hidden, part)
 
         results = run_parts(self._chunks, parts, consume, forward_only=True)
@@ -226,7 +226,7 @@ class MegatronBackend(SendsWeights):
         dist.broadcast(sent, source, group=parallel_state.get_pipeline_model_parallel_group())
         return sent.cpu()
 
-    def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[Part]:
+    def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[MegatronMicrobatch]:
         config = self._models[0].config
         return make_parts(batch, config, max_tokens=max_tokens, device=self._device)
 

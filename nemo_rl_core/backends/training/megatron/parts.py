@@ -13,7 +13,7 @@ from nemo_rl_core.errors import DataError
 
 
 @dataclass(frozen=True)
-class Part:
+class MegatronMicrobatch:
     """One micro-batch.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part:
 
 def make_parts(
     batch: BatchedDataDict, config: Any, *, max_tokens: int, device: torch.device
-) -> list[Part]:
+) -> list[MegatronMicrobatch]:
     """Splits this rank's rows, and fills up with micro-batches that count for nothing.
 
     Ranks that share experts wait for one another in every micro-batch, so all data-parallel ranks
@@ -120,20 +120,20 @@ def _part(
     num_rows: int,
     row_length: int,
     device: torch.device,
-) -> Part:
+) -> MegatronMicrobatch:
     chosen = batch.select_indices(microbatch.indices).to(device)
     chosen = cropped(chosen, int(chosen["input_lengths"].max()))
     empty_rows = ((),) * (num_rows - len(microbatch.rows))
     layout = Microbatch((*microbatch.rows, *empty_rows), row_length)
     rows = pack(chosen["input_ids"], chosen["input_lengths"], layout)
-    return Part(chosen, tuple(microbatch.indices), rows)
+    return MegatronMicrobatch(chosen, tuple(microbatch.indices), rows)
 
 
-def _filler(num_rows: int, row_length: int, device: torch.device) -> Part:
+def _filler(num_rows: int, row_length: int, device: torch.device) -> MegatronMicrobatch:
     row = BatchedDataDict(
         {
             "input_ids": torch.zeros(1, 2, dtype=torch.long),
             "input_lengths": torch.full((1,), 2),
         }
     )
-    return Part(row, (), _part(row, _FILLER, num_rows, row_length, device).rows)
+    return MegatronMicrobatch(row, (), _part(row, _FILLER, num_rows, row_length, device).rows)

@@ -15,9 +15,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 
 from nemo_rl_core.backends.training.megatron.packed import hidden_states
-from nemo_rl_core.backends.training.megatron.parts import Part
+from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch
 
-Consume = Callable[[torch.Tensor, Part], tuple[torch.Tensor, Any]]
+Consume = Callable[[torch.Tensor, MegatronMicrobatch], tuple[torch.Tensor, Any]]
 """Of `[M, D]` hidden states (of `own_places`) and their part: a loss, and what is to be kept."""
 
 
@@ -27,7 +27,7 @@ def sum_gradients(chunks: list[Any], num_tokens: object = None, **groups: Any) -
 
 
 def run_parts(
-    chunks: list[Any], parts: Sequence[Part], consume: Consume, *, forward_only: bool
+    chunks: list[Any], parts: Sequence[MegatronMicrobatch], consume: Consume, *, forward_only: bool
 ) -> list[Any]:
     """Runs all micro-batches, and adds up the gradients of their losses unless `forward_only`.
 
@@ -57,8 +57,10 @@ def run_parts(
     return [result for result in results if result is not None]
 
 
-def _forward_step(consume: Consume) -> Callable[[Iterator[Part], Any], tuple[torch.Tensor, Any]]:
-    def step(iterator: Iterator[Part], chunk: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    consume: Consume,
+) -> Callable[[Iterator[MegatronMicrobatch], Any], tuple[torch.Tensor, Any]]:
+    def step(iterator: Iterator[MegatronMicrobatch], chunk: Any) -> tuple[torch.Tensor, Any]:
         part = next(iterator)
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 

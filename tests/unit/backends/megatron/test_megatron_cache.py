@@ -126,10 +126,10 @@ def cached_logits(backend: Any, **options: int) -> torch.Tensor:
 
 def plain_logits(backend: Any) -> torch.Tensor | None:
     """The same on the last stage, else None: each row alone, whole, the way it is trained."""
-    from nemo_rl_core.backends.training.megatron.parts import Part, make_parts
+    from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
     from nemo_rl_core.backends.training.megatron.step import run_parts
 
-    def consume(hidden: torch.Tensor, part: Part) -> tuple[torch.Tensor, Any]:
+    def consume(hidden: torch.Tensor, part: MegatronMicrobatch) -> tuple[torch.Tensor, Any]:
         last = part.batch["input_lengths"] - 1
         return hidden.new_zeros(()), backend._logits(hidden[last])
 
