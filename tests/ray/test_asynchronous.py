@@ -157,6 +157,7 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
         assert [each.error for each in patient.take(1)] == [None] * len(prompts)
 
 
+@pytest.mark.thorough
 def test_a_lost_engine_owes_nothing(
     session: ClusterSession,
     engine: StreamingGeneration,
@@ -368,6 +369,7 @@ class Busy(Callback):
         self.hours.append((began, time.monotonic()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kill_in", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_turns_are_taken_while_the_trainer_is_busy(
     session: ClusterSession, tiny_model: Path, tmp_path: Path, kill_in: int

@@ -14,7 +14,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
 

@@ -94,7 +94,7 @@ def test_an_actor_that_dies_costs_the_row_that_kills_it(make: Callable[..., Scor
         assert_only(outcomes, {2: "the environment's actor died", 4: "no answer sheet"}, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_environment_that_fails_all_the_time_stops_the_run(
     make: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,7 @@ def test_an_environment_that_fails_all_the_time_stops_the_run(
     assert_only(scorer.outcomes(rows), {2: "the environment's actor died"}, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_actor_that_is_killed_from_outside_costs_nothing(
     make: Callable[..., Scorer], tmp_path: Path
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_reward_that_hangs_costs_its_row(make: Callable[..., Scorer]) -> None:
     assert "nothing within 8 s" in str(outcomes[1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_scores_do_not_depend_on_the_number_of_actors(make: Callable[..., Scorer]) -> None:
     config = ByTask.model_validate(
         {

@@ -41,7 +41,7 @@ def test_trainer_and_engine_agree_until_one_of_them_learns(
     assert validate_log_probability_consistency(policy, engine, test_data, threshold=1.001)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_passes_a_model_and_says_what_it_measured(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

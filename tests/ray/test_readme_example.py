@@ -31,7 +31,7 @@ def test_what_the_readme_imports_is_there(block: str) -> None:
             exec(f"from {node.module} import {names}", {})
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_trains(example: str, tmp_path: Path) -> None:
     script = tmp_path / "weighted.py"
     script.write_text(example)

@@ -37,7 +37,7 @@ def test_the_same_code_at_any_scale(session: ClusterSession) -> None:
         worker_group.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_policy_by_name_and_a_trainer_for_it(
     session: ClusterSession, tiny_model: Path, tmp_path: Path
 ) -> None:

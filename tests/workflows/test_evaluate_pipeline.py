@@ -11,7 +11,7 @@ import pytest
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def test_two_models_on_the_same_prompts(

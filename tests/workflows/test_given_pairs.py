@@ -9,7 +9,7 @@ import pytest
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def write_pairs(path: Path, tens: range) -> str:

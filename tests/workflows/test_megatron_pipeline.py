@@ -74,6 +74,7 @@ def test_the_same_command_again_runs_nothing(
     assert "convert" in again.stages("CACHED")
 
 
+@pytest.mark.thorough
 def test_the_conversion_alone(run_recipe: Callable[..., Run], tmp_path: Path) -> None:
     run = run_recipe(None, tmp_path / "store", ("convert", "convert_model"))
     assert run.exit_code == 0, run.output[-3000:]

@@ -92,6 +92,7 @@ def test_the_model_knows_all_its_ancestors(whole: Run) -> None:
     assert expected <= stages
 
 
+@pytest.mark.thorough
 def test_other_settings_of_dpo_find_pairs_and_logprobs_in_the_cache(
     whole: Run, short: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_killed_run_is_aborted_and_the_next_one_resumed(
         assert again == list(range(21, 25))
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_reproduced_to_the_bit(
     recipe: dict[str, Any], run_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:

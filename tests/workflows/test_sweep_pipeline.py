@@ -9,7 +9,7 @@ import pytest
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 SWEEP = ("sweep", "sweep")
 RATES = [1e-4, 2e-4]
@@ -67,7 +67,6 @@ def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
     assert third.exit_code == 0
 
 
-@pytest.mark.thorough
 def test_too_few_points_end_the_sweep(
     whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:

@@ -253,7 +253,7 @@ with store.work_folder("sft", "key") as folder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("already_there", [False, True])
+@pytest.mark.parametrize("already_there", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_killed_at_any_moment_publishing_loses_nothing(
     tmp_path: Path, run_killed_at: Callable[[str, int, Path], bool], already_there: bool
 ) -> None:
