@@ -20,7 +20,8 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fills the group `Reference` of the navigation."""
     config.nav = [
-        {"Reference": _reference_nav()} if "Reference" in each else each for each in config.nav or []
+        {"Reference": _reference_nav()} if "Reference" in each else each
+        for each in config.nav or []
     ]
     return config
 

@@ -1,6 +1,7 @@
 """The reference of recipes: a page for each section, and an index of pipelines and sections."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class Reference:
         for key in [key for table in here for key in table.keys]:
             if key.variants and self.page_of(key) is None and key.path not in seen:
                 seen.add(key.path)
-                yield from self._below(key.path + "[]" * ("list of" in key.type), key.variants)
+                yield from self._below(key.path + "[]" * ("list of" in key.type_name), key.variants)
 
     def all_keys(self) -> list[Key]:
         """Every key that has a meaning to say, each path once a variant."""
@@ -99,33 +100,36 @@ def pages() -> dict[str, str]:
 
 
 def _index(reference: Reference) -> str:
+    lists = [set(keys) for name, keys in reference.top.items() if name != "sweep"]
+    common = set.intersection(*lists)
+    rows = []
+    for pipeline in reference.pipelines:
+        keys = reference.top[pipeline.name].values()
+        own = ", ".join(_link(reference, key) for key in keys if key.path not in common)
+        rows.append(f"| `{pipeline.name}` | {pipeline.stages} | `{pipeline.default}` | {own} |")
+    heads = ["| pipeline | stages | default recipe | keys of its own |", "|---|---|---|---|"]
     parts = [
         "# Recipes",
         "A recipe is a YAML file with only what differs from the defaults below. The key `recipe` "
         "names another recipe to begin with: one of `workflows/recipes` by its name, or a file. An "
         "unknown key is refused. These pages are generated from the classes that read a recipe.",
+        "A default of `{}` is a section with its own defaults; `{kind: NAME}` names the variant "
+        "of the section that is the default.",
         "## Pipelines",
-        "| pipeline | stages | default recipe | keys besides the common ones |\n|---|---|---|---|",
+        "\n".join([*heads, *rows]),
+        "## Keys at the top of a recipe",
+        _table(reference, _usual(reference), here=""),
     ]
-    common = set.intersection(*[set(keys) for n, keys in reference.top.items() if n != "sweep"])
-    rows = []
-    for pipeline in reference.pipelines:
-        own = [_link(reference, k) for n, k in reference.top[pipeline.name].items() if n not in common]
-        rows.append(
-            f"| `{pipeline.name}` | {pipeline.stages} | `{pipeline.default}` | {', '.join(own)} |"
-        )
-    parts[-1] += "\n" + "\n".join(rows)
-    parts += ["## Keys at the top of a recipe", _table(reference, _distinct(reference), FOLDER)]
     return "\n\n".join(parts) + "\n"
 
 
-def _distinct(reference: Reference) -> list[Key]:
-    """Keys at the top by name, the first of each; required and optional ones are told apart below."""
-    first: dict[str, Key] = {}
+def _usual(reference: Reference) -> list[Key]:
+    """Each key at the top as most recipes have it: one makes `sft` or `training` narrower."""
+    found: dict[str, Counter[Key]] = {}
     for keys in reference.top.values():
         for name, key in keys.items():
-            first.setdefault(name, key)
-    return list(first.values())
+            found.setdefault(name, Counter())[key] += 1
+    return [counted.most_common(1)[0][0] for counted in found.values()]
 
 
 def _link(reference: Reference, key: Key) -> str:
@@ -140,7 +144,19 @@ def _page(reference: Reference, section: Section) -> str:
     parts = [f"# {section.name}", f"Read by {named}."]
     for table in section.tables:
         parts += _shown(reference, section, table)
-    return "\n\n".join(parts) + "\n"
+    return _one_anchor_each("\n\n".join(parts) + "\n")
+
+
+def _one_anchor_each(page: str) -> str:
+    """Leaves the first anchor of each name: variants of a section have keys of the same path."""
+    seen: set[str] = set()
+
+    def kept(found: re.Match[str]) -> str:
+        new = found[1] not in seen
+        seen.add(found[1])
+        return found[0] if new else ""
+
+    return re.sub(r"<span id='([^']*)'></span>", kept, page)
 
 
 def _shown(reference: Reference, section: Section, table: Table) -> Iterator[str]:
@@ -164,7 +180,7 @@ def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
         kind = _escaped(_type(reference, key, here))
         lines.append(
             f"| <span id='{_anchor(key.path)}'></span>`{key.path}` | {kind} | "
-            f"{_escaped(key.default)} | {key.unit} | {_escaped(key.meaning)} |"
+            f"{_escaped(key.default)} | {key.unit} | {_escaped(_as_yaml(key.meaning))} |"
         )
     return "\n".join(lines)
 
@@ -173,14 +189,14 @@ def _type(reference: Reference, key: Key, here: str) -> str:
     """The type, in which `section` links to where the keys of the section stand."""
     page = reference.page_of(key)
     if not key.variants:
-        return key.type
+        return key.type_name
     if page is None:
-        target = f"#{_anchor(key.path + '[]' * ('list of' in key.type))}"
+        target = f"#{_anchor(key.path + '[]' * ('list of' in key.type_name))}"
     elif page == here:
         target = f"#{page}"
     else:
         target = f"{page}.md"
-    return key.type.replace("section", f"[section]({target})", 1)
+    return key.type_name.replace("section", f"[section]({target})", 1)
 
 
 def _anchor(path: str) -> str:
@@ -191,3 +207,8 @@ def _escaped(text: str) -> str:
     """Text for a cell: a bar outside of code would end it."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(p if p.startswith("`") else re.sub(r"(?<!\\)\|", r"\\|", p) for p in parts)
+
+
+def _as_yaml(text: str) -> str:
+    """Python's None as a recipe writes it."""
+    return re.sub(r"\bNone\b", "`null`", text)

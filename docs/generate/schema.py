@@ -1,12 +1,12 @@
 """The sections of recipes as tables of keys, read from the config classes.
 
-What a key means stands in the `Attributes:` of a class's docstring, or of one that it inherits from,
-or in the field's description.
+What a key means stands in the `Attributes:` of a class's docstring, or of one that it inherits
+from, or in the field's description.
 """
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from generate.types_as_text import default, tag, type_text, unit, variants
+from nemo_rl_core.config.base import FrozenConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Key:
 
     Attributes:
         path: Where it stands, as `grpo.loss.clip_low`; `[]` stands for each item of a list.
-        type: In words.
+        type_name: The type in words.
         default: As YAML.
         unit: What a number counts, or nothing.
         meaning: From the docstring; empty where there is none.
@@ -31,7 +32,7 @@ class Key:
     """
 
     path: str
-    type: str
+    type_name: str
     default: str
     unit: str
     meaning: str
@@ -96,7 +97,8 @@ def tables(path: str, kinds: tuple[type[BaseModel], ...]) -> list[Table]:
         kinds: Its variants.
     """
     if len(kinds) == 1:
-        return [Table(path, None, about(kinds[0]), _keys(path, kinds[0]))]
+        prose = [about(kind) for kind in _line(kinds[0])]
+        return [Table(path, None, "\n\n".join(filter(None, prose)), _keys(path, kinds[0]))]
     each = [Table(path, tag(kind), about(kind), _keys(path, kind)) for kind in kinds]
     shared = [key for key in each[0].keys if all(key in table.keys for table in each)]
     common = Table(path, None, "", tuple(shared))
@@ -104,6 +106,12 @@ def tables(path: str, kinds: tuple[type[BaseModel], ...]) -> list[Table]:
         Table(path, t.tag, t.about, tuple(key for key in t.keys if key not in shared)) for t in each
     ]
     return [common, *own]
+
+
+def _line(kind: type[BaseModel]) -> Sequence[type[BaseModel]]:
+    """A class and those that it extends, up to the base of all configs."""
+    line = [each for each in kind.__mro__ if issubclass(each, FrozenConfig)]
+    return line[: line.index(FrozenConfig)]
 
 
 def _keys(path: str, kind: type[BaseModel]) -> tuple[Key, ...]:
@@ -128,7 +136,7 @@ def keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 def _key(prefix: str, kind: type[BaseModel], name: str, field: FieldInfo) -> Key:
     return Key(
         path=prefix + name,
-        type=type_text(field.annotation, field.metadata),
+        type_name=type_text(field.annotation, field.metadata),
         default=default(field),
         unit=unit(name),
         meaning=meaning(kind, name),

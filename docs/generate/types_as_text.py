@@ -96,12 +96,10 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return _union(get_args(annotation), metadata)
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
-    if get_origin(annotation) is list:
-        (item,) = get_args(annotation)
-        return f"{_filled(metadata)}list of {type_text(item)}"
-    if get_origin(annotation) is dict:
-        key, value = get_args(annotation)
-        return f"{_filled(metadata)}map from {type_text(key)} to {type_text(value)}"
+    if get_origin(annotation) in (list, dict):
+        words = "list of " if get_origin(annotation) is list else "map from "
+        items = " to ".join(type_text(item) for item in get_args(annotation))
+        return f"{_filled(metadata)}{words}{items}"
     if annotation in _PLAIN:
         filled = _filled(metadata) if annotation is str else ""
         return " ".join([filled + _PLAIN[annotation], *_bounds(metadata)])

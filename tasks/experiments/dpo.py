@@ -21,7 +21,11 @@ from tasks.stage import plan_task
 
 
 class DPOExperiment(PairExperiment):
-    """All of a DPO run."""
+    """All of a DPO run.
+
+    Attributes:
+        dpo: Direct preference optimization.
+    """
 
     dpo: DPOSchedule = DPOSchedule()
 

@@ -30,7 +30,11 @@ from tasks.stage import plan_task
 
 
 class GRPOExperiment(Experiment):
-    """All of a GRPO run."""
+    """All of a GRPO run.
+
+    Attributes:
+        grpo: Group-relative policy optimization.
+    """
 
     grpo: GRPOSchedule = GRPOSchedule()
 

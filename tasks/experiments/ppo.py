@@ -22,7 +22,11 @@ from tasks.stage import plan_task
 
 
 class PPOExperiment(Experiment):
-    """All of a PPO run."""
+    """All of a PPO run.
+
+    Attributes:
+        ppo: Proximal policy optimization.
+    """
 
     ppo: PPOSchedule = PPOSchedule()
 

@@ -19,7 +19,11 @@ from tasks.stage import plan_task
 
 
 class RewardModelExperiment(PairExperiment):
-    """All of a reward model's run."""
+    """All of a reward model's run.
+
+    Attributes:
+        reward_model: Training of the reward model.
+    """
 
     reward_model: RewardModelConfig = RewardModelConfig()
 

@@ -19,7 +19,11 @@ from tasks.stage import plan_task
 
 
 class SFTExperiment(Experiment):
-    """All of a supervised fine-tuning."""
+    """All of a supervised fine-tuning.
+
+    Attributes:
+        sft: Supervised fine-tuning.
+    """
 
     sft: SFTConfig = SFTConfig()
 
