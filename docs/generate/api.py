@@ -5,6 +5,8 @@ text itself is mkdocstrings', which reads the sources and imports nothing.
 """
 
 import importlib
+import inspect
+import sys
 import types
 from collections.abc import Iterator, Sequence
 
@@ -83,7 +85,19 @@ def _places(module: types.ModuleType) -> Iterator[str]:
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
     for name in exported or own:
-        value = getattr(module, name)
-        home = getattr(value, "__module__", module.__name__)
-        defined = home.startswith("nemo_rl_core") and hasattr(value, "__qualname__")
-        yield f"{home}.{value.__qualname__}" if defined else f"{module.__name__}.{name}"
+        yield _place(module, name)
+
+
+def _place(module: types.ModuleType, name: str) -> str:
+    """Where a name is defined; `register_algorithm`, a bound method, where it got its name."""
+    value = getattr(module, name)
+    home = getattr(value, "__module__", module.__name__)
+    if inspect.ismethod(value):
+        holders = [
+            holder
+            for holder, loaded in sys.modules.items()
+            if getattr(loaded, "__dict__", {}).get(name) is value
+        ]
+        return f"{max(holders, key=len)}.{name}"
+    defined = home.startswith("nemo_rl_core") and hasattr(value, "__qualname__")
+    return f"{home}.{value.__qualname__}" if defined else f"{module.__name__}.{name}"

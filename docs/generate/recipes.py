@@ -175,12 +175,12 @@ def _shown(reference: Reference, section: Section, table: Table) -> Iterator[str
 
 
 def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
-    lines = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    lines = ["| key | type, unit | default | meaning |", "|---|---|---|---|"]
     for key in keys:
-        kind = _escaped(_type(reference, key, here))
+        kind = _escaped(_type(reference, key, here)) + (f"; {key.unit}" if key.unit else "")
         lines.append(
             f"| <span id='{_anchor(key.path)}'></span>`{key.path}` | {kind} | "
-            f"{_escaped(key.default)} | {key.unit} | {_escaped(_as_yaml(key.meaning))} |"
+            f"{_escaped(key.default)} | {_escaped(_as_yaml(key.meaning))} |"
         )
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ def test_every_recipe_and_section_has_its_place(reference: Reference) -> None:
 def test_a_page_shows_each_variant_and_each_key_once(reference: Reference) -> None:
     page = recipes.pages()["reference/recipes/grpo.md"]
     assert "### `kind: clipped` { #grpo.loss.clipped }" in page
-    row = "`grpo.learning_rate` | number > 0 | `0.001` |  | The highest learning rate"
+    row = "`grpo.learning_rate` | number > 0 | `0.001` | The highest learning rate"
     assert page.count(row) == 1
     assert page.count("<span id='grpo.loss.clip_low'></span>") == 1
     assert "None" not in page
