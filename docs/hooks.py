@@ -1,6 +1,11 @@
-"""What mkdocs calls during a build: adds the generated pages, and turns formulas into MathML."""
+"""What mkdocs calls during a build.
+
+It adds the generated pages, turns formulas into MathML, and warns of a page or style that would ask
+another host for something; a strict build fails with a warning.
+"""
 
 import html
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,13 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCREENSHOTS = "deployment/screenshots"
 
+logger = logging.getLogger("mkdocs.hooks")
+
+_FETCHED = re.compile(
+    r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?((?:https?:)?//[^\"'\s>]+)"
+    r"|<link\b[^>]*\bhref=[\"']?((?:https?:)?//[^\"'\s>]+)"
+    r"|(?:url\(|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)"
+)
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -62,3 +74,16 @@ def on_page_content(content: str, **_: Any) -> str:
 def _as_mathml(found: re.Match[str]) -> str:
     display = "block" if found[1] == "div" else "inline"
     return str(convert(html.unescape(found[2]).strip(), display=display))
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Warns of what a browser would fetch from another host."""
+    for path in sorted(Path(config.site_dir).rglob("*")):
+        if path.suffix in (".css", ".html"):
+            for address in fetched(path.read_text()):
+                logger.warning("%s asks for %s", path.relative_to(config.site_dir), address)
+
+
+def fetched(text: str) -> list[str]:
+    """Addresses on other hosts that a page or style has a browser fetch; links are none."""
+    return [next(filter(None, found)) for found in _FETCHED.findall(text)]

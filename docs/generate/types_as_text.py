@@ -30,7 +30,8 @@ _UNITS = (
     (r"_fraction$|^min_success_ratio$", "fraction"),
     (r"^(max_)?(calls|draws|moves)$", "\\2"),
     (r"^max_staleness$", "updates"),
-    (r"^rows_per_call$", "rows"),
+    (r"^rows_per_call$|^num_(train|validation)$", "rows"),
+    (r"^num_parallel$", "completions"),
 )
 
 
@@ -57,7 +58,7 @@ def unit(name: str) -> str:
         found = re.search(pattern, name)
         if found:
             return found.expand(words)
-    counted = re.match(r"num_(\w+)", name)
+    counted = re.match(r"num_(?:\w*_)??([a-z]+(?:_per_\w+)?)$", name)
     return counted[1].replace("_", " ") if counted else ""
 
 

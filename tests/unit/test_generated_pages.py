@@ -113,6 +113,8 @@ def test_defaults_are_yaml() -> None:
         ("timeout_seconds", "s"),
         ("max_prompt_tokens", "tokens"),
         ("num_prompts_per_step", "prompts per step"),
+        ("num_kv_heads", "heads"),
+        ("num_steps", "steps"),
         ("save_every_num_steps", "steps"),
         ("memory_mib", "MiB"),
         ("max_draws", "draws"),
