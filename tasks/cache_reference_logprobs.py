@@ -9,14 +9,14 @@ from pathlib import Path
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, LogprobArtifact, Logprobs
-from tasks.experiments.pairs import ReferenceStage
-from tasks.resources import SCORE
-from tasks.stage import cached_task, make
+from tasks.platform.resources import SCORE
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.pairs import ReferenceTaskConfig
 
 
 @cached_task(SCORE)
 def cache_reference_logprobs(
-    config: ReferenceStage, reference: Checkpoint, pairs: Dataset
+    config: ReferenceTaskConfig, reference: Checkpoint, pairs: Dataset
 ) -> Logprobs:
     """One forward pass over all pairs."""
 

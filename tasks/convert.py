@@ -8,13 +8,13 @@ from pathlib import Path
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.experiments.convert import ProofStage
-from tasks.resources import WEIGHTS
-from tasks.stage import cached_task, make
+from tasks.platform.resources import WEIGHTS
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.convert import ProofTaskConfig
 
 
 @cached_task(WEIGHTS)
-def convert(config: ProofStage, checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
+def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
     """Writes what Megatron holds as transformers names it, and fails unless the two agree.
 
     Every tensor goes to Megatron and back to the same bits, and both models give the rows the same

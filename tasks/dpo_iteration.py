@@ -4,15 +4,15 @@ from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, Logprobs
-from tasks.decks import curves
-from tasks.experiments.dpo import DPOStage
-from tasks.resources import TRAIN
-from tasks.stage import cached_task, make
+from tasks.platform.decks import curves
+from tasks.platform.resources import TRAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.dpo import DPOTaskConfig
 
 
 @cached_task(TRAIN)
 def dpo_iteration(
-    config: DPOStage,
+    config: DPOTaskConfig,
     start: Checkpoint,
     reference: Checkpoint,
     pairs: Dataset,

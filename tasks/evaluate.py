@@ -9,15 +9,17 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.intervals import sampled_figures, with_interval
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
-from tasks.experiments.common import EvaluationStage
-from tasks.resources import GENERATE
-from tasks.stage import cached_task, make
+from tasks.platform.resources import GENERATE
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.common import EvaluationTaskConfig
 
 _ROWS_SHOWN = 40
 
 
 @cached_task(GENERATE)
-def evaluate(config: EvaluationStage, checkpoint: Checkpoint, validation: Dataset) -> Evaluation:
+def evaluate(
+    config: EvaluationTaskConfig, checkpoint: Checkpoint, validation: Dataset
+) -> Evaluation:
     """Greedy accuracy with its interval, pass@k and cons@k, of all and of each category."""
 
     def work(folder: Path) -> Made:

@@ -10,16 +10,16 @@ from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import CompareReport, Comparison, Evaluation
-from tasks.experiments.evaluate import ComparisonStage
+from tasks.platform.resources import PLAIN
+from tasks.platform.stage import cached_task, make
 from tasks.promote import compare_reports
-from tasks.resources import PLAIN
-from tasks.stage import cached_task, make
+from tasks.recipes.evaluate import ComparisonTaskConfig
 
 _CHANGES_SHOWN = 40
 
 
 @cached_task(PLAIN)
-def compare(config: ComparisonStage, before: Evaluation, after: Evaluation) -> Comparison:
+def compare(config: ComparisonTaskConfig, before: Evaluation, after: Evaluation) -> Comparison:
     """Paired bootstrap, McNemar, and the smallest difference that the prompts could have shown."""
 
     def work(folder: Path) -> Made:

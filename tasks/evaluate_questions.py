@@ -5,14 +5,14 @@ from pathlib import Path
 from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.decks import records
-from tasks.experiments.evaluate import QuestionsStage
-from tasks.resources import DATA
-from tasks.stage import cached_task, make
+from tasks.platform.decks import records
+from tasks.platform.resources import DATA
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.evaluate import QuestionsTaskConfig
 
 
 @cached_task(DATA)
-def evaluate_questions(config: QuestionsStage, tokenizer: Tokenizer) -> Dataset:
+def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dataset:
     """Reads or generates the rows, and refuses bad ones by number.
 
     `prepare_data` would also read rows to train on, and refuse those that are asked here too.

@@ -8,14 +8,14 @@ from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
-from tasks.experiments.reward_model import RewardModelEvaluationStage
-from tasks.resources import SCORE
-from tasks.stage import cached_task, make
+from tasks.platform.resources import SCORE
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.reward_model import RewardModelEvaluationTaskConfig
 
 
 @cached_task(SCORE)
 def evaluate_reward_model(
-    config: RewardModelEvaluationStage, checkpoint: Checkpoint, pairs: Dataset
+    config: RewardModelEvaluationTaskConfig, checkpoint: Checkpoint, pairs: Dataset
 ) -> Evaluation:
     """The share of pairs that it gets right, with its interval."""
 

@@ -9,11 +9,11 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.integrity import CARD
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
-from tasks.resources import WEIGHTS
-from tasks.stage import cached_task, make
+from tasks.platform.resources import WEIGHTS
+from tasks.platform.stage import cached_task, make
 
 
-class ExportStage(FrozenConfig):
+class ExportTaskConfig(FrozenConfig):
     """What `export` reads: nothing but its checkpoint."""
 
 
@@ -37,4 +37,6 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
         return Made("model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step)
 
     parents = {"checkpoint": checkpoint, "decision": decision}
-    return CheckpointArtifact(**make("export", config=ExportStage(), parents=parents, work=work))
+    return CheckpointArtifact(
+        **make("export", config=ExportTaskConfig(), parents=parents, work=work)
+    )

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.decks import curves, last_rollouts
-from tasks.experiments.grpo import GRPOStage
-from tasks.resources import TRAIN
-from tasks.stage import cached_task, make
+from tasks.platform.decks import curves, last_rollouts
+from tasks.platform.resources import TRAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.grpo import GRPOTaskConfig
 
 _CURVES = (
     "reward",
@@ -23,7 +23,7 @@ _CURVES = (
 
 @cached_task(TRAIN)
 def grpo_iteration(
-    config: GRPOStage,
+    config: GRPOTaskConfig,
     start: Checkpoint,
     reference: Checkpoint,
     train: Dataset,

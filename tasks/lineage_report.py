@@ -9,11 +9,11 @@ from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.lineage import Manifest, ancestry_of
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
-from tasks.resources import PLAIN
-from tasks.stage import cached_task, make
+from tasks.platform.resources import PLAIN
+from tasks.platform.stage import cached_task, make
 
 
-class LineageStage(FrozenConfig):
+class LineageTaskConfig(FrozenConfig):
     """What `lineage_report` reads: nothing but its model."""
 
 
@@ -34,7 +34,7 @@ def lineage_report(model: Checkpoint) -> Lineage:
         summary = f"{len(rows)} artifacts from {rows[-1]['stage']} to {rows[0]['stage']}"
         return Made("lineage", "json", summary, deck=completions_html(rows))
 
-    fields = make("lineage_report", config=LineageStage(), parents={"model": model}, work=work)
+    fields = make("lineage_report", config=LineageTaskConfig(), parents={"model": model}, work=work)
     return LineageReport(**fields)
 
 

@@ -8,10 +8,10 @@ from nemo_rl_core.infra.curves import completions_html
 from nemo_rl_core.infra.produce import Made
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.decks import records
-from tasks.experiments.common import DataStage
-from tasks.resources import DATA
-from tasks.stage import cached_task, make
+from tasks.platform.decks import records
+from tasks.platform.resources import DATA
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.common import DataTaskConfig
 
 
 class PreparedData(NamedTuple):
@@ -22,7 +22,7 @@ class PreparedData(NamedTuple):
 
 
 @cached_task(DATA)
-def prepare_data(config: DataStage, tokenizer: Tokenizer) -> PreparedData:
+def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
     from nemo_rl_core.data.datasets import load_rows
     from nemo_rl_core.data.loader import save_frame

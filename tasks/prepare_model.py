@@ -7,9 +7,9 @@ from typing import NamedTuple
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
-from tasks.experiments.common import ModelStage
-from tasks.resources import WEIGHTS
-from tasks.stage import cached_task, make
+from tasks.platform.resources import WEIGHTS
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.common import ModelTaskConfig
 
 
 class PreparedModel(NamedTuple):
@@ -20,7 +20,7 @@ class PreparedModel(NamedTuple):
 
 
 @cached_task(WEIGHTS)
-def prepare_model(config: ModelStage) -> PreparedModel:
+def prepare_model(config: ModelTaskConfig) -> PreparedModel:
     """Brings the model into the store, in the transformers layout."""
 
     def write_model(folder: Path) -> Made:

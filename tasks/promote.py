@@ -10,9 +10,9 @@ from nemo_rl_core.evals.comparison import Comparison, compare
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
-from tasks.experiments.common import PromotionStage
-from tasks.resources import PLAIN
-from tasks.stage import cached_task, make
+from tasks.platform.resources import PLAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.common import PromotionTaskConfig
 
 
 class Promoted(NamedTuple):
@@ -24,7 +24,7 @@ class Promoted(NamedTuple):
 
 @cached_task(PLAIN)
 def promote(
-    config: PromotionStage,
+    config: PromotionTaskConfig,
     incumbent: Checkpoint,
     candidate: Checkpoint,
     before: Evaluation,

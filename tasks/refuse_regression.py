@@ -2,7 +2,7 @@
 
 from nemo_rl_core.errors import ConfigError, DataError
 from tasks.artifacts import CompareReport, Comparison
-from tasks.stage import plan_task
+from tasks.platform.stage import plan_task
 
 
 @plan_task

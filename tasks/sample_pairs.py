@@ -5,14 +5,14 @@ from pathlib import Path
 from nemo_rl_core.distributed.session import connect
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, DatasetArtifact
-from tasks.experiments.pairs import PairStage
-from tasks.resources import GENERATE
-from tasks.stage import cached_task, make
+from tasks.platform.resources import GENERATE
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.pairs import PairTaskConfig
 
 
 @cached_task(GENERATE)
 def sample_pairs(
-    config: PairStage, checkpoint: Checkpoint, prompts: Dataset, iteration: int
+    config: PairTaskConfig, checkpoint: Checkpoint, prompts: Dataset, iteration: int
 ) -> Dataset:
     """Samples, scores, and keeps the best against the worst of each prompt."""
 

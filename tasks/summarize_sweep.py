@@ -8,14 +8,14 @@ from nemo_rl_core.infra.curves import completions_html, curves_svg
 from nemo_rl_core.infra.files import write_atomic
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Report, Summary, SweepReport
-from tasks.experiments.sweep import SEED, SummaryStage
-from tasks.stage import cached_task, make
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.sweep import SEED, SummaryTaskConfig
 
 _METRIC = "greedy_accuracy"
 
 
 @cached_task()
-def summarize_sweep(config: SummaryStage, reports: list[Report | None]) -> Summary:
+def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> Summary:
     """A line for each setting, its mean over seeds with an interval, and all curves in one chart.
 
     A point that failed is None, where the recipe lets points fail.

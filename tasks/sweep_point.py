@@ -14,10 +14,10 @@ from nemo_rl_core.infra.metrics import MetricsFile
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Artifact, Checkpoint, CheckpointArtifact, Dataset, PointReport, Report
 from tasks.evaluate import evaluate
-from tasks.experiments.sweep import PointStage
 from tasks.grpo_iteration import grpo_iteration
-from tasks.resources import TRAIN
-from tasks.stage import cached_task, make
+from tasks.platform.resources import TRAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.sweep import PointTaskConfig
 
 logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
 _CURVE = "reward"
@@ -25,7 +25,11 @@ _CURVE = "reward"
 
 @cached_task(TRAIN)
 def sweep_point(
-    config: PointStage, start: Checkpoint, train: Dataset, validation: Dataset, questions: Dataset
+    config: PointTaskConfig,
+    start: Checkpoint,
+    train: Dataset,
+    validation: Dataset,
+    questions: Dataset,
 ) -> Report:
     """Trains for all iterations, and measures what comes out."""
 
@@ -62,7 +66,7 @@ def sweep_point(
 
 
 def _train(
-    config: PointStage, start: CheckpointArtifact, train: Dataset, validation: Dataset
+    config: PointTaskConfig, start: CheckpointArtifact, train: Dataset, validation: Dataset
 ) -> list[CheckpointArtifact]:
     """The checkpoints of all iterations, as the workflow `grpo` makes them."""
     checkpoints = [start]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact
-from tasks.experiments.convert import MegatronStage
-from tasks.resources import WEIGHTS
-from tasks.stage import cached_task, make
+from tasks.platform.resources import WEIGHTS
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.convert import MegatronTaskConfig
 
 
 @cached_task(WEIGHTS)
-def to_megatron(config: MegatronStage, checkpoint: Checkpoint) -> Checkpoint:
+def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoint:
     """Writes the weights in Megatron's sharded format, from which training of any layout begins."""
 
     def work(folder: Path) -> Made:

@@ -5,11 +5,11 @@ from pathlib import Path
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.resources import DATA
-from tasks.stage import cached_task, make
+from tasks.platform.resources import DATA
+from tasks.platform.stage import cached_task, make
 
 
-class TokenizeStage(FrozenConfig):
+class TokenizeTaskConfig(FrozenConfig):
     """What `tokenize_pairs` reads: nothing but its rows and the tokenizer."""
 
 
@@ -26,5 +26,5 @@ def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
         return Made("pairs", "parquet", f"{len(pairs)} pairs")
 
     parents = {"tokenizer": tokenizer, "rows": rows}
-    fields = make("tokenize_pairs", config=TokenizeStage(), parents=parents, work=work)
+    fields = make("tokenize_pairs", config=TokenizeTaskConfig(), parents=parents, work=work)
     return DatasetArtifact(**fields)

@@ -4,15 +4,15 @@ from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.decks import curves
-from tasks.experiments.reward_model import RewardModelStage
-from tasks.resources import TRAIN
-from tasks.stage import cached_task, make
+from tasks.platform.decks import curves
+from tasks.platform.resources import TRAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.reward_model import RewardModelTaskConfig
 
 
 @cached_task(TRAIN)
 def train_reward_model(
-    config: RewardModelStage,
+    config: RewardModelTaskConfig,
     base: Checkpoint,
     pairs: Dataset,
     validation: Dataset | None = None,

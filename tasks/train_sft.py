@@ -5,15 +5,15 @@ from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.decks import curves
-from tasks.experiments.common import SFTStage
-from tasks.resources import TRAIN
-from tasks.stage import cached_task, make
+from tasks.platform.decks import curves
+from tasks.platform.resources import TRAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.common import SFTTaskConfig
 
 
 @cached_task(TRAIN)
 def train_sft(
-    config: SFTStage, base: Checkpoint, train: Dataset, validation: Dataset | None = None
+    config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset | None = None
 ) -> Checkpoint:
     """Trains on the completions of the training rows."""
 

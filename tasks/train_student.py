@@ -4,17 +4,17 @@ from pathlib import Path
 
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.decks import curves, last_rollouts
-from tasks.experiments.distillation import DistillationStage
-from tasks.resources import TRAIN
-from tasks.stage import cached_task, make
+from tasks.platform.decks import curves, last_rollouts
+from tasks.platform.resources import TRAIN
+from tasks.platform.stage import cached_task, make
+from tasks.recipes.distillation import DistillationTaskConfig
 
 _CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "grad_norm")
 
 
 @cached_task(TRAIN)
 def train_student(
-    config: DistillationStage,
+    config: DistillationTaskConfig,
     student: Checkpoint,
     teacher: Checkpoint,
     train: Dataset,

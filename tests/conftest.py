@@ -63,7 +63,7 @@ def _group(nodeid: str) -> str:
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty store, for runs in this process."""
-    from tasks import local
+    from tasks.platform import local
 
     with monkeypatch.context() as patch:
         patch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))

@@ -121,8 +121,8 @@ def recipe_problem(text: str) -> str | None:
     from generate.pipelines import pipelines
 
     from nemo_rl_core.errors import NemoRLError
-    from tasks.experiments.common import Experiment
-    from tasks.recipe import with_base
+    from tasks.recipes.common import PipelineRecipe
+    from tasks.recipes.recipe import with_base
 
     recipe = yaml.safe_load(text)
     if not isinstance(recipe, dict):
@@ -136,7 +136,7 @@ def recipe_problem(text: str) -> str | None:
     for kind in fitting:
         try:
             accepted = kind.model_validate(recipe)
-            if isinstance(accepted, Experiment):
+            if isinstance(accepted, PipelineRecipe):
                 accepted.refuse_contradictions()
             return None
         except (NemoRLError, ValueError, click.ClickException) as error:

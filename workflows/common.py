@@ -8,23 +8,23 @@ from nemo_rl_core.config.trainer import LoopConfig
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.convert import convert
 from tasks.evaluate import evaluate
-from tasks.experiments.common import (
-    DataStage,
-    EvaluationStage,
-    ModelStage,
-    PromotionStage,
-    QuestionStage,
-    SFTStage,
-)
-from tasks.experiments.convert import ProofStage
-from tasks.experiments.pairs import PairPlan
 from tasks.export import export
 from tasks.lineage_report import lineage_report
+from tasks.platform.stage import choice
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.promote import promote
+from tasks.recipes.common import (
+    DataTaskConfig,
+    EvaluationTaskConfig,
+    ModelTaskConfig,
+    PromotionTaskConfig,
+    QuestionTaskConfig,
+    SFTTaskConfig,
+)
+from tasks.recipes.convert import ProofTaskConfig
+from tasks.recipes.pairs import PairPlan
 from tasks.sample_pairs import sample_pairs
-from tasks.stage import choice
 from tasks.tokenize_pairs import tokenize_pairs
 from tasks.train_sft import train_sft
 
@@ -67,7 +67,7 @@ def held_out(config: LoopConfig, validation: Dataset) -> dict[str, Dataset]:
 
 @choice
 def warm_start(
-    config: SFTStage, base: Checkpoint, train: Dataset, validation: Dataset
+    config: SFTTaskConfig, base: Checkpoint, train: Dataset, validation: Dataset
 ) -> Checkpoint:
     """Supervised fine-tuning, where the recipe has it."""
     if config.sft is None:
@@ -77,7 +77,9 @@ def warm_start(
 
 
 @choice
-def choose_questions(config: QuestionStage, tokenizer: Tokenizer, validation: Dataset) -> Dataset:
+def choose_questions(
+    config: QuestionTaskConfig, tokenizer: Tokenizer, validation: Dataset
+) -> Dataset:
     """The rows that a model is measured on: held-out ones, or those of another data set."""
     if config.data is None:
         return validation
@@ -85,7 +87,9 @@ def choose_questions(config: QuestionStage, tokenizer: Tokenizer, validation: Da
 
 
 @choice
-def measure(config: EvaluationStage, checkpoint: Checkpoint, validation: Dataset) -> Evaluation:
+def measure(
+    config: EvaluationTaskConfig, checkpoint: Checkpoint, validation: Dataset
+) -> Evaluation:
     """An evaluation, on the cluster that the recipe asks for."""
     return evaluate.on(config.cluster)(config=config, checkpoint=checkpoint, validation=validation)
 
@@ -103,7 +107,9 @@ def make_pairs(
 
 
 @workflow
-def begin(model: ModelStage, data: DataStage, questions: QuestionStage, sft: SFTStage) -> Start:
+def begin(
+    model: ModelTaskConfig, data: DataTaskConfig, questions: QuestionTaskConfig, sft: SFTTaskConfig
+) -> Start:
     """prepare → SFT."""
     prepared = prepare_model(config=model)
     rows = prepare_data(config=data, tokenizer=prepared.tokenizer)
@@ -121,13 +127,13 @@ def as_transformers(checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:
     """A checkpoint that Megatron trained, converted with proof; any other as it is."""
     if checkpoint.backend != "megatron":
         return checkpoint
-    return convert(config=ProofStage(), checkpoint=checkpoint, rows=rows)
+    return convert(config=ProofTaskConfig(), checkpoint=checkpoint, rows=rows)
 
 
 @workflow
 def conclude(
-    evaluation: EvaluationStage,
-    promotion: PromotionStage,
+    evaluation: EvaluationTaskConfig,
+    promotion: PromotionTaskConfig,
     incumbent: Checkpoint,
     before: Evaluation,
     candidate: Checkpoint,

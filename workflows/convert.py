@@ -9,14 +9,14 @@ from flytekit import workflow
 
 from tasks.artifacts import Checkpoint
 from tasks.convert import convert
-from tasks.experiments import convert as recipes
-from tasks.experiments.convert import ConvertExperiment, plan_convert
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from tasks.recipe import default_recipe
+from tasks.recipes import convert as recipes
+from tasks.recipes.convert import ConvertRecipe, plan_convert
+from tasks.recipes.recipe import default_recipe
 from tasks.to_megatron import to_megatron
 
-DEFAULT = default_recipe(ConvertExperiment, "convert_arithmetic")
+DEFAULT = default_recipe(ConvertRecipe, "convert_arithmetic")
 
 
 class Converted(NamedTuple):
@@ -27,7 +27,7 @@ class Converted(NamedTuple):
 
 
 @workflow(on_failure=recipes.record_failure)
-def convert_model(config: ConvertExperiment = DEFAULT) -> Converted:
+def convert_model(config: ConvertRecipe = DEFAULT) -> Converted:
     """prepare → to Megatron → back, with proof."""
     stages = plan_convert(config=config)
     model = prepare_model(config=stages.model)

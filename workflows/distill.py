@@ -6,24 +6,24 @@
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.experiments import distillation as recipes
-from tasks.experiments.distillation import (
-    DistillationExperiment,
-    DistillationStage,
+from tasks.platform.stage import choice
+from tasks.prepare_model import prepare_model
+from tasks.recipes import distillation as recipes
+from tasks.recipes.distillation import (
+    DistillationRecipe,
+    DistillationTaskConfig,
     plan_distillation,
 )
-from tasks.prepare_model import prepare_model
-from tasks.recipe import default_recipe
-from tasks.stage import choice
+from tasks.recipes.recipe import default_recipe
 from tasks.train_student import train_student
 from workflows.common import Outcome, begin, conclude, held_out, measure, warm_start
 
-DEFAULT = default_recipe(DistillationExperiment, "distill_arithmetic")
+DEFAULT = default_recipe(DistillationRecipe, "distill_arithmetic")
 
 
 @choice
 def learn(
-    config: DistillationStage,
+    config: DistillationTaskConfig,
     student: Checkpoint,
     teacher: Checkpoint,
     train: Dataset,
@@ -40,7 +40,7 @@ def learn(
 
 
 @workflow(on_failure=recipes.record_failure)
-def distill(config: DistillationExperiment = DEFAULT) -> Outcome:
+def distill(config: DistillationRecipe = DEFAULT) -> Outcome:
     """prepare → SFT of both → distill → evaluate → promote → export → lineage."""
     stages = plan_distillation(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)

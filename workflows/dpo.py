@@ -10,13 +10,13 @@ from flytekit import workflow
 from tasks.artifacts import Checkpoint, Dataset, Tokenizer
 from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
-from tasks.experiments import dpo as recipes
-from tasks.experiments.dpo import DPOExperiment, DPOIterations, plan_dpo
-from tasks.recipe import default_recipe
-from tasks.stage import choice
+from tasks.platform.stage import choice
+from tasks.recipes import dpo as recipes
+from tasks.recipes.dpo import DPOIterations, DPORecipe, plan_dpo
+from tasks.recipes.recipe import default_recipe
 from workflows.common import Outcome, begin, conclude, make_pairs, measure
 
-DEFAULT = default_recipe(DPOExperiment, "dpo_arithmetic")
+DEFAULT = default_recipe(DPORecipe, "dpo_arithmetic")
 
 
 @choice
@@ -65,7 +65,7 @@ def iterate(
 
 
 @workflow(on_failure=recipes.record_failure)
-def dpo(config: DPOExperiment = DEFAULT) -> Outcome:
+def dpo(config: DPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → n times (pairs → reference logprobs → DPO) → evaluate → promote → export."""
     stages = plan_dpo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)

@@ -10,14 +10,14 @@ from flytekit import workflow
 from tasks.artifacts import Comparison, Dataset, Evaluation
 from tasks.evaluate_comparison import compare
 from tasks.evaluate_questions import evaluate_questions
-from tasks.experiments import evaluate as recipes
-from tasks.experiments.evaluate import BaselineStage, EvaluateExperiment, plan_evaluate
+from tasks.platform.stage import choice
 from tasks.prepare_model import prepare_model
-from tasks.recipe import default_recipe
-from tasks.stage import choice
+from tasks.recipes import evaluate as recipes
+from tasks.recipes.evaluate import BaselineTaskConfig, EvaluateRecipe, plan_evaluate
+from tasks.recipes.recipe import default_recipe
 from workflows.common import measure
 
-DEFAULT = default_recipe(EvaluateExperiment, "evaluate_arithmetic")
+DEFAULT = default_recipe(EvaluateRecipe, "evaluate_arithmetic")
 
 
 class Evaluated(NamedTuple):
@@ -28,7 +28,9 @@ class Evaluated(NamedTuple):
 
 
 @choice
-def compare_with(config: BaselineStage, questions: Dataset, after: Evaluation) -> list[Comparison]:
+def compare_with(
+    config: BaselineTaskConfig, questions: Dataset, after: Evaluation
+) -> list[Comparison]:
     """The baseline measured on the same prompts, where the recipe has one; else nothing."""
     if config.model is None:
         return []
@@ -38,7 +40,7 @@ def compare_with(config: BaselineStage, questions: Dataset, after: Evaluation) -
 
 
 @workflow(on_failure=recipes.record_failure)
-def evaluate_model(config: EvaluateExperiment = DEFAULT) -> Evaluated:
+def evaluate_model(config: EvaluateRecipe = DEFAULT) -> Evaluated:
     """prepare → questions → evaluate → compare, where there is a baseline."""
     stages = plan_evaluate(config=config)
     model = prepare_model(config=stages.model)

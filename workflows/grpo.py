@@ -7,19 +7,19 @@ from flytekit import workflow
 
 from nemo_rl_core.config.environment import reads_reward_model
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.experiments import grpo as recipes
-from tasks.experiments.grpo import GRPOExperiment, GRPOStage, plan_grpo
 from tasks.grpo_iteration import grpo_iteration
-from tasks.recipe import default_recipe
-from tasks.stage import choice
+from tasks.platform.stage import choice
+from tasks.recipes import grpo as recipes
+from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig, plan_grpo
+from tasks.recipes.recipe import default_recipe
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
-DEFAULT = default_recipe(GRPOExperiment, "grpo_arithmetic")
+DEFAULT = default_recipe(GRPORecipe, "grpo_arithmetic")
 
 
 @choice
 def iterate(
-    config: GRPOStage,
+    config: GRPOTaskConfig,
     start: Checkpoint,
     train: Dataset,
     validation: Dataset,
@@ -43,7 +43,7 @@ def iterate(
 
 
 @workflow(on_failure=recipes.record_failure)
-def grpo(config: GRPOExperiment = DEFAULT) -> Outcome:
+def grpo(config: GRPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
-from tasks.experiments import post_train as recipes
-from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
-from tasks.recipe import default_recipe
+from tasks.recipes import post_train as recipes
+from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
+from tasks.recipes.recipe import default_recipe
 from workflows import dpo, grpo, reward_model
 from workflows.common import begin, conclude, make_pairs, measure
 
-DEFAULT = default_recipe(PostTrainExperiment, "post_train_arithmetic")
+DEFAULT = default_recipe(PostTrainRecipe, "post_train_arithmetic")
 
 
 class PostTrainOutcome(NamedTuple):
@@ -31,7 +31,7 @@ class PostTrainOutcome(NamedTuple):
 
 
 @workflow(on_failure=recipes.record_failure)
-def post_train(config: PostTrainExperiment = DEFAULT) -> PostTrainOutcome:
+def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
     """prepare → SFT → pairs → reward model → DPO → GRPO → evaluate → promote → export."""
     stages = plan_post_train(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)

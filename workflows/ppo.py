@@ -6,19 +6,19 @@
 from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset
-from tasks.experiments import ppo as recipes
-from tasks.experiments.ppo import PPOExperiment, PPOStage, plan_ppo
+from tasks.platform.stage import choice
 from tasks.ppo_iteration import ppo_iteration
-from tasks.recipe import default_recipe
-from tasks.stage import choice
+from tasks.recipes import ppo as recipes
+from tasks.recipes.ppo import PPORecipe, PPOTaskConfig, plan_ppo
+from tasks.recipes.recipe import default_recipe
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
-DEFAULT = default_recipe(PPOExperiment, "ppo_arithmetic")
+DEFAULT = default_recipe(PPORecipe, "ppo_arithmetic")
 
 
 @choice
 def iterate(
-    config: PPOStage,
+    config: PPOTaskConfig,
     start: Checkpoint,
     train: Dataset,
     validation: Dataset,
@@ -39,7 +39,7 @@ def iterate(
 
 
 @workflow(on_failure=recipes.record_failure)
-def ppo(config: PPOExperiment = DEFAULT) -> Outcome:
+def ppo(config: PPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → PPO iterations → evaluate → promote → export → lineage."""
     stages = plan_ppo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)

@@ -9,20 +9,20 @@ from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage
 from tasks.evaluate_reward_model import evaluate_reward_model
-from tasks.experiments import reward_model as recipes
-from tasks.experiments.reward_model import (
-    RewardModelEvaluationStage,
-    RewardModelExperiment,
-    RewardModelStage,
+from tasks.lineage_report import lineage_report
+from tasks.platform.stage import choice
+from tasks.recipes import reward_model as recipes
+from tasks.recipes.recipe import default_recipe
+from tasks.recipes.reward_model import (
+    RewardModelEvaluationTaskConfig,
+    RewardModelRecipe,
+    RewardModelTaskConfig,
     plan_reward_model,
 )
-from tasks.lineage_report import lineage_report
-from tasks.recipe import default_recipe
-from tasks.stage import choice
 from tasks.train_reward_model import train_reward_model
 from workflows.common import begin, held_out, make_pairs
 
-DEFAULT = default_recipe(RewardModelExperiment, "reward_model_arithmetic")
+DEFAULT = default_recipe(RewardModelRecipe, "reward_model_arithmetic")
 
 
 class RewardModelOutcome(NamedTuple):
@@ -35,7 +35,7 @@ class RewardModelOutcome(NamedTuple):
 
 @choice
 def learn(
-    config: RewardModelStage, base: Checkpoint, pairs: Dataset, validation: Dataset
+    config: RewardModelTaskConfig, base: Checkpoint, pairs: Dataset, validation: Dataset
 ) -> Checkpoint:
     """The reward model, with held-out pairs where the recipe validates on the way."""
     seen = held_out(config.reward_model, validation)
@@ -44,7 +44,7 @@ def learn(
 
 @choice
 def measure_reward_model(
-    config: RewardModelEvaluationStage, checkpoint: Checkpoint, pairs: Dataset
+    config: RewardModelEvaluationTaskConfig, checkpoint: Checkpoint, pairs: Dataset
 ) -> Evaluation:
     """An evaluation on pairs, on the cluster that the recipe asks for."""
     return evaluate_reward_model.on(config.cluster)(
@@ -53,7 +53,7 @@ def measure_reward_model(
 
 
 @workflow(on_failure=recipes.record_failure)
-def reward_model(config: RewardModelExperiment = DEFAULT) -> RewardModelOutcome:
+def reward_model(config: RewardModelRecipe = DEFAULT) -> RewardModelOutcome:
     """prepare → SFT → pairs → reward model → accuracy on held-out pairs → lineage."""
     stages = plan_reward_model(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)

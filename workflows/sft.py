@@ -5,18 +5,18 @@
 
 from flytekit import workflow
 
-from tasks.experiments import sft as recipes
-from tasks.experiments.sft import SFTExperiment, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
-from tasks.recipe import default_recipe
+from tasks.recipes import sft as recipes
+from tasks.recipes.recipe import default_recipe
+from tasks.recipes.sft import SFTRecipe, plan_sft
 from workflows.common import Outcome, choose_questions, conclude, measure, warm_start
 
-DEFAULT = default_recipe(SFTExperiment, "sft_arithmetic")
+DEFAULT = default_recipe(SFTRecipe, "sft_arithmetic")
 
 
 @workflow(on_failure=recipes.record_failure)
-def sft(config: SFTExperiment = DEFAULT) -> Outcome:
+def sft(config: SFTRecipe = DEFAULT) -> Outcome:
     """prepare → SFT → evaluate → promote → export → lineage."""
     stages = plan_sft(config=config)
     model = prepare_model(config=stages.model)

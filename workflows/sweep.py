@@ -9,15 +9,15 @@ from flytekit import map_task, workflow
 
 from nemo_rl_core.infra.lineage import config_hash
 from tasks.artifacts import Report, Summary
-from tasks.experiments import sweep as recipes
-from tasks.experiments.sweep import SweepExperiment, SweepPlan, plan_sweep
-from tasks.recipe import default_recipe
-from tasks.stage import choice
+from tasks.platform.stage import choice
+from tasks.recipes import sweep as recipes
+from tasks.recipes.recipe import default_recipe
+from tasks.recipes.sweep import SweepPlan, SweepRecipe, plan_sweep
 from tasks.summarize_sweep import summarize_sweep
 from tasks.sweep_point import sweep_point
 from workflows.common import begin
 
-DEFAULT = default_recipe(SweepExperiment, "sweep_arithmetic")
+DEFAULT = default_recipe(SweepRecipe, "sweep_arithmetic")
 
 # One task is flytekit's "all must succeed", which gives another type than a share of them: a list
 # without None. A share is rounded up, so that this one is all of them, too.
@@ -58,7 +58,7 @@ def run_points(plan: SweepPlan) -> list[Report | None]:
 
 
 @workflow(on_failure=recipes.record_failure)
-def sweep(config: SweepExperiment = DEFAULT) -> Swept:
+def sweep(config: SweepRecipe = DEFAULT) -> Swept:
     """plan → begin, once for equal ones → points, mapped → summary."""
     plan = plan_sweep(config=config)
     points = run_points(plan=plan)

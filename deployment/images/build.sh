@@ -12,7 +12,7 @@ if ! command -v docker > /dev/null; then
 fi
 
 # KIND DOCKERFILE NAME, a line each
-.venv/bin/python -m tasks.images | while read -r kind dockerfile name; do
+.venv/bin/python -m tasks.platform.images | while read -r kind dockerfile name; do
   if [ $# -gt 0 ] && [[ " $* " != *" ${kind#nemo-rl-} "* ]]; then continue; fi
   echo "build: $name"
   docker build --file "$dockerfile" --tag "$name" \

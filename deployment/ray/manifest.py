@@ -12,8 +12,8 @@ from flytekit import PodTemplate
 from kubernetes.client import ApiClient
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks.ray_stage import RayStage
-from tasks.resources import TRAIN, shape_of
+from tasks.platform.ray_stage import RayStage
+from tasks.platform.resources import TRAIN, shape_of
 
 
 def manifest(config: ClusterConfig) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _collect(store: Store, policy: Policy, *, dry_run: bool, yes: bool, as_json:
     if removes and not yes:
         click.confirm(f"Remove these, and free {show_bytes(plan.freed_bytes)}?", abort=True)
     if not dry_run:
-        from tasks.flyte_cache import drop_dangling  # imports protobuf
+        from tasks.platform.flyte_cache import drop_dangling  # imports protobuf
 
         done = remove(store, policy, plan)
         plan, in_use = done.plan, done.in_use

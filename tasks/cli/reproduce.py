@@ -13,7 +13,7 @@ from nemo_rl_core.history.equality import Equality, compare_artifacts
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
 from nemo_rl_core.infra.store import Store
-from tasks.reproduction import (
+from tasks.cli.reproduction import (
     BITS_FOLLOW_THE_MACHINE,
     ROOT,
     Doubts,

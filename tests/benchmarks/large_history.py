@@ -88,7 +88,7 @@ def _fill_run(
         )
         for name in ("config", "start"):
             database.execute(
-                "INSERT INTO node_inputs VALUES (?, ?, 'GRPOStage', ?, ?)",
+                "INSERT INTO node_inputs VALUES (?, ?, 'GRPOTaskConfig', ?, ?)",
                 (node, name, '{"learning_rate": 0.001}', artifact if name == "start" else None),
             )
         database.execute(

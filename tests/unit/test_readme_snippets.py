@@ -11,7 +11,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from nemo_rl_core.config.environment import EnvironmentConfig
-from tasks.experiments.grpo import GRPOExperiment
+from tasks.recipes.grpo import GRPORecipe
 from tests.documents import REPOSITORY, prose
 
 PAGES = ("README.md", "docs/rewards.md", "docs/environments.md")
@@ -24,7 +24,7 @@ ADAPTER = TypeAdapter[Any](EnvironmentConfig)
 @pytest.mark.parametrize("text", ENVIRONMENTS)
 def test_an_environment_is_accepted(text: str) -> None:
     recipe = {"recipe": "grpo_arithmetic", "environment": yaml.safe_load(text)}
-    GRPOExperiment.model_validate(recipe).refuse_contradictions()
+    GRPORecipe.model_validate(recipe).refuse_contradictions()
 
 
 def test_every_environment_is_shown() -> None:

@@ -29,14 +29,15 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 
 import tasks
-from tasks import artifacts, caching
-from tasks.experiments.convert import ConvertExperiment, plan_convert
-from tasks.experiments.distillation import DistillationExperiment, plan_distillation
-from tasks.experiments.evaluate import EvaluateExperiment, plan_evaluate
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.experiments.post_train import PostTrainExperiment, plan_post_train
-from tasks.experiments.ppo import PPOExperiment, plan_ppo
-from tasks.experiments.sweep import SweepExperiment, plan_sweep
+from tasks import artifacts
+from tasks.platform import caching
+from tasks.recipes.convert import ConvertRecipe, plan_convert
+from tasks.recipes.distillation import DistillationRecipe, plan_distillation
+from tasks.recipes.evaluate import EvaluateRecipe, plan_evaluate
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
+from tasks.recipes.ppo import PPORecipe, plan_ppo
+from tasks.recipes.sweep import SweepRecipe, plan_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -83,12 +84,12 @@ WORDS: dict[str, dict[str, Any]] = {
     "cluster.num_threads": {"cluster": {"num_threads": 2}},
 }
 PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "post_train": (PostTrainExperiment, plan_post_train),
-    "ppo": (PPOExperiment, plan_ppo),
-    "distill": (DistillationExperiment, plan_distillation),
-    "convert": (ConvertExperiment, plan_convert),
-    "evaluate": (EvaluateExperiment, plan_evaluate),
-    "sweep": (SweepExperiment, plan_sweep),
+    "post_train": (PostTrainRecipe, plan_post_train),
+    "ppo": (PPORecipe, plan_ppo),
+    "distill": (DistillationRecipe, plan_distillation),
+    "convert": (ConvertRecipe, plan_convert),
+    "evaluate": (EvaluateRecipe, plan_evaluate),
+    "sweep": (SweepRecipe, plan_sweep),
 }
 START = "train_sft"
 
@@ -258,9 +259,7 @@ def _plans(words_as_json: str) -> dict[str, Any]:
         if name == "convert":
             words = {**words, "training": {"backend": "megatron"}}
         if name == "sweep":
-            base = {
-                key: value for key, value in recipe.items() if key in GRPOExperiment.model_fields
-            }
+            base = {key: value for key, value in recipe.items() if key in GRPORecipe.model_fields}
             words = {"base": base, "over": {"grpo.num_iterations": [1, 2]}}
         dealt[name] = plan(config=experiment.model_validate(words))
     return dealt

@@ -114,7 +114,7 @@ def package() -> Iterator[Package]:
 
 def _serialize() -> Package:
     """As `pyflyte package` does, but for tasks of other tests and those made for a shape."""
-    from tasks.ray_stage import by_shape
+    from tasks.platform.ray_stage import by_shape
 
     found: OrderedDict[Any, Any] = OrderedDict()
     tasks = {each.name for each in FlyteEntities.entities if isinstance(each, PythonTask)}
@@ -153,7 +153,7 @@ def test_every_cached_stage_is_known_to_the_table(package: Package) -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_reserves_what_its_kind_needs(package: Package, name: str) -> None:
-    from tasks.images import IMAGES, image_name
+    from tasks.platform.images import IMAGES, image_name
 
     image, cores, memory, retries, hours = STAGES[name]
     template = package.stage(name)
@@ -169,7 +169,7 @@ def test_a_stage_reserves_what_its_kind_needs(package: Package, name: str) -> No
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_is_cached_by_its_source(package: Package, name: str) -> None:
-    from tasks.caching import source_digest
+    from tasks.platform.caching import source_digest
 
     metadata = package.stage(name).metadata
     assert metadata.discoverable
@@ -194,7 +194,7 @@ def test_the_interface_is_typed(package: Package) -> None:
     checkpoint = MessageToDict(interface.outputs.variables["o0"].type)
     assert checkpoint["structure"]["tag"] == "CheckpointArtifact"
     config = MessageToDict(interface.inputs.variables["config"].type)
-    assert config["structure"]["tag"] == "GRPOStage"
+    assert config["structure"]["tag"] == "GRPOTaskConfig"
     # One value each: the schema of a nested recipe, or of its fields, fills megabytes.
     assert not {"metadata", "dataclassType"} & {*checkpoint, *config, *config["structure"]}
 
@@ -208,10 +208,10 @@ def test_the_graph_of_the_main_job(package: Package) -> None:
     }
     edges = {(names[up], names[node.id]) for node in nodes for up in node.upstream_node_ids}
     assert edges == {
-        ("tasks.experiments.grpo.plan_grpo", "workflows.common.begin"),
-        ("tasks.experiments.grpo.plan_grpo", "workflows.common.measure"),
-        ("tasks.experiments.grpo.plan_grpo", "workflows.grpo.iterate"),
-        ("tasks.experiments.grpo.plan_grpo", "workflows.common.conclude"),
+        ("tasks.recipes.grpo.plan_grpo", "workflows.common.begin"),
+        ("tasks.recipes.grpo.plan_grpo", "workflows.common.measure"),
+        ("tasks.recipes.grpo.plan_grpo", "workflows.grpo.iterate"),
+        ("tasks.recipes.grpo.plan_grpo", "workflows.common.conclude"),
         ("workflows.common.begin", "workflows.common.measure"),
         ("workflows.common.begin", "workflows.grpo.iterate"),
         ("workflows.common.begin", "workflows.common.conclude"),
@@ -221,7 +221,7 @@ def test_the_graph_of_the_main_job(package: Package) -> None:
 
 
 def test_dynamic_stages_carry_the_images_of_what_they_start(package: Package) -> None:
-    from tasks.images import IMAGES, image_name
+    from tasks.platform.images import IMAGES, image_name
 
     images = _carried(package).image_config.images
     assert {(image.name, image.full) for image in images} >= {
@@ -260,10 +260,10 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, str], str
 def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: str) -> None:
     """The dynamic stage is compiled as its container does it, and gives the RayJob asked for."""
     from nemo_rl_core.config.cluster import ClusterConfig
-    from workflows.grpo import GRPOExperiment
+    from workflows.grpo import GRPORecipe
 
     section, groups = SHAPES[shape]
-    recipe = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "cluster": section})
+    recipe = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "cluster": section})
     config = ClusterConfig.model_validate(section)
     template = _stage_in_a_dynamic(recipe, _carried(package))
     ray = MessageToDict(template.custom)["rayCluster"]
@@ -316,7 +316,7 @@ def _requests(template: Any) -> list[str]:
 def _stage_in_a_dynamic(recipe: Any, settings: SerializationSettings) -> Any:
     """The template of the training stage in what `workflows.grpo.iterate` compiles to."""
     from tasks.artifacts import CheckpointArtifact, DatasetArtifact
-    from tasks.experiments.grpo import plan_grpo
+    from tasks.recipes.grpo import plan_grpo
     from workflows.grpo import iterate
 
     folder = {"directory": {"path": "s3://bucket/folder"}, "stage": "x", "content_hash": "0" * 64}
@@ -348,7 +348,7 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
     from flytekit.tools.module_loader import load_object_from_module
 
     from tasks.evaluate import evaluate
-    from tasks.resources import cluster, laptop, node_8gpu, one_gpu
+    from tasks.platform.resources import cluster, laptop, node_8gpu, one_gpu
 
     for shape in (one_gpu("nvidia-h100"), node_8gpu(), cluster(128, "nvidia-h200"), laptop(4)):
         stage = evaluate.on_shape(shape)

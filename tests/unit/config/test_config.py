@@ -18,37 +18,37 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, RowPolicy
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.errors import ConfigError
-from tasks.experiments.common import Experiment
-from tasks.experiments.convert import ConvertExperiment
-from tasks.experiments.distillation import DistillationExperiment
-from tasks.experiments.dpo import DPOExperiment
-from tasks.experiments.evaluate import EvaluateExperiment
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.experiments.post_train import PostTrainExperiment
-from tasks.experiments.ppo import PPOExperiment
-from tasks.experiments.reward_model import RewardModelExperiment
-from tasks.experiments.sft import SFTExperiment
-from tasks.experiments.sweep import SweepExperiment
-from tasks.recipe import RecipeError
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.convert import ConvertRecipe
+from tasks.recipes.distillation import DistillationRecipe
+from tasks.recipes.dpo import DPORecipe
+from tasks.recipes.evaluate import EvaluateRecipe
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.post_train import PostTrainRecipe
+from tasks.recipes.ppo import PPORecipe
+from tasks.recipes.recipe import RecipeError
+from tasks.recipes.reward_model import RewardModelRecipe
+from tasks.recipes.sft import SFTRecipe
+from tasks.recipes.sweep import SweepRecipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPES = sorted((REPOSITORY / "workflows" / "recipes").glob("*.yaml"))
 EXPERIMENTS = {
-    "convert": ConvertExperiment,
-    "distill": DistillationExperiment,
-    "dpo": DPOExperiment,
-    "evaluate": EvaluateExperiment,
-    "grpo": GRPOExperiment,
-    "post_train": PostTrainExperiment,
-    "ppo": PPOExperiment,
-    "regression": EvaluateExperiment,
-    "reward_model": RewardModelExperiment,
-    "sft": SFTExperiment,
-    "sweep": SweepExperiment,
+    "convert": ConvertRecipe,
+    "distill": DistillationRecipe,
+    "dpo": DPORecipe,
+    "evaluate": EvaluateRecipe,
+    "grpo": GRPORecipe,
+    "post_train": PostTrainRecipe,
+    "ppo": PPORecipe,
+    "regression": EvaluateRecipe,
+    "reward_model": RewardModelRecipe,
+    "sft": SFTRecipe,
+    "sweep": SweepRecipe,
 }
 
 
-def experiment_of(path: Path) -> type[Experiment]:
+def experiment_of(path: Path) -> type[PipelineRecipe]:
     """A recipe is called after the workflow that it is for."""
     (kind,) = [kind for name, kind in EXPERIMENTS.items() if path.stem.startswith(f"{name}_")]
     return kind
@@ -69,7 +69,7 @@ def experiment_of(path: Path) -> type[Experiment]:
 )
 def test_an_unknown_key_names_the_nearest(recipe: dict, got: str, suggestion: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        GRPOExperiment.model_validate(recipe)
+        GRPORecipe.model_validate(recipe)
     assert f"unknown key {got!r}" in caught.value.message
     assert suggestion in caught.value.message.partition("fix:")[2]
     assert f"  got: {got}" in caught.value.message.splitlines()
@@ -128,7 +128,7 @@ def test_a_contradiction_is_refused_when_the_recipe_is_loaded(
     recipe: dict, words: list[str]
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        GRPOExperiment.model_validate(recipe)
+        GRPORecipe.model_validate(recipe)
     for word in [*words, "got:", "fix:"]:
         assert word in caught.value.message
     assert len(caught.value.message.splitlines()) < 10
@@ -151,13 +151,13 @@ def test_all_sums_may_be_used_and_not_one_more() -> None:
     ],
 )
 def test_every_kind_of_data_says_what_becomes_of_its_rows(data: dict) -> None:
-    loaded = GRPOExperiment(data={**data, "overlong": "drop", "max_sequence_tokens": 9}).data
+    loaded = GRPORecipe(data={**data, "overlong": "drop", "max_sequence_tokens": 9}).data
     assert isinstance(loaded, RowPolicy)
     assert (loaded.overlong, loaded.max_sequence_tokens) == ("drop", 9)
     assert (loaded.duplicates, loaded.mask) == ("refuse", "all_assistant_turns")
     assert loaded.max_prompt_tokens > 0
     with pytest.raises(RecipeError, match="overlong"):
-        GRPOExperiment(data={**data, "overlong": "cut"})
+        GRPORecipe(data={**data, "overlong": "cut"})
 
 
 def test_a_batch_of_all_sequences_and_of_a_divisor_is_accepted() -> None:
@@ -180,8 +180,8 @@ def test_a_checked_in_recipe_loads(path: Path) -> None:
 
 
 def test_what_stands_beside_a_base_recipe_is_laid_over_it() -> None:
-    base = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
-    changed = GRPOExperiment.model_validate(
+    base = GRPORecipe.model_validate({"recipe": "grpo_arithmetic"})
+    changed = GRPORecipe.model_validate(
         {"recipe": "grpo_arithmetic", "seed": 3, "grpo": {"num_iterations": 1}, "sft": None}
     )
     expected = base.model_dump() | {"seed": 3, "sft": None}
@@ -193,20 +193,20 @@ def test_a_map_of_another_kind_replaces_that_of_the_base(tmp_path: Path) -> None
     base = tmp_path / "base.yaml"
     base.write_text("data: {kind: arithmetic, num_train: 5, num_validation: 5}")
     other = {"kind": "reasoning_gym", "num_validation": 3}
-    recipe = GRPOExperiment.model_validate({"recipe": str(base), "data": other})
+    recipe = GRPORecipe.model_validate({"recipe": str(base), "data": other})
     # Nothing of the sums is left: num_train is the default of reasoning-gym data.
     assert (recipe.data.kind, recipe.data.num_train, recipe.data.num_validation) == (
         "reasoning_gym",
         1024,
         3,
     )
-    same = GRPOExperiment.model_validate({"recipe": str(base), "data": {"num_validation": 3}})
+    same = GRPORecipe.model_validate({"recipe": str(base), "data": {"num_validation": 3}})
     assert (same.data.num_train, same.data.num_validation) == (5, 3)
 
 
 def test_an_unknown_base_lists_the_choices() -> None:
     with pytest.raises(RecipeError, match="there is no recipe 'grpo_arithmetics'") as caught:
-        GRPOExperiment.model_validate({"recipe": "grpo_arithmetics"})
+        GRPORecipe.model_validate({"recipe": "grpo_arithmetics"})
     assert "grpo_arithmetic" in caught.value.message.partition("expected:")[2]
 
 
@@ -223,7 +223,9 @@ def test_a_checked_in_recipe_holds_only_what_differs(path: Path) -> None:
     assert repeated == []
 
 
-def _loads_as(experiment: type[Experiment], recipe: dict[str, Any], loaded: Experiment) -> bool:
+def _loads_as(
+    experiment: type[PipelineRecipe], recipe: dict[str, Any], loaded: PipelineRecipe
+) -> bool:
     try:
         return experiment.model_validate(recipe) == loaded
     except (RecipeError, ConfigError):
@@ -268,7 +270,7 @@ def test_an_iteration_keeps_every_other_setting() -> None:
 
 
 def test_configs_are_frozen() -> None:
-    config = GRPOExperiment()
+    config = GRPORecipe()
     with pytest.raises(ValidationError, match="frozen"):
         config.seed = 1
     with pytest.raises(ValidationError, match="frozen"):
@@ -286,15 +288,15 @@ def test_a_replaced_value_is_checked_and_the_original_kept() -> None:
 
 
 def test_a_model_without_a_kind_is_a_pretrained_one() -> None:
-    assert GRPOExperiment(model={"name": "some/model"}).model == PretrainedModel(name="some/model")
-    assert isinstance(GRPOExperiment(model={"kind": "from_config"}).model, ModelFromConfig)
+    assert GRPORecipe(model={"name": "some/model"}).model == PretrainedModel(name="some/model")
+    assert isinstance(GRPORecipe(model={"kind": "from_config"}).model, ModelFromConfig)
     with pytest.raises(RecipeError):
-        GRPOExperiment(model={})
+        GRPORecipe(model={})
 
 
 def test_reading_a_recipe_again_gives_the_same() -> None:
-    config = GRPOExperiment(sft=SFTConfig(num_steps=3), data={"kind": "arithmetic"}, seed=4)
-    assert GRPOExperiment.model_validate(config.model_dump(mode="json")) == config
+    config = GRPORecipe(sft=SFTConfig(num_steps=3), data={"kind": "arithmetic"}, seed=4)
+    assert GRPORecipe.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_configs_import_no_torch() -> None:

@@ -16,9 +16,9 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.errors import ConfigError
-from tasks.experiments.distillation import DistillationExperiment
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.experiments.ppo import PPOExperiment
+from tasks.recipes.distillation import DistillationRecipe
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.ppo import PPORecipe
 
 UNFIT: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}]
 
@@ -67,7 +67,7 @@ def test_training_samples_what_the_trainer_can_score(settings: Any, generation: 
 
 
 @pytest.mark.parametrize("generation", UNFIT)
-@pytest.mark.parametrize("experiment", [GRPOExperiment, PPOExperiment, DistillationExperiment])
+@pytest.mark.parametrize("experiment", [GRPORecipe, PPORecipe, DistillationRecipe])
 def test_a_pipeline_says_so_before_it_starts(experiment: Any, generation: dict) -> None:
     experiment().refuse_contradictions()
     with pytest.raises(ConfigError, match=r"rollouts|own logprobs"):

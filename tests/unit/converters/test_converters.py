@@ -19,7 +19,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.files import hash_folder
 from nemo_rl_core.infra.lineage import config_hash
-from tasks.experiments.common import ModelStage
+from tasks.recipes.common import ModelTaskConfig
 
 SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
 
@@ -40,7 +40,7 @@ def test_a_model_from_its_config_has_the_sizes_asked_for(tmp_path: Path) -> None
 def test_the_clock_of_the_template_goes_with_the_tokenizer(tmp_path: Path) -> None:
     # Into the key of the stage, into its folder, and into every folder that is made of that.
     other = ModelFromConfig.model_validate({**SMALL.model_dump(), "template_date": "2025-02-03"})
-    keys = {config_hash(ModelStage(model=each, content="", seed=0)) for each in (SMALL, other)}
+    keys = {config_hash(ModelTaskConfig(model=each, content="", seed=0)) for each in (SMALL, other)}
     assert len(keys) == 2
     said = {}
     for name, config in (("a", SMALL), ("b", other)):

@@ -108,7 +108,7 @@ def test_flyte_carries_every_field_of_the_config():
     from flytekit import FlyteContext
     from flytekit.core.type_engine import TypeEngine
 
-    from tasks import literal_types
+    from tasks.platform import literal_types
 
     literal_types.register()
     literal_type = TypeEngine.to_literal_type(WeightedSum)

@@ -7,14 +7,14 @@ import pytest
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import compare
-from tasks.experiments.common import EvaluationStage
-from tasks.experiments.evaluate import EvaluateExperiment
 from tasks.promote import explain
-from tasks.recipe import RecipeError
+from tasks.recipes.common import EvaluationTaskConfig
+from tasks.recipes.evaluate import EvaluateRecipe
+from tasks.recipes.recipe import RecipeError
 
 
-def recipe(**values: object) -> EvaluateExperiment:
-    return EvaluateExperiment.model_validate(values)
+def recipe(**values: object) -> EvaluateRecipe:
+    return EvaluateRecipe.model_validate(values)
 
 
 def test_only_the_rows_to_ask_are_named(tmp_path: Path) -> None:
@@ -49,11 +49,11 @@ def test_evaluation_may_sample_in_its_own_way() -> None:
         generation={"max_new_tokens": 5},
         evaluation={"generation": {"max_new_tokens": 9, "temperature": 0.5}},
     )
-    stage = EvaluationStage.of(changed)
+    stage = EvaluationTaskConfig.of(changed)
     assert (stage.generation.max_new_tokens, stage.generation.temperature) == (9, 0.5)
     # Said once, so that a recipe that says it in the other place finds the same stage.
     direct = recipe(generation={"max_new_tokens": 9, "temperature": 0.5})
-    assert EvaluationStage.of(direct) == stage
+    assert EvaluationTaskConfig.of(direct) == stage
 
 
 def explained(gained: int, lost: int, total: int, margin: float = 0.0) -> str:

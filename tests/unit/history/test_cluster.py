@@ -27,7 +27,7 @@ CONTAINER = {
 
 
 def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
-    """A stage as `tasks.stage.make` runs it."""
+    """A stage as `tasks.platform.stage.make` runs it."""
 
     def work(folder: Path) -> Made:
         (folder / "text.txt").write_text(name)

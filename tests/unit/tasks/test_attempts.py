@@ -8,7 +8,7 @@ from flytekit.core.checkpointer import SyncCheckpoint
 
 from nemo_rl_core.infra.checkpointing import CheckpointManager
 from nemo_rl_core.infra.produce import Made
-from tasks import attempts
+from tasks.platform import attempts
 
 
 class KilledError(Exception):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks import caching
-from tasks.caching import reachable_modules, source_digest
-from tasks.sources import read_source
+from tasks.platform import caching
+from tasks.platform.caching import reachable_modules, source_digest
+from tasks.platform.sources import read_source
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LOSS = "nemo_rl_core/algorithms/grpo/loss.py"
@@ -30,7 +30,7 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
                 "nemo_rl_core.backends.generation.vllm",
                 "nemo_rl_core.backends.training.dtensor.backend",
                 "nemo_rl_core.functional.kl",
-                "tasks.stage",
+                "tasks.platform.stage",
             ],
             [
                 "nemo_rl_core.algorithms.sft.loss",

@@ -13,7 +13,7 @@ from tasks.artifacts import (
     PromotionDecision,
     SweepReport,
 )
-from tasks.closing import closing_lines
+from tasks.platform.closing import closing_lines
 
 
 def make(kind: type[Artifact], folder: Path, stage: str, **fields: object) -> Artifact:

@@ -8,14 +8,14 @@ import pytest
 
 from nemo_rl_core.config.environment import RetrieverTool, RewardFunction, ToolUse
 from nemo_rl_core.infra.lineage import config_hash
-from tasks.contents import reward_content
-from tasks.experiments.grpo import GRPOExperiment, plan_grpo
+from tasks.platform.contents import reward_content
+from tasks.recipes.grpo import GRPORecipe, plan_grpo
 
 STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")
 
 
 def hashes(recipe: dict[str, Any]) -> dict[str, str]:
-    stages = plan_grpo(config=GRPOExperiment.model_validate(recipe))
+    stages = plan_grpo(config=GRPORecipe.model_validate(recipe))
     return {stage: config_hash(getattr(stages, stage)) for stage in STAGES}
 
 
@@ -118,13 +118,13 @@ def test_a_changed_file_of_a_folder_reaches_the_data_stage(tmp_path: Path) -> No
 
 def test_a_hub_data_set_is_known_by_name_and_revision() -> None:
     one, other = ({"kind": "hub", "name": "a/b", "revision": word} for word in ("v1", "v2"))
-    assert plan_grpo(config=GRPOExperiment.model_validate({"data": one})).data.content == ""
+    assert plan_grpo(config=GRPORecipe.model_validate({"data": one})).data.content == ""
     assert hashes({"data": one})["data"] != hashes({"data": other})["data"]
 
 
 def test_names_of_what_is_not_here_have_no_content() -> None:
     stages = plan_grpo(
-        config=GRPOExperiment.model_validate(
+        config=GRPORecipe.model_validate(
             {
                 "model": {"name": "organization/model"},
                 "data": {"kind": "file", "train": "no.jsonl", "validation": "no.jsonl"},

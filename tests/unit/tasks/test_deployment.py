@@ -77,7 +77,7 @@ def test_a_misspelt_field_would_be_found() -> None:
 
 @pytest.mark.parametrize("name", ["sandbox/cluster.yaml", "production/cluster.yaml"])
 def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
-    from tasks.pods import STORE_CLAIM
+    from tasks.platform.pods import STORE_CLAIM
 
     (claim,) = [each for each in documents(name) if each["kind"] == "PersistentVolumeClaim"]
     assert claim["metadata"]["name"] == STORE_CLAIM
@@ -86,8 +86,8 @@ def test_the_volume_is_the_one_that_stages_mount(name: str) -> None:
 
 
 def test_flyte_selects_by_the_label_that_stages_use() -> None:
-    from tasks.pods import ACCELERATOR_LABEL
-    from tasks.ray_stage import CLUSTER_GPUS
+    from tasks.platform.pods import ACCELERATOR_LABEL
+    from tasks.platform.ray_stage import CLUSTER_GPUS
 
     inline = documents("production/values-s3.yaml")[0]["configuration"]["inline"]
     k8s = inline["plugins"]["k8s"]
@@ -125,7 +125,7 @@ def test_containers_are_pinned_and_not_root(name: str) -> None:
 def test_every_image_has_a_dockerfile_and_every_dockerfile_an_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tasks.images import IMAGES, REGISTRY, image_name, sources
+    from tasks.platform.images import IMAGES, REGISTRY, image_name, sources
 
     assert sorted(Path(sources(image)[0]).name for image in IMAGES) == DOCKERFILES
     monkeypatch.delenv(REGISTRY, raising=False)

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 from flytekit.types.error.error import FlyteError
 
-from tasks.experiments.grpo import GRPOExperiment, record_failure
+from tasks.recipes.grpo import GRPORecipe, record_failure
 
 
 def test_the_record_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
-    config = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "seed": 7})
+    config = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "seed": 7})
     record_failure(config=config, err=FlyteError(message="out of paper", failed_node_id="n3"))
     (path,) = (tmp_path / "failures").glob("*-grpo.json")
     record = json.loads(path.read_text())
     assert (record["error"], record["failed_node"]) == ("out of paper", "n3")
     command, _, recipe = record["resume"].partition(" --config ")
     assert command == "pyflyte run workflows/grpo.py grpo"
-    assert GRPOExperiment.model_validate(json.loads(Path(recipe).read_text())) == config
+    assert GRPORecipe.model_validate(json.loads(Path(recipe).read_text())) == config
     assert str(path) in capsys.readouterr().err
 
 
@@ -31,7 +31,7 @@ def test_a_store_that_cannot_be_written_does_not_hide_the_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "file"))
-    record_failure(config=GRPOExperiment(), err=None)
+    record_failure(config=GRPORecipe(), err=None)
 
 
 def test_every_workflow_has_its_handler() -> None:
@@ -51,7 +51,7 @@ def test_every_workflow_has_its_handler() -> None:
     for name, value in found.items():
         value.compile()
         handler = value.failure_node.flyte_entity
-        assert handler.name.startswith("tasks.experiments.")
+        assert handler.name.startswith("tasks.recipes.")
         assert set(handler.python_interface.inputs) == {"config", "err"}
         module = value.name.split(".")[1]
         written = inspect.getsource(handler.task_function)
@@ -61,7 +61,7 @@ def test_every_workflow_has_its_handler() -> None:
 _FAILS = """
 import json, sys
 from pathlib import Path
-from tasks.experiments.sft import SFTExperiment
+from tasks.recipes.sft import SFTRecipe
 from workflows.sft import sft
 train, validation = (Path(sys.argv[1]) / f"{name}.jsonl" for name in ("train", "validation"))
 train.write_text('{"prompt": "1+1=", "answer": "2"}\\n{"prompt": "", "answer": "3"}\\n')
@@ -70,7 +70,7 @@ data = {
     "kind": "file", "train": str(train), "validation": str(validation), "max_prompt_tokens": 16
 }
 try:
-    sft(config=SFTExperiment.model_validate({"data": data}))
+    sft(config=SFTRecipe.model_validate({"data": data}))
 except Exception as error:
     print(type(error).__name__)
 """

@@ -11,7 +11,7 @@ def loaded(python: Callable[..., str], *modules: str) -> set[str]:
 
 
 def test_a_workflow_imports_nothing_heavy(python: Callable[..., str]) -> None:
-    found = HEAVY & loaded(python, "workflows.grpo", "tasks.recorder")
+    found = HEAVY & loaded(python, "workflows.grpo", "tasks.platform.recorder")
     assert not {"torch", "vllm"} & found
     # What flytekit and its Ray plugin import by themselves is not ours to leave out.
     assert found <= HEAVY & loaded(python, "flytekit", "flytekitplugins.ray")

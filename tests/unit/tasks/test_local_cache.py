@@ -13,9 +13,9 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.produce import Made, cost_html
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.local import use_store
-from tasks.recorder import RunFailed
-from tasks.stage import cached_task, make
+from tasks.platform.local import use_store
+from tasks.platform.recorder import RunFailed
+from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 _worked: list[str] = []

@@ -10,7 +10,7 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.infra.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact
-from tasks.stage import cached_task, choice, make
+from tasks.platform.stage import cached_task, choice, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 _worked: list[str] = []

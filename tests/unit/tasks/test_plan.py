@@ -6,12 +6,12 @@ import pytest
 
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.infra.lineage import config_hash
-from tasks.experiments.common import Experiment
-from tasks.experiments.dpo import DPOExperiment, plan_dpo
-from tasks.experiments.grpo import GRPOExperiment, plan_grpo
-from tasks.experiments.post_train import PostTrainExperiment
-from tasks.experiments.ppo import PPOExperiment
-from tasks.experiments.reward_model import RewardModelExperiment
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.dpo import DPORecipe, plan_dpo
+from tasks.recipes.grpo import GRPORecipe, plan_grpo
+from tasks.recipes.post_train import PostTrainRecipe
+from tasks.recipes.ppo import PPORecipe
+from tasks.recipes.reward_model import RewardModelRecipe
 
 BASE: dict[str, Any] = {"recipe": "grpo_arithmetic"}
 STAGES = ("model", "data", "questions", "sft", "grpo", "num_iterations", "evaluation", "promotion")
@@ -20,7 +20,7 @@ ALL_ROLLOUTS = {"grpo", "evaluation"}
 
 def changed_stages(changes: dict[str, Any], base: dict[str, Any] = BASE) -> set[str]:
     before, after = (
-        plan_grpo(config=GRPOExperiment.model_validate(values))
+        plan_grpo(config=GRPORecipe.model_validate(values))
         for values in (base, {**base, **changes})
     )
     return {
@@ -75,19 +75,19 @@ def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
     # Whom a run is told to changes no result, so no stage reads it.
-    assert set(GRPOExperiment.model_fields) == tried | {"tracking"}
-    stages = plan_grpo(config=GRPOExperiment())
-    assert stages.sft.training == stages.grpo.training == GRPOExperiment().training
+    assert set(GRPORecipe.model_fields) == tried | {"tracking"}
+    stages = plan_grpo(config=GRPORecipe())
+    assert stages.sft.training == stages.grpo.training == GRPORecipe().training
 
 
 def test_the_seed_does_not_touch_weights_that_are_not_drawn() -> None:
     base = {"model": {"name": "some/model"}}
     assert "model" not in changed_stages({"seed": 7}, base)
-    assert plan_grpo(config=GRPOExperiment.model_validate(base)).model.seed is None
+    assert plan_grpo(config=GRPORecipe.model_validate(base)).model.seed is None
 
 
 def test_a_stage_gets_the_values_of_the_recipe() -> None:
-    config = GRPOExperiment.model_validate({**BASE, "seed": 3})
+    config = GRPORecipe.model_validate({**BASE, "seed": 3})
     stages = plan_grpo(config=config)
     assert stages.grpo.grpo == config.grpo.iteration
     assert stages.num_iterations == config.grpo.num_iterations
@@ -101,7 +101,7 @@ def changed_dpo(changes: dict[str, Any]) -> set[str]:
     """What of DPO's iterations a change reaches: pairs, reference, the training itself."""
     base = {"recipe": "dpo_arithmetic"}
     before, after = (
-        plan_dpo(config=DPOExperiment.model_validate(values)).iterations
+        plan_dpo(config=DPORecipe.model_validate(values)).iterations
         for values in (base, {**base, **changes})
     )
     return {
@@ -134,20 +134,20 @@ def test_reference_logprobs_depend_on_weights_and_tokens_alone(
 
 
 def test_a_reference_free_loss_asks_for_no_reference() -> None:
-    stages = plan_dpo(config=DPOExperiment.model_validate({"dpo": {"loss": {"kind": "simpo"}}}))
+    stages = plan_dpo(config=DPORecipe.model_validate({"dpo": {"loss": {"kind": "simpo"}}}))
     assert not stages.iterations.dpo.dpo.needs_reference
 
 
 @pytest.mark.parametrize(
     ("experiment", "recipe"),
     [
-        (PPOExperiment, "ppo_arithmetic"),
-        (RewardModelExperiment, "reward_model_arithmetic"),
-        (PostTrainExperiment, "post_train_arithmetic"),
+        (PPORecipe, "ppo_arithmetic"),
+        (RewardModelRecipe, "reward_model_arithmetic"),
+        (PostTrainRecipe, "post_train_arithmetic"),
     ],
 )
 def test_a_backend_without_a_scalar_head_trains_no_critic_or_reward_model(
-    experiment: type[Experiment], recipe: str
+    experiment: type[PipelineRecipe], recipe: str
 ) -> None:
     experiment.model_validate({"recipe": recipe}).refuse_contradictions()
     config = experiment.model_validate({"recipe": recipe, "training": {"backend": "megatron"}})

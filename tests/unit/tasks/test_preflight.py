@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from tasks.experiments.common import Experiment
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.preflight import preflight
+from tasks.platform.preflight import preflight
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.grpo import GRPORecipe
 
 SUMS = {"task": "arithmetic", "environment": {"kind": "exact"}}
 GAME = {"task": "guess_number", "environment": {"kind": "guess_number"}}
 
 
 def check(**recipe: object) -> None:
-    preflight({"config": Experiment.model_validate(recipe)})
+    preflight({"config": PipelineRecipe.model_validate(recipe)})
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_a_penalty_for_length_is_held_next_to_all_turns_of_a_rollout() -> None:
         "grpo": {"overlong": {"buffer_tokens": 20}},
         "generation": {"max_new_tokens": 8},
     }
-    preflight({"config": GRPOExperiment(**recipe, rollouts={"max_rollout_tokens": 40})})
+    preflight({"config": GRPORecipe(**recipe, rollouts={"max_rollout_tokens": 40})})
     with pytest.raises(ConfigError, match="20") as refused:
-        preflight({"config": GRPOExperiment(**recipe)})
+        preflight({"config": GRPORecipe(**recipe)})
     assert "(8)" in refused.value.problem
     with pytest.raises(ConfigError, match=r"\(19\)"):
-        preflight({"config": GRPOExperiment(**recipe, rollouts={"max_rollout_tokens": 19})})
+        preflight({"config": GRPORecipe(**recipe, rollouts={"max_rollout_tokens": 19})})

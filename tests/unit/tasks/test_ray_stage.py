@@ -10,9 +10,9 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import ConfigError, DataError, ResourceError
 from tasks.artifacts import CompareReport
 from tasks.evaluate import evaluate
-from tasks.ray_stage import CLUSTER_GPUS, await_workers, check_offered
+from tasks.platform.ray_stage import CLUSTER_GPUS, await_workers, check_offered
+from tasks.platform.resources import cluster, laptop, node_8gpu, one_gpu
 from tasks.refuse_regression import refuse_worse
-from tasks.resources import cluster, laptop, node_8gpu, one_gpu
 
 
 def test_what_the_cluster_never_has_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

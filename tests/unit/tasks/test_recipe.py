@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks.experiments.grpo import GRPOExperiment
-from tasks.recipe import RecipeError, with_base
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.recipe import RecipeError, with_base
 
 
 def test_what_is_named_changes_and_the_rest_stays() -> None:
     recipe = {"recipe": "grpo_arithmetic", "seed": 3, "grpo": {"loss": {"clip_low": 0.1}}}
-    changed = GRPOExperiment.model_validate(recipe)
-    base = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic"})
+    changed = GRPORecipe.model_validate(recipe)
+    base = GRPORecipe.model_validate({"recipe": "grpo_arithmetic"})
     assert (changed.seed, changed.grpo.loss.clip_low) == (3, 0.1)
     assert changed.grpo.learning_rate == base.grpo.learning_rate
     assert changed.grpo.loss.kl == base.grpo.loss.kl
@@ -28,25 +28,25 @@ def test_a_map_of_another_kind_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_bare_model_name_is_a_pretrained_model_not_a_new_name_for_the_old_one() -> None:
-    changed = GRPOExperiment.model_validate(
+    changed = GRPORecipe.model_validate(
         {"recipe": "grpo_arithmetic", "model": {"name": "some/model"}}
     )
     assert (changed.model.kind, changed.model.name) == ("pretrained", "some/model")
 
 
 def test_no_supervised_start_where_the_recipe_says_null() -> None:
-    assert GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "sft": None}).sft is None
+    assert GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "sft": None}).sft is None
 
 
 def test_an_unknown_recipe_lists_the_choices() -> None:
     with pytest.raises(RecipeError, match="no recipe 'grpo_arithmetik'") as caught:
-        GRPOExperiment.model_validate({"recipe": "grpo_arithmetik"})
+        GRPORecipe.model_validate({"recipe": "grpo_arithmetik"})
     assert "grpo_arithmetic" in caught.value.message
 
 
 def test_a_preset_wins_over_the_recipe_that_it_is_laid_over() -> None:
     values = {"preset": "dapo", "overlong": None, "num_steps_per_iteration": 7}
-    recipe = GRPOExperiment.model_validate({"recipe": "grpo_arithmetic", "grpo": values})
+    recipe = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "grpo": values})
     # The base recipe has a penalty in the loss; DAPO has none, and its bounds are its own.
     assert recipe.grpo.loss.kl is None
     assert recipe.grpo.loss.clip_high == 0.28

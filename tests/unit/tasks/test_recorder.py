@@ -23,9 +23,9 @@ from nemo_rl_core.infra.produce import Made, cost_html
 from nemo_rl_core.infra.store import Store
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.recorder import RunFailed
-from tasks.run import recipe_name
-from tasks.stage import cached_task, make
+from tasks.platform.recorder import RunFailed
+from tasks.platform.run import recipe_name
+from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 

@@ -10,16 +10,16 @@ from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.infra.produce import Inputs, Made, produce
 from tasks.artifacts import PointReport
-from tasks.experiments.sweep import PointStage, SummaryStage, SweepExperiment, plan_sweep
-from tasks.recipe import RecipeError
+from tasks.recipes.recipe import RecipeError
+from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe, plan_sweep
 from tasks.summarize_sweep import summarize_sweep
 from tasks.sweep_point import sweep_point
 
 BASE = {"recipe": "grpo_arithmetic"}
 
 
-def sweep(**over: Any) -> SweepExperiment:
-    return SweepExperiment.model_validate({"base": BASE, "over": over})
+def sweep(**over: Any) -> SweepRecipe:
+    return SweepRecipe.model_validate({"base": BASE, "over": over})
 
 
 def test_points_are_all_combinations_laid_over_the_recipe() -> None:
@@ -63,7 +63,7 @@ def test_the_summary_gathers_points_over_seeds(
     ]
     reports[3] = None  # the last one failed, and the recipe lets it
     summary = summarize_sweep.task_function(
-        config=SummaryStage(points=values, confidence=0.95), reports=reports
+        config=SummaryTaskConfig(points=values, confidence=0.95), reports=reports
     )
     one, two = json.loads((summary.folder / "sweep.json").read_text())
     assert (one["rate"], one["num_points"], one["mean"]) == (1, 2, pytest.approx(0.6))
@@ -97,5 +97,5 @@ def point(place: int, accuracy: float) -> PointReport:
 
 def test_the_points_are_one_mapped_task_that_may_lose_some() -> None:
     mapped = map_task(sweep_point, concurrency=2, min_success_ratio=0.5)
-    assert get_args(mapped.python_interface.inputs["config"]) == (PointStage,)
+    assert get_args(mapped.python_interface.inputs["config"]) == (PointTaskConfig,)
     assert "Optional" in str(mapped.python_interface.outputs["o0"])

@@ -19,12 +19,12 @@ WORKFLOW = """
 import workflows
 from flytekit import workflow
 from tasks.artifacts import Dataset
-from tasks.experiments.sft import SFTExperiment, plan_sft
+from tasks.recipes.sft import SFTRecipe, plan_sft
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 
 @workflow
-def prepare(config: SFTExperiment) -> Dataset:
+def prepare(config: SFTRecipe) -> Dataset:
     stages = plan_sft(config=config)
     model = prepare_model(config=stages.model)
     return prepare_data(config=stages.data, tokenizer=model.tokenizer).train

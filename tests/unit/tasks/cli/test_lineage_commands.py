@@ -24,10 +24,10 @@ from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArti
 from tasks.cli.card import card
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
+from tasks.cli.reproduction import doubts_about, maker_of
 from tasks.cli.runs import runs
-from tasks.recorder import RunFailed
-from tasks.reproduction import doubts_about, maker_of
-from tasks.stage import cached_task, make
+from tasks.platform.recorder import RunFailed
+from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
 

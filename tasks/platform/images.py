@@ -1,0 +1,104 @@
+"""The containers that stages run in on a cluster; a local run reads nothing of this.
+
+flytekit asks an image's builder for its name when a stage is registered. Ours builds nothing:
+images are made from `deployment/images/*.Dockerfile` by `deployment/images/build.sh`, under names
+that end in a digest of what they are made from, so that a stage is never registered for an image
+that has other packages than the ones it was locked with.
+
+The registry is the user's own, in `NEMO_RL_REGISTRY`; without one, names are those of images that
+lie on the nodes, as in a sandbox. It is no part of the specification below, because flytekit looks
+an image up by a hash of that inside the container of a dynamic stage, where the variable is unset.
+
+`python -m tasks.platform.images` lists what there is: kind, Dockerfile, name.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+from flytekit import ImageSpec
+from flytekit.constants import CopyFileDetection
+from flytekit.image_spec.image_spec import ImageBuildEngine, ImageSpecBuilder
+
+from nemo_rl_core.errors import ConfigError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_BUILDER = "nemo-rl-dockerfile"
+REGISTRY = "NEMO_RL_REGISTRY"
+"""The variable that names where images are pulled from."""
+
+
+class DockerfileImages(ImageSpecBuilder):
+    """Names the image that a Dockerfile of this project and the locked requirements make."""
+
+    def should_build(self, image_spec: ImageSpec) -> bool:
+        """Always, since to build is to name; flytekit asks once an image and a process."""
+        return True
+
+    def build_image(self, image_spec: ImageSpec) -> str:
+        """`[REGISTRY/]NAME:DIGEST`."""
+        return image_name(image_spec)
+
+
+ImageBuildEngine.register(_BUILDER, DockerfileImages())
+
+
+def _image(kind: str, requirements: str) -> ImageSpec:
+    return ImageSpec(
+        name=f"nemo-rl-{kind}",
+        builder=_BUILDER,
+        platform="linux/amd64",  # else taken from the machine that registers, for some registries
+        source_copy_mode=CopyFileDetection.NO_COPY,  # the code comes with the registration
+        builder_options={
+            "dockerfile": f"deployment/images/{kind}.Dockerfile",
+            "requirements": f"deployment/requirements/{requirements}.txt",
+        },
+    )
+
+
+TRAINING = _image("training", "gpu")
+"""Trainers and engines in one pod: torch, Megatron-core, vLLM, Ray."""
+
+GENERATION = _image("generation", "gpu")
+"""Engines alone: without Megatron-core and what only trainers need."""
+
+LAPTOP = _image("laptop", "cpu")
+"""The shape `laptop` on a cluster: trainers and engines with torch and vLLM for CPUs."""
+
+LIGHT = _image("light", "cpu")
+"""Stages without workers: torch for CPUs, no vLLM."""
+
+IMAGES = (TRAINING, GENERATION, LAPTOP, LIGHT)
+
+
+def image_name(image: ImageSpec) -> str:
+    """The name that stages are registered with, and that `build.sh` builds and pushes.
+
+    Raises:
+        ConfigError: If a file that the image is made from is missing.
+    """
+    digest = hashlib.sha256()
+    for name in sources(image):
+        path = _ROOT / name
+        if not path.is_file():
+            raise ConfigError(
+                f"the image {image.name!r} cannot be named",
+                expected=f"the file {name}, from which it is made",
+                got=f"nothing at {path}",
+                fix="register from a checkout of the project",
+            )
+        digest.update(path.read_bytes())
+    registry = os.environ.get(REGISTRY, "").rstrip("/")
+    return f"{registry}/{image.name}:{digest.hexdigest()[:12]}".removeprefix("/")
+
+
+def sources(image: ImageSpec) -> tuple[str, str]:
+    """The Dockerfile and the requirements, relative to the project's folder."""
+    options = image.builder_options
+    return options["dockerfile"], options["requirements"]
+
+
+if __name__ == "__main__":
+    for each in IMAGES:
+        sys.stdout.write(f"{each.name} {sources(each)[0]} {image_name(each)}\n")

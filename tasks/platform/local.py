@@ -1,0 +1,100 @@
+"""Where flytekit keeps things when it runs on this machine: in the store, nowhere else.
+
+flytekit would put outputs into a temporary folder of each process, so that a cache hit fails after
+a clean-up, and its cache beside the store. Both are moved; on a cluster nothing is touched.
+"""
+
+import functools
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flytekit.configuration import DataConfig
+from flytekit.core import data_persistence, local_cache
+from flytekit.core.context_manager import FlyteContextManager
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.infra.integrity import damage_since
+from nemo_rl_core.infra.store import Store
+from tasks.platform.flyte_cache import folders, has_lost_points
+
+
+def on_cluster() -> bool:
+    """Whether this process is a container that Flyte started."""
+    return "FLYTE_INTERNAL_EXECUTION_ID" in os.environ
+
+
+def use_store() -> None:
+    """Points flytekit's local files and its local cache at the store of `NEMO_RL_HOME`."""
+    if on_cluster():
+        return
+    cache = Store.default().cache
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # importing must not fail; a run checks the store first, and says what is wrong
+    provider = data_persistence.default_local_file_access_provider
+    # Initialized anew rather than replaced: contexts that exist already hold this very object.
+    provider.__init__(
+        local_sandbox_dir=str(cache / "sandbox"),
+        raw_output_prefix=str(cache / "raw"),
+        data_config=DataConfig.auto(),
+    )
+    # `pyflyte register` imports this within a context of its own, which must stay where it is.
+    if FlyteContextManager.size() == 1:
+        FlyteContextManager.initialize()
+    local_cache.CACHE_LOCATION = str(cache / "flyte")
+    local_cache.LocalTaskCache._initialized = False
+    local_cache.LocalTaskCache.get = staticmethod(_get_if_whole)
+    local_cache.LocalTaskCache.set = staticmethod(_set)
+
+
+def _names_a_damaged_cache(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns SQLite's errors about a damaged cache, which name no file, into one that does."""
+
+    @functools.wraps(call)
+    def named(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest says in which way
+            if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise
+            folder = local_cache.CACHE_LOCATION
+            raise StoreError(
+                f"the stage cache {folder}/cache.db is damaged",
+                expected="a whole SQLite file",
+                got=str(error),
+                fix=f"end all runs, move {folder} away: finished stages are found in the store",
+            ) from error
+
+    return named
+
+
+_flytekit_get = local_cache.LocalTaskCache.get
+_set = _names_a_damaged_cache(local_cache.LocalTaskCache.set)
+
+
+@_names_a_damaged_cache
+def _get_if_whole(*args: Any) -> Any:
+    """A cached result whose folders are all still there and undamaged; else the stage runs again.
+
+    A damaged one is not moved here, but where its stage is locked: `produce` does and says so. A
+    folder of another store is a miss as well: this one is a copy of that, and has its own.
+
+    So does a mapped task that lost points: on a cluster each point is cached by itself, here the
+    list as a whole. Points that ended well are found in the store then.
+    """
+    literals = _flytekit_get(*args)
+    if literals is None:
+        return None
+    found, store = literals.to_flyte_idl(), Store.default()
+    is_whole = all(_is_whole(store, folder) for folder in folders(found))
+    return literals if is_whole and not has_lost_points(found) else None
+
+
+def _is_whole(store: Store, folder: Path) -> bool:
+    own = folder.parent == store.artifacts
+    return own and store.hold(folder) and not damage_since(store, folder)

@@ -1,0 +1,93 @@
+"""The pods of a stage's Ray cluster, as KubeRay gets them.
+
+Requests, volumes, selectors and tolerations of a group all stand in its pod template: the Ray
+plugin drops a template beside `requests`, and what the task itself asks for reaches every pod of
+the cluster, the head and the submitter among them.
+"""
+
+from typing import TYPE_CHECKING
+
+from flytekit import PodTemplate, Resources
+
+from tasks.platform.resources import Nodes, Shape
+
+if TYPE_CHECKING:
+    from kubernetes.client import V1PodSpec
+
+STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
+"""A volume that all pods of a stage mount: the head plans what workers on other machines write."""
+
+SECRETS = "nemo-rl-secrets"
+"""Environment of every pod, where the cluster has such a secret: tokens of hubs and loggers."""
+
+ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
+"""What nodes say about their GPU: Flyte's own default for `gpu-device-node-label`."""
+
+_GPU = "nvidia.com/gpu"
+_HEAD = Resources(cpu="4", mem="32Gi", ephemeral_storage="50Gi")
+_HEAD_SHARED_MEMORY_GIB = 12
+
+
+def head_pod() -> PodTemplate:
+    """The stage's own process: it drives the loop, and holds the batch that is being made."""
+    return _template("ray-head", _HEAD, _HEAD_SHARED_MEMORY_GIB)
+
+
+def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
+    """One machine's workers."""
+    from kubernetes.client import V1Toleration
+
+    template = _template("ray-worker", nodes.resources, nodes.shared_memory_gib)
+    if nodes.num_gpus:
+        spec = template.pod_spec
+        spec.tolerations = [V1Toleration(key=_GPU, operator="Exists", effect="NoSchedule")]
+        spec.node_selector = {ACCELERATOR_LABEL: shape.accelerator} if shape.accelerator else None
+    return template
+
+
+def _template(container: str, resources: Resources, shared_memory_gib: int) -> PodTemplate:
+    return PodTemplate(
+        primary_container_name=container,
+        pod_spec=_spec(container, resources, shared_memory_gib),
+        labels={"app.kubernetes.io/part-of": "nemo-rl-flow"},
+    )
+
+
+def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1PodSpec":
+    from flytekit.core.resources import pod_spec_from_resources
+    from kubernetes import client
+
+    # Requests are limits: a pod of a gang that is evicted for its memory takes the others along.
+    spec = pod_spec_from_resources(
+        primary_container_name=container,
+        requests=resources,
+        limits=resources,
+        k8s_gpu_resource_key=_GPU,
+    )
+    spec.volumes = [
+        client.V1Volume(
+            name="shared-memory",
+            empty_dir=client.V1EmptyDirVolumeSource(
+                medium="Memory", size_limit=f"{shared_memory_gib}Gi"
+            ),
+        ),
+        client.V1Volume(
+            name="store",
+            persistent_volume_claim=client.V1PersistentVolumeClaimVolumeSource(
+                claim_name=STORE_CLAIM
+            ),
+        ),
+    ]
+    main = spec.containers[0]
+    main.volume_mounts = [
+        client.V1VolumeMount(name="shared-memory", mount_path="/dev/shm"),
+        client.V1VolumeMount(name="store", mount_path=STORE_FOLDER),
+    ]
+    main.env_from = [
+        client.V1EnvFromSource(secret_ref=client.V1SecretEnvSource(name=SECRETS, optional=True))
+    ]
+    # The image's user is 1000; what it creates in the volume belongs to that group.
+    spec.security_context = client.V1PodSecurityContext(
+        run_as_non_root=True, run_as_user=1000, fs_group=1000
+    )
+    return spec

@@ -1,0 +1,159 @@
+"""What can be refused before anything starts: missing models and files, resources, rewards."""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.data import DataConfig, FileData, HubData
+from nemo_rl_core.config.environment import (
+    ByTask,
+    EnvironmentConfig,
+    JsonSchemaMatch,
+    JudgeModel,
+    LLMJudge,
+    RegexMatch,
+    RewardFunction,
+    RewardModelScore,
+    SingleEnvironmentConfig,
+    WeightedSum,
+    single_environments,
+)
+from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
+from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
+from nemo_rl_core.converters.materialize import check_pretrained
+from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.infra.resources import ResourceManager
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.recipe import Recipe
+
+
+def preflight(inputs: Mapping[str, Any]) -> None:
+    """Checks a local run's recipe against this machine.
+
+    Raises:
+        NemoRLError: For the first thing that is missing.
+    """
+    for value in inputs.values():
+        if isinstance(value, Recipe):
+            for experiment in value.experiments:
+                _check(experiment)
+
+
+def _check(experiment: PipelineRecipe) -> None:
+    # One core is enough for any number of workers: on a laptop they share it.
+    ResourceManager.of_this_machine().check({"CPU": 1, "GPU": experiment.cluster.num_gpus})
+    experiment.training.data_parallel_size(experiment.cluster.num_workers)
+    for model in experiment.models:
+        if isinstance(model, PretrainedModel):
+            check_pretrained(model.name)
+    for data in (experiment.data, experiment.evaluation.data):
+        if isinstance(data, FileData):
+            _check_files(data)
+    own = experiment.evaluation
+    _check_sampling(experiment, "data", "generation")
+    _check_sampling(
+        experiment,
+        "evaluation.data" if own.data else "data",
+        "evaluation.generation" if own.generation else "generation",
+    )
+    _check_tasks(experiment.environment, experiment.data)
+    _check_tasks(experiment.measure, own.data or experiment.data)
+    experiment.refuse_contradictions()
+    for reward in experiment.rewards:
+        for environment in single_environments(reward):
+            _check_environment(environment)
+    for measure in _by_rows(experiment.measure):
+        _check_measure(measure)
+
+
+def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:
+    if isinstance(environment, ByTask):
+        return [each.environment for each in environment.tasks]
+    return [environment]
+
+
+def _check_measure(measure: EnvironmentConfig) -> None:
+    if isinstance(measure, RewardModelScore | WeightedSum):
+        raise ConfigError(
+            f"the environment {measure.kind!r} gives scores, which do not say what is right",
+            expected="an environment whose reward is 1 for a right completion, to evaluate with",
+            got="no evaluation.environment",
+            fix="say, for example, evaluation: {environment: {kind: exact}}",
+        )
+
+
+def _check_environment(environment: SingleEnvironmentConfig) -> None:
+    if isinstance(environment, RewardFunction):
+        from nemo_rl_core.environments.functional_reward import load_function
+
+        load_function(environment.target)
+    if isinstance(environment, RegexMatch | JsonSchemaMatch):
+        make_scorer(environment)
+    if isinstance(environment, LLMJudge):
+        _check_model_that_judges(environment)
+    if isinstance(environment, RewardModelScore) and environment.model is None:
+        raise ConfigError(
+            "the environment 'reward_model' does not say which reward model scores",
+            expected="environment.model: a folder of the workflow reward_model, or a hub name",
+            got="no model",
+            fix="name one; only grpo_reward of post_train is trained on the way",
+        )
+
+
+def _check_model_that_judges(environment: LLMJudge) -> None:
+    if isinstance(environment.judge, JudgeModel):
+        check_pretrained(environment.judge.model)
+    else:
+        make_scorer(environment)  # looks for the key, and asks nothing
+
+
+def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
+    """Rows on the hub are not fetched for this: there, a run stops at its first rollouts."""
+    if not isinstance(environment, ByTask) or isinstance(data, HubData):
+        return
+    known = {each.task for each in environment.tasks}
+    found = {str(row["task"]) for rows in load_rows(data, seed=0) for row in rows}
+    if found - known:
+        raise ConfigError(
+            "the data has tasks that no environment scores",
+            expected=f"only {', '.join(sorted(known))}",
+            got=", ".join(sorted(found - known)),
+            fix="name them in environment.tasks, or leave their rows out of the data",
+        )
+
+
+def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_section: str) -> None:
+    """What these sections ask of the engine: workers, and room in the model's context."""
+    data: DataConfig = attrgetter(data_section)(experiment)
+    generation: SamplingConfig = attrgetter(sampling_section)(experiment)
+    refuse_more_than(experiment.cluster.num_workers, generation)
+    model = experiment.model
+    limit = None
+    if isinstance(model, ModelFromConfig):
+        limit = model.max_position_embeddings
+    elif isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
+        limit = context_length(Path(model.name).expanduser())
+    prompt, completion = data.max_prompt_tokens, experiment.rollouts.room(generation)
+    if limit is not None and prompt + completion > limit:
+        raise ConfigError(
+            "prompts and completions may be longer than the model's context",
+            expected=f"{data_section}.max_prompt_tokens + {sampling_section}.max_new_tokens (or "
+            f"rollouts.max_rollout_tokens) <= {limit}",
+            got=f"{prompt} + {completion}",
+            fix="lower one of the two, or take a model with a longer context",
+        )
+
+
+def _check_files(data: FileData) -> None:
+    for name in (data.train, data.validation):
+        if not Path(name).expanduser().exists():
+            raise DataError(
+                "a data file does not exist",
+                expected="a .jsonl, .csv, .parquet or .arrow file, or a folder of such",
+                got=name,
+                fix="correct data.train or data.validation in the recipe",
+            )

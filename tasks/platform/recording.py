@@ -1,0 +1,303 @@
+"""The nodes of one run: what each took, from whom, what it returned, and how it ended.
+
+An output is known again by a mark on flytekit's literal, which goes with it through sub-workflows.
+A dynamic takes Python values instead: in it, an artifact is known by its folder, and a config by
+its content, among what the dynamic itself was given.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flytekit.core.array_node_map_task import ArrayNodeMapTask
+from flytekit.core.base_task import Task
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.promise import Promise
+from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit.core.type_engine import TypeEngine
+from flytekit.core.workflow import WorkflowBase
+from pydantic import BaseModel
+
+from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.history.records import Kind, State
+from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
+from nemo_rl_core.infra.lineage import Cost, Manifest
+from nemo_rl_core.infra.logging import (
+    ArtifactMade,
+    Event,
+    MachineSample,
+    StageRecord,
+    StageResumed,
+    StageStarted,
+    publish,
+)
+from nemo_rl_core.types import StepReport
+from tasks.artifacts import Artifact
+from tasks.platform.values import artifact_id, described, named_outputs, plain, promises_in
+
+_MAX_ERROR_CHARACTERS = 4000
+_MARK = "_nemo_rl_source"
+
+
+class Source(NamedTuple):
+    """An output of a node of this run."""
+
+    node: int | None
+    output: str
+
+
+@dataclass
+class Call:
+    """A node while it runs.
+
+    Attributes:
+        given: The inputs as plain values, and where they came from.
+        executed: Whether it did its work; a cache hit does not.
+    """
+
+    entity: Task | WorkflowBase
+    kind: Kind
+    node: int | None
+    name: str
+    given: dict[str, Any]
+    sources: dict[str, list[Source]]
+    began: float = field(default_factory=time.monotonic)
+    executed: bool = False
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is shown to the user: what is cached is."""
+        return isinstance(self.entity, Task) and bool(self.entity.metadata.cache)
+
+    @property
+    def state(self) -> State:
+        """How it ended, where it did not fail."""
+        return "cached" if self.is_stage and not self.executed else "succeeded"
+
+
+class Recorder:
+    """What happens in one run.
+
+    Args:
+        writer: The run's database.
+        log_path: The run's log, whose length says which part of it is a node's.
+    """
+
+    def __init__(self, writer: HistoryWriter, log_path: Path) -> None:
+        self.records: list[StageRecord] = []
+        self.artifacts: list[Artifact] = []
+        self._writer, self._log_path = writer, log_path
+        self._calls: list[Call] = []
+        self._made: set[Path] = set()
+        self._makers: dict[str, list[Source]] = {}
+
+    def call(
+        self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
+    ) -> Any:
+        """Runs a node and records it; returns what flytekit made of its outputs."""
+        call = self._begin(entity, kwargs)
+        self._calls.append(call)
+        try:
+            returned = execute()
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        finally:
+            self._calls.pop()
+        self._end(call, named_outputs(list(entity.python_interface.outputs), returned))
+        return returned
+
+    def executes(self, task: Task) -> None:
+        """Says that the task's result was not in the cache."""
+        if self._calls and self._calls[-1].entity is task:
+            self._calls[-1].executed = True
+
+    def listen(self, event: Event) -> None:
+        """Takes what is said meanwhile: steps, artifacts that are new, the machine's load."""
+        if not self._calls:
+            return
+        node = self._calls[-1].node
+        match event:
+            case StepReport(metrics=metrics, timings=timings):
+                step = int(metrics.get("global_step", event.step))
+                spent = {f"timings/{name}": value for name, value in timings.items()}
+                self._writer.log_metrics(node, step, metrics | spent)
+            case MachineSample(second, figures):
+                busy = {f"machine/{name}": value for name, value in figures.items()}
+                self._writer.log_metrics(node, second, busy)
+            case StageResumed(step):
+                self._writer.resumed(node, step)
+            case ArtifactMade(folder):
+                self._made.add(folder)
+
+    def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> Call:
+        name, kind = _node_name(entity, kwargs), _kind(entity)
+        node = self._writer.begin_node(
+            name,
+            task=entity.name,
+            kind=kind,
+            parent=self._calls[-1].node if self._calls else None,
+            inputs=described(kwargs, entity.python_interface.inputs),
+            log_from=self._log_bytes(),
+        )
+        sources = {key: self._sources(value) for key, value in kwargs.items()}
+        for key, found in sources.items():
+            for source in found:
+                self._writer.connect(source.node, source.output, node, key)
+        call = Call(entity, kind, node, name, plain(kwargs), sources)
+        if call.is_stage:
+            publish(StageStarted(name))
+        return call
+
+    def _sources(self, value: Any) -> list[Source]:
+        """The nodes of this run whose outputs a value is made of."""
+        found = [self._source(part) for part in promises_in(value)]
+        return [source for sources in found for source in sources]
+
+    def _source(self, value: Promise | Artifact | BaseModel) -> list[Source]:
+        caller = self._calls[-1] if self._calls else None
+        if isinstance(value, Promise):
+            mark = getattr(value.val, _MARK, None)
+            if mark is not None:
+                return [mark]
+            # An input of the sub-workflow that calls: flytekit names the promise after it.
+            return caller.sources.get(value.var, []) if caller else []
+        shown = plain(value)
+        if caller:
+            for name, given in caller.given.items():
+                if given == shown and caller.sources[name]:
+                    return caller.sources[name]
+        made = self._makers.get(artifact_id(shown) or "", [])
+        return made[-1:]
+
+    def _end(self, call: Call, outputs: dict[str, Promise]) -> None:
+        for name, promise in outputs.items():
+            self._mark(call, name, promise)
+        artifacts = _artifacts(call.entity, outputs) if call.is_stage else []
+        # A stage may pass an input on, as `promote` does; only what it made itself is its own.
+        own = _own_name(call.entity)
+        made = [each for each in artifacts if each.stage.split()[0] == own]
+        manifests = [(each.folder, each.manifest) for each in artifacts]
+        # What an earlier run has made has cost this one nothing, such as a point of a sweep.
+        cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
+        summary = ", ".join(each.summary for each in made if each.summary)
+        if isinstance(call.entity, ArrayNodeMapTask):
+            summary = f"{len(made)} points ended well"
+        self._writer.end_node(
+            call.node,
+            NodeEnd(
+                call.state,
+                outputs=described(outputs, call.entity.python_interface.outputs),
+                made=manifests,
+                deck_path=_deck(made),
+                cost=cost.model_dump(),
+                summary=summary,
+                log_to=self._log_bytes(),
+            ),
+        )
+        self.artifacts += made
+        if call.is_stage:
+            self._publish(call, "cached" if call.state == "cached" else "ran", cost, summary)
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        stopped = not isinstance(error, Exception)
+        end = NodeEnd(
+            "aborted" if stopped else "failed", error=said(error), log_to=self._log_bytes()
+        )
+        self._writer.end_node(call.node, end)
+        if call.is_stage:
+            self._publish(call, "failed")
+
+    def _publish(self, call: Call, state: Any, cost: Cost | None = None, note: str = "") -> None:
+        cost = cost or Cost()
+        record = StageRecord(
+            call.name,
+            state,
+            time.monotonic() - call.began,
+            tokens=cost.tokens,
+            peak_memory_gib=cost.peak_memory_gib,
+            note=note,
+            cost=cost,
+        )
+        self.records.append(record)
+        publish(record)
+
+    def _mark(self, call: Call, name: str, promise: Promise) -> None:
+        """Says on an output's literal whose it is, so that it is known again as an input.
+
+        What a sub-workflow or a dynamic returns belongs to the node in it that made it; what a
+        dynamic got and handed on, to the dynamic.
+        """
+        if call.kind == "workflow" and hasattr(promise.val, _MARK):
+            return
+        source = Source(call.node, name)
+        artifact = artifact_id(plain(promise))
+        known = self._makers.setdefault(artifact, []) if artifact else []
+        inside = known[-1] if known and call.kind == "dynamic" else None
+        if inside and (inside.node or 0) > (call.node or 0):
+            source = inside
+        else:
+            known.append(source)
+        setattr(promise.val, _MARK, source)
+
+    def _log_bytes(self) -> int | None:
+        try:
+            return self._log_path.stat().st_size
+        except OSError:
+            return None
+
+
+def said(error: BaseException) -> str:
+    """An error as it is recorded."""
+    text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {error}"
+    return text[:_MAX_ERROR_CHARACTERS]
+
+
+def _kind(entity: Task | WorkflowBase) -> Kind:
+    if isinstance(entity, WorkflowBase):
+        return "workflow"
+    is_dynamic = (
+        isinstance(entity, PythonFunctionTask)
+        and entity.execution_mode == PythonFunctionTask.ExecutionBehavior.DYNAMIC
+    )
+    return "dynamic" if is_dynamic else "task"
+
+
+def _own_name(entity: Task | WorkflowBase) -> str:
+    """Without its module; a mapped task has that of the task it maps, and not flytekit's for it."""
+    mapped = entity.python_function_task if isinstance(entity, ArrayNodeMapTask) else entity
+    return str(mapped.name).rpartition(".")[2]
+
+
+def _node_name(entity: Task | WorkflowBase, inputs: dict[str, Any]) -> str:
+    name = _own_name(entity)
+    iteration = inputs.get("iteration")
+    return f"{name} {iteration}" if isinstance(iteration, int) else name
+
+
+def _artifacts(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Artifact]:
+    """What a stage returned, as records; of a mapped one, those of the points that ended well."""
+    ctx = FlyteContextManager.current_context()
+    values = [
+        TypeEngine.to_python_value(ctx, promise.val, entity.python_interface.outputs[name])
+        for name, promise in outputs.items()
+    ]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    return [part for part in parts if isinstance(part, Artifact)]
+
+
+def _is(manifest: Manifest, stage: str) -> bool:
+    return manifest.stage.split()[0] == stage
+
+
+def _sum(costs: list[Cost]) -> Cost:
+    """Of one stage that made several artifacts, one after the other."""
+    return costs[0] if len(costs) == 1 else reduce(Cost.plus, costs, Cost())
+
+
+def _deck(made: list[Artifact]) -> str:
+    decks = [each.folder / "deck.html" for each in made]
+    return next((str(deck) for deck in decks if deck.is_file() and deck.stat().st_size), "")

@@ -1,0 +1,132 @@
+"""A local run as its user sees it: progress, log, table, and errors in a few lines."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from flytekit.core.workflow import WorkflowBase
+from rich.console import Console
+
+from nemo_rl_core.distributed import session
+from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution
+from nemo_rl_core.infra.display import choose_display, show_on, summary_table
+from nemo_rl_core.infra.git import git_state
+from nemo_rl_core.infra.lineage import package_versions
+from nemo_rl_core.infra.logging import RunLog, redirect_descriptors, subscribe
+from nemo_rl_core.infra.store import Store
+from nemo_rl_core.tracking import tracked
+from tasks.platform.caching import source_digest
+from tasks.platform.closing import closing_lines
+from tasks.platform.preflight import preflight
+from tasks.platform.recording import Recorder, said
+from tasks.platform.values import plain
+from tasks.recipes.recipe import Recipe
+
+
+class RunFailed(click.ClickException):
+    """A run that ended with an explained error, which pyflyte prints without a trace."""
+
+
+class RunRefused(RunFailed):
+    """A run that its recipe or this machine does not allow; nothing was started."""
+
+    exit_code = 2
+
+
+@contextmanager
+def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
+    """One local run: checks the ground, records, shows progress, and closes with a table.
+
+    Raises:
+        RunFailed: For every error; the trace is in the run's log.
+    """
+    try:
+        store = Store.default()
+        store.check_writable()
+        preflight(inputs)
+    except NemoRLError as error:
+        raise RunRefused(str(error)) from error
+    ray_was_running = _ray_runs()
+    with ExitStack() as stack:
+        stack.callback(store.release)
+        log = stack.enter_context(RunLog.start(store))
+        terminal = stack.enter_context(redirect_descriptors(log.path))
+        display = choose_display(terminal)
+        stack.callback(show_on(display))
+        writer = HistoryWriter(store, log.folder.name)
+        writer.begin(_execution(workflow, inputs, log.path))
+        recorder = Recorder(writer, log.path)
+        stack.callback(subscribe(recorder.listen))
+        for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
+            stack.enter_context(tracked(recipe.tracking, log.folder.name))
+        try:
+            yield recorder
+        except BaseException as error:
+            log.trace(error)
+            writer.end("failed" if isinstance(error, Exception) else "aborted", said(error))
+            raise _explained(error, log) from error
+        else:
+            writer.end("succeeded")
+        finally:
+            display.close()
+            if not ray_was_running:
+                session.shutdown()
+        _close(recorder, log, terminal)
+
+
+def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -> NewExecution:
+    commit, dirty = git_state(Path(__file__).parent)
+    module = workflow.name.rpartition(".")[0]
+    return NewExecution(
+        workflow=workflow.name,
+        recipe=recipe_name(sys.argv),
+        command=sys.argv,
+        inputs=plain(inputs),
+        log_path=log_path,
+        git_commit=commit,
+        git_dirty=dirty,
+        packages=package_versions(),
+        source_digest=source_digest(module),
+    )
+
+
+def recipe_name(command: list[str]) -> str:
+    """The recipe that a command line names, in a file's name or as its `recipe`; else nothing."""
+    words = [word for pair in command for word in pair.split("=", 1)]
+    if "--config" not in words[:-1]:
+        return ""
+    given = words[words.index("--config") + 1]
+    if given.endswith((".yaml", ".yml")):
+        return Path(given).stem
+    try:
+        config = json.loads(given)
+    except ValueError:
+        return ""
+    return Path(str(config.get("recipe", ""))).stem if isinstance(config, dict) else ""
+
+
+def _explained(error: BaseException, log: RunLog) -> BaseException:
+    if isinstance(error, NemoRLError):
+        return RunFailed(f"{error}\n  log: {log.path}")
+    if isinstance(error, Exception):
+        last = (str(error).splitlines() or [""])[-1].strip()[:300]
+        return RunFailed(f"{type(error).__name__}: {last}\n  log: {log.path}")
+    return error
+
+
+def _ray_runs() -> bool:
+    ray = sys.modules.get("ray")
+    return bool(ray and ray.is_initialized())
+
+
+def _close(recorder: Recorder, log: RunLog, terminal: Any) -> None:
+    console = Console(file=terminal, highlight=False, soft_wrap=False)
+    console.print(summary_table(recorder.records))
+    for line in closing_lines(recorder.artifacts):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"log: {log.path}", markup=False, soft_wrap=True)

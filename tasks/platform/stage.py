@@ -1,0 +1,121 @@
+"""What every stage does around its work: one folder, one lock, one manifest."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from flytekit import Cache, dynamic, task
+from flytekit.types.directory import FlyteDirectory
+from pydantic import BaseModel
+
+from nemo_rl_core.config.tracking import TrackingConfig
+from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.infra.stage_run import StageRun
+from nemo_rl_core.tracking import tracked
+from tasks.artifacts import Artifact
+from tasks.platform import literal_types, local
+from tasks.platform.attempts import carried_over
+from tasks.platform.caching import source_digest
+from tasks.platform.ray_stage import ray_stage
+from tasks.platform.resources import DECK, PLAIN, Kind, one_gpu
+
+literal_types.register()
+local.use_store()
+
+plan_task = task(**PLAIN.options)
+"""A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
+
+choice = dynamic(**PLAIN.options)
+"""A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
+
+
+def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`flytekit.task`, cached by the inputs and by the source that the stage can reach.
+
+    Args:
+        kind: What the stage reserves on a cluster, and how often and how long it may try.
+        options: Of `flytekit.task`, laid over those of the kind.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        cache = Cache(version=source_digest(function.__module__), serialize=kind.serialize)
+        given = {**DECK, **kind.options, **options}
+        if not kind.on_ray:
+            return task(cache=cache, **given)(function)
+        stage = task(cache=cache, **given, **ray_stage(kind))(function)
+        # Registered too: a dynamic stage knows only images of tasks that were registered with it.
+        stage.on_shape(one_gpu())
+        return stage
+
+    return decorate
+
+
+def make(
+    stage: str,
+    *,
+    config: BaseModel,
+    parents: Mapping[str, Artifact],
+    work: Callable[[Path], Made],
+    part: str = "",
+) -> dict[str, Any]:
+    """Runs a stage's work in a folder of the store and publishes it as an artifact.
+
+    The folder is known by the stage's inputs and source: a killed attempt is continued, and of two
+    processes that run the same stage at once, the second takes what the first has made. On a
+    cluster, where the next attempt may have another disk, what is saved is handed to Flyte too.
+
+    Args:
+        stage: Name of the stage.
+        config: The settings that the stage reads; with the parents, its whole input.
+        parents: Artifacts that the stage reads, by role.
+        work: Fills the folder; may find there what an interrupted attempt left.
+        part: Which of several artifacts of the stage, or which iteration.
+
+    Returns:
+        The fields that all artifacts share.
+    """
+    caller = inspect.stack()[1].frame.f_globals["__name__"]
+    inputs = Inputs(
+        stage=stage,
+        settings=config.model_dump(mode="json"),
+        parents={role: parent.folder for role, parent in parents.items()},
+        source=source_digest(caller),
+        part=part,
+    )
+    run = StageRun.here(os.environ, task=f"{caller}.{stage}")
+    with _tracked_on_cluster():
+        artifact = produce(inputs, carried_over(work), run=run)
+    _show_deck(artifact)
+    manifest = Manifest.read(artifact)
+    return {
+        "directory": FlyteDirectory(str(artifact)),
+        "stage": manifest.stage,
+        "content_hash": manifest.content_hash,
+        "step": manifest.step,
+        "summary": (artifact / "summary.txt").read_text(),
+    }
+
+
+def _tracked_on_cluster() -> AbstractContextManager[None]:
+    """A local run is tracked as a whole; a container knows of its stage, and this variable, alone.
+
+    The recipe's section cannot reach it: no stage reads what changes no result.
+    """
+    said = os.environ.get("NEMO_RL_TRACKING")
+    if not local.on_cluster() or not said:
+        return nullcontext()
+    return tracked(
+        TrackingConfig.model_validate_json(said), os.environ["FLYTE_INTERNAL_EXECUTION_ID"]
+    )
+
+
+def _show_deck(artifact: Path) -> None:
+    from flytekit import Deck
+
+    html = (artifact / "deck.html").read_text()
+    if html:
+        Deck(artifact.name, html)

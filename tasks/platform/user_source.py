@@ -1,0 +1,95 @@
+"""The source that a user's own module brings: itself, and all that it imports of the user's.
+
+Nothing is imported to find it. What is installed counts by its version, and a file that a module
+names by `Path(__file__).with_name(...)` by its content. Files that it opens by other names do not
+count.
+"""
+
+import importlib
+import sys
+import sysconfig
+from functools import cache
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_rl_core.infra.files import hash_file, hash_folder
+from tasks.platform.sources import Source, read_source
+
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+
+
+def user_source(module: str) -> str:
+    """A digest for each module of the user's that `module` reaches, and versions of packages.
+
+    Args:
+        module: As it is imported; modules of the current directory count, as for a reward function.
+
+    Returns:
+        Words parted by blanks; empty where there is no such module.
+    """
+    importlib.invalidate_caches()
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        for spec in _specs(name):
+            if (
+                spec.name not in found
+                and spec.name.partition(".")[0] not in sys.stdlib_module_names
+            ):
+                found[spec.name], further = _content(spec)
+                waiting += further
+    return " ".join(sorted({each for each in found.values() if each}))
+
+
+def _specs(name: str) -> list[ModuleSpec]:
+    """The packages and the module behind a dotted name, which may end in what a module defines."""
+    top, *inner = name.split(".")
+    try:
+        spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+    except (ImportError, ValueError):
+        return []  # the stage that calls it says what is wrong
+    found = []
+    while spec is not None:
+        found.append(spec)
+        places = spec.submodule_search_locations
+        if not inner or places is None:
+            break
+        spec = PathFinder.find_spec(f"{spec.name}.{inner.pop(0)}", list(places))
+    return found
+
+
+def _content(spec: ModuleSpec) -> tuple[str, list[str]]:
+    """What stands for a module, and the names that it imports."""
+    origin = Path(spec.origin) if spec.has_location and spec.origin else None
+    if origin is None:
+        return "", []  # built in, or a folder without an `__init__`
+    if any(origin.is_relative_to(folder) for folder in _INSTALLED):
+        return _version(spec.name.partition(".")[0]), []
+    if origin.suffix != ".py":
+        return hash_file(origin), []
+    file_name = f"{spec.name}.__init__" if origin.stem == "__init__" else spec.name
+    try:
+        source = read_source(origin, file_name)
+    except (SyntaxError, ValueError):
+        return hash_file(origin), []  # as above
+    return "".join([source.digest, *_beside(origin, source)]), source.imports
+
+
+def _beside(origin: Path, source: Source) -> list[str]:
+    files = [origin.with_name(name) for name in source.beside]
+    return [
+        hash_folder(each) if each.is_dir() else hash_file(each) for each in files if each.exists()
+    ]
+
+
+def _version(package: str) -> str:
+    names = _distributions().get(package, [])
+    return ",".join(f"{name}=={metadata.version(name)}" for name in sorted(set(names)))
+
+
+@cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(metadata.packages_distributions())

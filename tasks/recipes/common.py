@@ -1,0 +1,186 @@
+"""What the recipes of all workflows share, and the records of the stages that they share."""
+
+from typing import Any
+
+from pydantic import Field, NonNegativeInt
+
+from nemo_rl_core.algorithms.sft.config import SFTConfig
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
+from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
+from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
+from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
+from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
+from tasks.platform.contents import data_content, model_content, reward_content
+from tasks.recipes.recipe import Recipe
+
+
+class PipelineRecipe(Recipe):
+    """What every recipe may say; a recipe file holds only what differs from these defaults.
+
+    Attributes:
+        seed: Seed of weights, data, sampling and order.
+        model: The model to start from.
+        data: Where rows come from.
+        environment: How a completion is scored, and what answers it.
+        environment_workers: Processes that run the environment; None runs it in the trainer's
+            process.
+        sft: The supervised start; None leaves it out.
+        training: The training backend, and how a model is spread over ranks.
+        rollouts: Limits of a rollout, and of failures.
+        generation: The engine, and how completions are sampled.
+        cluster: The shape of the cluster, ranks and threads.
+        evaluation: How a checkpoint is evaluated.
+        promotion: How much better a model must be to be promoted.
+    """
+
+    seed: NonNegativeInt = 0
+    model: ModelConfig = ModelFromConfig()
+    data: DataConfig = ArithmeticData()
+    environment: EnvironmentConfig = ExactMatch()
+    environment_workers: EnvironmentWorkers | None = None
+    sft: SFTConfig | None = None
+    training: TrainingConfig = DTensorTraining()
+    rollouts: RolloutLimits = RolloutLimits()
+    generation: GenerationConfig = VllmGenerationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    promotion: PromotionConfig = PromotionConfig()
+
+    @property
+    def experiments(self) -> "list[PipelineRecipe]":
+        """The experiment itself."""
+        return [self]
+
+    @property
+    def measure(self) -> EnvironmentConfig:
+        """What says whether a completion is right."""
+        return self.evaluation.environment or self.environment
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """Every model that must be there before a run begins."""
+        return [self.model]
+
+    @property
+    def rewards(self) -> list[EnvironmentConfig]:
+        """Every environment that must be able to score."""
+        return [self.environment, self.measure]
+
+    def refuse_contradictions(self) -> None:
+        """Refuses settings that are right by themselves and do not go together.
+
+        Raises:
+            ConfigError: For the first such setting.
+        """
+
+
+class ModelTaskConfig(FrozenConfig):
+    """What `prepare_model` reads; the seed only where weights are drawn."""
+
+    model: ModelConfig
+    content: str
+    seed: int | None
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "ModelTaskConfig":
+        """The recipe's share."""
+        seed = config.seed if config.model.kind == "from_config" else None
+        return cls(model=config.model, content=model_content(config.model), seed=seed)
+
+
+class DataTaskConfig(FrozenConfig):
+    """What `prepare_data` reads; the seed only where rows are drawn or held out."""
+
+    data: DataConfig
+    content: str
+    seed: int | None
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "DataTaskConfig":
+        """The recipe's share."""
+        seed = None if isinstance(config.data, FileData) else config.seed
+        return cls(data=config.data, content=data_content(config.data), seed=seed)
+
+
+class QuestionTaskConfig(FrozenConfig):
+    """What `choose_questions` reads; without `data` a model is measured on held-out rows."""
+
+    data: DataTaskConfig | None
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "QuestionTaskConfig":
+        """The recipe's share."""
+        data = config.evaluation.data
+        return cls(data=None if data is None else DataTaskConfig.of(config.replace(data=data)))
+
+
+class SFTTaskConfig(TrainerSettings):
+    """What `train_sft` reads; without `sft` there is no warm start."""
+
+    sft: SFTConfig | None
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "SFTTaskConfig":
+        """The recipe's share."""
+        return cls(sft=config.sft, **trainer_fields(config))
+
+
+class EvaluationTaskConfig(RolloutSettings):
+    """What `evaluate` reads."""
+
+    reward_content: str
+    evaluation: EvaluationConfig
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "EvaluationTaskConfig":
+        """The recipe's share."""
+        asked = config.evaluation.data or config.data
+        sampling = config.evaluation.generation or config.generation
+        fields = rollout_fields(
+            config.replace(environment=config.measure, data=asked, generation=sampling)
+        )
+        del fields["training"]  # evaluation trains nothing, whatever the backend
+        # Said once, here and in `QuestionTaskConfig`.
+        evaluation = config.evaluation.replace(environment=None, data=None, generation=None)
+        return cls(evaluation=evaluation, **fields)
+
+
+class PromotionTaskConfig(FrozenConfig):
+    """What `promote` reads."""
+
+    promotion: PromotionConfig
+    confidence: float = Field(gt=0.5, lt=1)
+    seed: int
+
+    @classmethod
+    def of(cls, config: PipelineRecipe) -> "PromotionTaskConfig":
+        """The recipe's share."""
+        confidence = config.evaluation.confidence
+        return cls(promotion=config.promotion, confidence=confidence, seed=config.seed)
+
+
+def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
+    """The fields of `TrainerSettings` in a recipe."""
+    return {
+        "training": config.training,
+        "cluster": config.cluster,
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+    }
+
+
+def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
+    """The fields of `RolloutSettings` in a recipe, and the content of what scores."""
+    return {
+        **trainer_fields(config),
+        "environment": config.environment,
+        "environment_workers": config.environment_workers,
+        "reward_content": reward_content(config.environment),
+        "generation": config.generation,
+        "rollouts": config.rollouts,
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+    }

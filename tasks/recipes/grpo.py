@@ -1,0 +1,111 @@
+"""The recipe of a GRPO run."""
+
+from typing import NamedTuple
+
+from flytekit.types.error.error import FlyteError
+
+from nemo_rl_core.algorithms.grpo.config import (
+    GDPO,
+    GRPOConfig,
+    GRPOSchedule,
+    GRPOSettings,
+    refuse_overlong,
+    refuse_sampling_ahead,
+)
+from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
+from nemo_rl_core.config.generation import refuse_for_training
+from nemo_rl_core.errors import ConfigError
+from tasks.platform.failures import failure_handler, leave_record
+from tasks.platform.stage import plan_task
+from tasks.recipes.common import (
+    DataTaskConfig,
+    EvaluationTaskConfig,
+    ModelTaskConfig,
+    PipelineRecipe,
+    PromotionTaskConfig,
+    QuestionTaskConfig,
+    SFTTaskConfig,
+    rollout_fields,
+)
+
+
+class GRPORecipe(PipelineRecipe):
+    """All of a GRPO run.
+
+    Attributes:
+        grpo: Group-relative policy optimization.
+    """
+
+    grpo: GRPOSchedule = GRPOSchedule()
+
+    def refuse_contradictions(self) -> None:
+        """GRPO must fit what it samples and what scores."""
+        refuse_unfit(self.grpo, self.environment, self)
+
+
+def refuse_unfit(grpo: GRPOConfig, reward: EnvironmentConfig, recipe: PipelineRecipe) -> None:
+    """Refuses settings of GRPO that what it samples and what scores do not fit.
+
+    Args:
+        grpo: The settings.
+        reward: What scores in it.
+        recipe: Says what is sampled.
+
+    Raises:
+        ConfigError: For the first such setting.
+    """
+    refuse_for_training(recipe.generation)
+    refuse_sampling_ahead(grpo, recipe.generation)
+    try:
+        refuse_overlong(grpo, longest=recipe.rollouts.room(recipe.generation))
+    except ValueError as error:
+        raise ConfigError(str(error), fix="set grpo.overlong in the recipe") from error
+    if isinstance(grpo.advantage, GDPO):
+        num_rewards = len(reward.parts) if isinstance(reward, WeightedSum) else 1
+        if num_rewards != len(grpo.advantage.weights):
+            raise ConfigError(
+                "advantage 'gdpo' has a weight for each of several rewards",
+                expected=f"an environment with {len(grpo.advantage.weights)} rewards",
+                got=f"{num_rewards} from the environment {reward.kind!r}",
+                fix="use the environment 'weighted_sum' with as many parts as weights",
+            )
+
+
+class GRPOTaskConfig(GRPOSettings):
+    """What `grpo_iteration` reads."""
+
+    reward_content: str
+
+
+class GRPOPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelTaskConfig
+    data: DataTaskConfig
+    questions: QuestionTaskConfig
+    sft: SFTTaskConfig
+    grpo: GRPOTaskConfig
+    num_iterations: int
+    evaluation: EvaluationTaskConfig
+    promotion: PromotionTaskConfig
+
+
+@plan_task
+def plan_grpo(config: GRPORecipe) -> GRPOPlan:
+    """Deals the recipe out to the stages."""
+    return GRPOPlan(
+        model=ModelTaskConfig.of(config),
+        data=DataTaskConfig.of(config),
+        questions=QuestionTaskConfig.of(config),
+        sft=SFTTaskConfig.of(config),
+        grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config)),
+        num_iterations=config.grpo.num_iterations,
+        evaluation=EvaluationTaskConfig.of(config),
+        promotion=PromotionTaskConfig.of(config),
+    )
+
+
+@failure_handler
+def record_failure(config: GRPORecipe, err: FlyteError | None = None) -> None:
+    """After `workflows/grpo.py`."""
+    leave_record("grpo", "grpo", config, err)

@@ -1,0 +1,122 @@
+"""Recipes: sparse YAML files, laid over one another, and refused in a few lines."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import click
+import yaml
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_validator
+
+from nemo_rl_core.algorithms.grpo.presets import PRESETS
+from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.tracking import TrackingConfig
+from nemo_rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasks.recipes.common import PipelineRecipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "workflows" / "recipes"
+
+
+class RecipeError(click.ClickException):
+    """A recipe that cannot be run, in the form that `pyflyte run` prints without a trace."""
+
+    exit_code = 2
+
+
+class Recipe(FrozenConfig):
+    """Base of a workflow's input: whatever is wrong with it is said in a few lines.
+
+    A key `recipe` names another recipe to begin with: one of `workflows/recipes` by its name, or a
+    file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
+
+    Attributes:
+        tracking: Where metrics go besides the run's own record.
+    """
+
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def experiments(self) -> "list[PipelineRecipe]":
+        """What is checked against this machine before anything starts."""
+        return []
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        try:
+            validated: Self = handler(with_base(value) if isinstance(value, dict) else value)
+        except ValidationError as error:
+            raise RecipeError(str(describe(error))) from error
+        except ConfigError as error:
+            raise RecipeError(str(error)) from error
+        return validated
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+_default_names: dict[int, str] = {}
+"""Names of the workflows' defaults, by the id of the recipe, which lives as long as its module."""
+
+
+def default_recipe(kind: type[AnyRecipe], name: str) -> AnyRecipe:
+    """The recipe `name` of `workflows/recipes` as a workflow's default.
+
+    `pyflyte run ... --help` shows it by this name (see `tasks/platform/command_help.py`).
+    """
+    recipe = kind.model_validate({"recipe": name})
+    _default_names[id(recipe)] = name
+    return recipe
+
+
+def default_name(value: object) -> str | None:
+    """The name under which `default_recipe` made a recipe; None for everything else."""
+    return _default_names.get(id(value))
+
+
+def with_base(values: dict[str, Any]) -> dict[str, Any]:
+    """The values laid over those of the recipe that they name, if they do.
+
+    Raises:
+        ConfigError: If there is no such recipe.
+    """
+    if "recipe" not in values:
+        return values
+    name = str(values["recipe"])
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        choices = sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
+        raise ConfigError(
+            f"there is no recipe {name!r}",
+            expected=f"a .yaml file, or one of {', '.join(choices)}",
+            got=name,
+        )
+    base = with_base(yaml.safe_load(path.read_text()) or {})
+    return _laid_over(base, {key: value for key, value in values.items() if key != "recipe"})
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Maps are merged; everything else is replaced, and so is a map of another `kind`.
+
+    A preset stands for the fields that it sets: named in the changes, it wins over the base.
+    """
+    preset = PRESETS.get(str(changes.get("preset")), {})
+    base = {key: value for key, value in base.items() if key not in preset}
+    merged = dict(base)
+    for key, value in changes.items():
+        old = base.get(key)
+        merged[key] = value
+        if isinstance(old, dict) and isinstance(value, dict) and _same_kind(key, old, value):
+            merged[key] = _laid_over(old, value)
+    return merged
+
+
+def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether changes without a kind are meant for what is there.
+
+    `model: {name: ...}` alone is a pretrained model, so it replaces one of another kind; other
+    fields without a kind are changes of the model that the base recipe has.
+    """
+    bare_name = key == "model" and "name" in new
+    unsaid = "pretrained" if bare_name else old.get("kind")
+    return bool(new.get("kind", unsaid) == old.get("kind", unsaid))

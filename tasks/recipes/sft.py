@@ -1,0 +1,58 @@
+"""The recipe of a supervised fine-tuning."""
+
+from typing import NamedTuple
+
+from flytekit.types.error.error import FlyteError
+
+from nemo_rl_core.algorithms.sft.config import SFTConfig
+from tasks.platform.failures import failure_handler, leave_record
+from tasks.platform.stage import plan_task
+from tasks.recipes.common import (
+    DataTaskConfig,
+    EvaluationTaskConfig,
+    ModelTaskConfig,
+    PipelineRecipe,
+    PromotionTaskConfig,
+    QuestionTaskConfig,
+    SFTTaskConfig,
+)
+
+
+class SFTRecipe(PipelineRecipe):
+    """All of a supervised fine-tuning.
+
+    Attributes:
+        sft: Supervised fine-tuning.
+    """
+
+    sft: SFTConfig = SFTConfig()
+
+
+class SFTPlan(NamedTuple):
+    """The settings of each stage."""
+
+    model: ModelTaskConfig
+    data: DataTaskConfig
+    questions: QuestionTaskConfig
+    sft: SFTTaskConfig
+    evaluation: EvaluationTaskConfig
+    promotion: PromotionTaskConfig
+
+
+@plan_task
+def plan_sft(config: SFTRecipe) -> SFTPlan:
+    """Deals the recipe out to the stages."""
+    return SFTPlan(
+        model=ModelTaskConfig.of(config),
+        data=DataTaskConfig.of(config),
+        questions=QuestionTaskConfig.of(config),
+        sft=SFTTaskConfig.of(config),
+        evaluation=EvaluationTaskConfig.of(config),
+        promotion=PromotionTaskConfig.of(config),
+    )
+
+
+@failure_handler
+def record_failure(config: SFTRecipe, err: FlyteError | None = None) -> None:
+    """After `workflows/sft.py`."""
+    leave_record("sft", "sft", config, err)

@@ -1,0 +1,154 @@
+"""The recipe of a sweep: a GRPO recipe, and fields of it that take several values each."""
+
+from itertools import product
+from typing import Any
+
+from flytekit.types.error.error import FlyteError
+from pydantic import Field, PositiveInt, field_validator
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.errors import ConfigError
+from tasks.platform.failures import failure_handler, leave_record
+from tasks.platform.stage import plan_task
+from tasks.recipes.common import (
+    DataTaskConfig,
+    EvaluationTaskConfig,
+    ModelTaskConfig,
+    PipelineRecipe,
+    QuestionTaskConfig,
+    SFTTaskConfig,
+    rollout_fields,
+)
+from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig
+from tasks.recipes.recipe import Recipe
+
+Value = bool | int | float | str
+"""What a field may be set to. Lists, not tuples, hold them: flytekit knows no tuples in records."""
+
+SEED = "seed"
+"""The field over which figures are averaged."""
+
+
+class SweepRecipe(Recipe):
+    """Every combination of the values is a whole GRPO run; equal stages of them are run once.
+
+    Attributes:
+        base: A GRPO recipe.
+        over: Values by field, sections parted by dots: `{seed: [0, 1], grpo.learning_rate: [...]}`.
+        concurrency: Points at a time, on a cluster; on one machine they take turns.
+        min_success_ratio: The share of points that must end well for a summary.
+        confidence: Of the intervals over seeds.
+    """
+
+    base: GRPORecipe = GRPORecipe()
+    over: dict[str, list[Value]] = Field(min_length=1)
+    concurrency: PositiveInt = 1
+    min_success_ratio: float = Field(default=1.0, gt=0, le=1)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+    @field_validator("over")
+    @classmethod
+    def _each_has_values(cls, over: dict[str, list[Value]]) -> dict[str, list[Value]]:
+        for name, values in over.items():
+            if len(values) != len({repr(value) for value in values}) or not values:
+                raise ConfigError(
+                    f"the sweep's values of {name!r} are not usable",
+                    expected="one or more values, each once",
+                    got=repr(list(values)),
+                    fix=f"correct over.{name}",
+                )
+        return over
+
+    @property
+    def points(self) -> list[dict[str, Value]]:
+        """Every combination of values, by field."""
+        return [
+            dict(zip(self.over, values, strict=True)) for values in product(*self.over.values())
+        ]
+
+    @property
+    def experiments(self) -> list[PipelineRecipe]:
+        """One a point."""
+        return [self.experiment(point) for point in self.points]
+
+    def experiment(self, point: dict[str, Value]) -> GRPORecipe:
+        """The recipe of one point.
+
+        Raises:
+            RecipeError: For a field that the recipe has not, or a value that it cannot take.
+        """
+        words: dict[str, Any] = self.base.model_dump(mode="json")
+        for name, value in point.items():
+            *sections, field = name.split(".")
+            section = words
+            for each in sections:
+                section = section.get(each) or section.setdefault(each, {})
+            section[field] = value
+        return GRPORecipe.model_validate(words)
+
+
+class PointTaskConfig(FrozenConfig):
+    """What `sweep_point` reads: a whole GRPO run, and how its end is measured."""
+
+    grpo: GRPOTaskConfig
+    num_iterations: int
+    evaluation: EvaluationTaskConfig
+
+
+class PointPlan(FrozenConfig):
+    """What one point begins with, and its own stage."""
+
+    model: ModelTaskConfig
+    data: DataTaskConfig
+    questions: QuestionTaskConfig
+    sft: SFTTaskConfig
+    point: PointTaskConfig
+
+    @classmethod
+    def of(cls, config: GRPORecipe) -> "PointPlan":
+        """The recipe's share."""
+        grpo = GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config))
+        return cls(
+            model=ModelTaskConfig.of(config),
+            data=DataTaskConfig.of(config),
+            questions=QuestionTaskConfig.of(config),
+            sft=SFTTaskConfig.of(config),
+            point=PointTaskConfig(
+                grpo=grpo,
+                num_iterations=config.grpo.num_iterations,
+                evaluation=EvaluationTaskConfig.of(config),
+            ),
+        )
+
+
+class SummaryTaskConfig(FrozenConfig):
+    """What `summarize_sweep` reads: the values of each point, in the order of the reports."""
+
+    points: list[dict[str, Value]]
+    confidence: float
+
+
+class SweepPlan(FrozenConfig):
+    """The settings of each stage."""
+
+    points: list[PointPlan]
+    concurrency: int
+    min_success_ratio: float
+    summary: SummaryTaskConfig
+
+
+@plan_task
+def plan_sweep(config: SweepRecipe) -> SweepPlan:
+    """Deals the recipe out to the points."""
+    return SweepPlan(
+        points=[PointPlan.of(config.experiment(point)) for point in config.points],
+        concurrency=config.concurrency,
+        min_success_ratio=config.min_success_ratio,
+        summary=SummaryTaskConfig(points=config.points, confidence=config.confidence),
+    )
+
+
+@failure_handler
+def record_failure(config: SweepRecipe, err: FlyteError | None = None) -> None:
+    """After `workflows/sweep.py`."""
+    leave_record("sweep", "sweep", config, err)
