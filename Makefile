@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-slow test-bare parity lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-slow test-bare parity docs docs-serve lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -59,6 +59,13 @@ register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; se
 
 images: setup ## Build the images that stages run in, and push them to NEMO_RL_REGISTRY
 	bash deployment/images/build.sh
+
+# mkdocs-material would print an advertisement for its successor.
+docs: setup ## Build the documentation into build/docs; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet
+
+docs-serve: setup ## Show the documentation while it is written, on http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs serve
 
 lint: setup ## Check style, types and the layers
 	$(bin)/ruff check .

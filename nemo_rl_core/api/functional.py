@@ -18,4 +18,6 @@ _ALGORITHM_REGISTRY: Registry[BaseTrainer[Any, Any]] = Registry(
     },
 )
 register_algorithm = _ALGORITHM_REGISTRY.register
+"""Registers a trainer class under a name: a decorator."""
 get_algorithm = _ALGORITHM_REGISTRY.get
+"""The trainer class of a name; an unknown name raises `ConfigError` with the choices."""

@@ -29,7 +29,14 @@ class RowPolicy(FrozenConfig):
 
 
 class ArithmeticData(RowPolicy):
-    """Generated sums of two numbers; train and validation never share a problem."""
+    """Generated sums of two numbers; train and validation never share a problem.
+
+    Attributes:
+        num_train: Sums to train on.
+        num_validation: Sums to validate on.
+        max_prompt_tokens: The longest prompt, chat template included.
+        max_operand: Operands are drawn from 0 to this number.
+    """
 
     kind: Literal["arithmetic"] = "arithmetic"
     num_train: PositiveInt = 4096
@@ -49,7 +56,16 @@ class ArithmeticData(RowPolicy):
 
 
 class ReasoningGymData(RowPolicy):
-    """Procedurally generated tasks from reasoning-gym, mixed in equal parts."""
+    """Procedurally generated tasks from reasoning-gym, mixed in equal parts.
+
+    Attributes:
+        tasks: Names of reasoning-gym's tasks; each gives an equal share of the rows.
+        task_options: Options of each task, by its name, as reasoning-gym defines them.
+        instruction: Text that is added to every prompt, on a line of its own; empty adds none.
+        num_train: Questions to train on, of all tasks together.
+        num_validation: Questions to validate on, of all tasks together.
+        max_prompt_tokens: The longest prompt, chat template included.
+    """
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: list[str] = Field(default=["chain_sum"], min_length=1)
@@ -69,6 +85,9 @@ class SlidingPuzzleData(RowPolicy):
         size: Rows by columns. There are 11 unsolved positions of 2x2, 359 of 2x3 and 181439 of 3x3.
         max_moves: The most moves that a start is away from the solved position.
         spare_turns: Turns that a row allows beyond the fewest that solve it.
+        num_train: Puzzles to train on.
+        num_validation: Puzzles to validate on.
+        max_prompt_tokens: The longest prompt, chat template included.
     """
 
     kind: Literal["sliding_puzzle"] = "sliding_puzzle"
@@ -103,6 +122,9 @@ class GuessNumberData(RowPolicy):
         max_opening: Rows to train on begin behind so many wrong guesses at most, drawn anywhere
             within the bounds, so that a warm start sees later turns, too. A row to validate on is
             a whole game.
+        num_train: Games to train on.
+        num_validation: Games to validate on.
+        max_prompt_tokens: The longest prompt, chat template included.
     """
 
     kind: Literal["guess_number"] = "guess_number"
@@ -134,6 +156,12 @@ class FileData(RowPolicy):
 
     The columns say what the rows are; `nemo_rl_core.data.datasets.formats` lists what is
     understood. `rename` maps columns of yours to those names.
+
+    Attributes:
+        train: The file or folder with rows to train on.
+        validation: The file or folder with rows to validate on.
+        rename: The name that is understood here, by the column's name in the file.
+        max_prompt_tokens: The longest prompt, chat template included.
     """
 
     kind: Literal["file"] = "file"
@@ -153,7 +181,10 @@ class HubData(RowPolicy):
         train: The split to train on.
         validation: The split to validate on; None holds out `validation_fraction` of the training
             split, drawn with the recipe's seed.
-        rename: Columns of the data set by the names that are understood here.
+        validation_fraction: The share of the training split that is held out where `validation` is
+            None.
+        rename: The name that is understood here, by the column's name in the data set.
+        max_prompt_tokens: The longest prompt, chat template included.
     """
 
     kind: Literal["hub"] = "hub"

@@ -82,7 +82,12 @@ class ReasoningGymScore(FrozenConfig):
 
 
 class RewardFunction(FrozenConfig):
-    """Your own function `(prompt, response) -> float`, or of two lists, named `module:function`."""
+    """Your own function `(prompt, response) -> float`, or of two lists, named `module:function`.
+
+    Attributes:
+        target: The function, as `module:function`; the module is imported from the working folder
+            or from an installed package.
+    """
 
     kind: Literal["function"] = "function"
     target: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -94,6 +99,11 @@ class RewardModelScore(FrozenConfig):
     `model` is a hub name or a folder; it is left out where a pipeline hands over the reward model
     that it has trained. `max_tokens_per_batch` bounds the memory of one forward pass; it changes
     scores only by rounding.
+
+    Attributes:
+        model: A hub name or a folder; None takes the reward model that the pipeline has trained.
+        max_tokens_per_batch: Bounds the memory of one forward pass; it changes scores only by
+            rounding.
     """
 
     kind: Literal["reward_model"] = "reward_model"
@@ -216,7 +226,12 @@ SingleEnvironmentConfig = Annotated[_Single, Field(discriminator="kind")]
 
 
 class WeightedPart(FrozenConfig):
-    """One of several rewards."""
+    """One of several rewards.
+
+    Attributes:
+        weight: The factor of this reward in the sum.
+        environment: How this reward is computed.
+    """
 
     weight: FiniteFloat = 1.0
     environment: SingleEnvironmentConfig
@@ -227,6 +242,9 @@ class WeightedSum(FrozenConfig):
 
     Its parts are no sums themselves: a sum of sums is one longer sum, and Flyte, which describes a
     config's fields by following them, has no end of a type that contains itself.
+
+    Attributes:
+        parts: The rewards that are summed.
     """
 
     kind: Literal["weighted_sum"] = "weighted_sum"
@@ -262,7 +280,13 @@ class CalculatorTool(FrozenConfig):
 
 
 class PythonTool(FrozenConfig):
-    """`<tool>python print(6 * 7)</tool>`: a program in a sandbox; what it prints is the result."""
+    """`<tool>python print(6 * 7)</tool>`: a program in a sandbox; what it prints is the result.
+
+    Attributes:
+        cpu_seconds: Processor time of one program.
+        wall_seconds: Wall-clock time of one program.
+        memory_mib: Memory of each process of a program.
+    """
 
     kind: Literal["python"] = "python"
     cpu_seconds: PositiveInt = 5
@@ -318,14 +342,23 @@ ConversationConfig = Annotated[_Conversation, Field(discriminator="kind")]
 
 
 class TaskEnvironment(FrozenConfig):
-    """The environment of the rows of one task."""
+    """The environment of the rows of one task.
+
+    Attributes:
+        task: The value of `task` in the rows that this environment scores.
+        environment: The environment of these rows.
+    """
 
     task: str = Field(min_length=1)
     environment: Annotated[_Single | _Conversation | WeightedSum, Field(discriminator="kind")]
 
 
 class ByTask(FrozenConfig):
-    """Several environments in one run: each row goes to that of its `task`."""
+    """Several environments in one run: each row goes to that of its `task`.
+
+    Attributes:
+        tasks: One environment for each task of the data.
+    """
 
     kind: Literal["by_task"] = "by_task"
     tasks: list[TaskEnvironment] = Field(min_length=1)

@@ -50,6 +50,11 @@ class EvaluationConfig(FrozenConfig):
 
 
 class PromotionConfig(FrozenConfig):
-    """The paired improvement whose lower confidence bound must exceed `min_improvement`."""
+    """The paired improvement whose lower confidence bound must exceed `min_improvement`.
+
+    Attributes:
+        min_improvement: The difference of accuracies that the lower confidence bound must exceed;
+            0.01 is one point.
+    """
 
     min_improvement: float = Field(default=0.0, ge=-1, le=1)

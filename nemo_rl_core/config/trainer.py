@@ -19,7 +19,13 @@ from nemo_rl_core.errors import ConfigError
 
 
 class KeepBest(FrozenConfig):
-    """Which checkpoints to keep besides the newest: the `count` best by a metric of their step."""
+    """Which checkpoints to keep besides the newest: the `count` best by a metric of their step.
+
+    Attributes:
+        metric: A metric that is saved with a step, such as `validation_loss`.
+        mode: Whether the highest or the lowest value is best.
+        count: Checkpoints to keep by this metric.
+    """
 
     metric: str = Field(min_length=1, description="such as validation_loss")
     mode: Literal["max", "min"]
@@ -34,6 +40,13 @@ class LoopConfig(OptimizerConfig):
     last one; left out, the trainer does not validate. While a run is under way its `keep_latest`
     newest checkpoints are kept, and the best ones by `keep_best`; of a finished run stay the last
     model and the best.
+
+    Attributes:
+        max_tokens_per_microbatch: The most tokens of one forward and backward pass.
+        save_every_num_steps: Optimization steps between two saved checkpoints.
+        validate_every_num_steps: Steps between two validations; None never validates.
+        keep_latest: Newest checkpoints to keep while a run is under way.
+        keep_best: Which checkpoints to keep besides the newest; None keeps no others.
     """
 
     max_tokens_per_microbatch: PositiveInt = 8192
@@ -61,6 +74,13 @@ class GateConfig(FrozenConfig):
     A sequence whose own mean is past `max_sequence_mult_prob_error` is left out of the loss. The
     run stops if the other tokens' mean is past `max_token_mult_prob_error`, or if more than
     `max_masked_fraction` of the step's sequences were left out.
+
+    Attributes:
+        max_token_mult_prob_error: The largest mean over the step's tokens; past it the run stops.
+        max_sequence_mult_prob_error: The largest mean over one sequence; past it the sequence is
+            left out of the loss.
+        max_masked_fraction: The largest share of a step's sequences that may be left out; past it
+            the run stops.
     """
 
     max_token_mult_prob_error: float = Field(default=1.05, gt=1)
@@ -116,6 +136,13 @@ class RolloutLimits(FrozenConfig):
     as it is, and the next one follows. A rollout that cannot be judged is set aside: it is counted,
     and not trained on. Where more than `max_failed_fraction` of those judged at once are, or all,
     the run stops.
+
+    Attributes:
+        max_turns: Turns of the policy in one episode.
+        max_rollout_tokens: Tokens behind the prompt, of all turns and of the environment together;
+            None takes `generation.max_new_tokens`.
+        max_failed_fraction: The largest share of rollouts scored at once that may fail; past it the
+            run stops.
     """
 
     max_turns: PositiveInt = 16

@@ -25,7 +25,12 @@ class ConstantSchedule(FrozenConfig):
 
 
 class LinearSchedule(FrozenConfig):
-    """A straight line from the whole rate to `final_fraction` of it, and that from then on."""
+    """A straight line from the whole rate to `final_fraction` of it, and that from then on.
+
+    Attributes:
+        num_decay_steps: Optimizer steps from the end of the warm-up to the lowest learning rate.
+        final_fraction: The lowest learning rate, as a share of `learning_rate`.
+    """
 
     kind: Literal["linear"] = "linear"
     num_decay_steps: PositiveInt
@@ -33,7 +38,12 @@ class LinearSchedule(FrozenConfig):
 
 
 class CosineSchedule(FrozenConfig):
-    """Half a cosine from the whole rate to `final_fraction` of it: Loshchilov and Hutter (2017)."""
+    """Half a cosine from the whole rate to `final_fraction` of it: Loshchilov and Hutter (2017).
+
+    Attributes:
+        num_decay_steps: Optimizer steps from the end of the warm-up to the lowest learning rate.
+        final_fraction: The lowest learning rate, as a share of `learning_rate`.
+    """
 
     kind: Literal["cosine"] = "cosine"
     num_decay_steps: PositiveInt
@@ -59,6 +69,17 @@ class OptimizerConfig(FrozenConfig):
 
     `moments: 8bit` keeps AdamW's two moments in blocks of 8 bits (Dettmers et al., 2022), with
     bitsandbytes.
+
+    Attributes:
+        learning_rate: The highest learning rate, reached after the warm-up.
+        num_warmup_steps: Optimizer steps over which the learning rate rises linearly from 0.
+        weight_decay: Decoupled weight decay (AdamW).
+        adam_beta1: Decay rate of the first moment.
+        adam_beta2: Decay rate of the second moment.
+        adam_epsilon: Added to the denominator of an update.
+        max_grad_norm: The global norm to which gradients are clipped.
+        schedule: How the learning rate changes after the warm-up.
+        moments: Type in which the optimizer keeps its two moments.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -76,6 +97,12 @@ class Parallelism(FrozenConfig):
     """Over how many ranks one copy of the model is spread; data parallelism takes what is left.
 
     Sequence parallelism splits, over the ranks of tensor parallelism, what that leaves whole.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share each weight matrix.
+        context_parallel_size: Ranks that share the tokens of a sequence.
+        sequence_parallel: Splits activations over the tensor-parallel ranks where tensor
+            parallelism leaves them whole.
     """
 
     tensor_parallel_size: PositiveInt = 1
@@ -116,7 +143,14 @@ class Parallelism(FrozenConfig):
 
 
 class LoRAConfig(FrozenConfig):
-    """Low-rank adapters in place of whole weights: `W + alpha / rank * B A`, Hu et al. (2021)."""
+    """Low-rank adapters in place of whole weights: `W + alpha / rank * B A`, Hu et al. (2021).
+
+    Attributes:
+        rank: Rank of the adapters.
+        alpha: The adapters' output is scaled by `alpha / rank`.
+        target_modules: Linear layers that get adapters, by name; `all-linear` takes all of them but
+            the head.
+    """
 
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0
@@ -129,8 +163,12 @@ class DTensorTraining(Parallelism):
     Attributes:
         data_parallel_replicas: Copies of the sharded model (HSDP); 1 shards over all data ranks.
         reduce_dtype: Of the sums of gradients over ranks.
+        cpu_offload: Keeps sharded weights and optimizer state in the CPU's memory.
+        activation_checkpointing: Recomputes each layer in the backward pass.
+        compile: Compiles each layer with `torch.compile`.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
+        lora: Trains low-rank adapters; None trains all weights.
         weights: `full` trains what is loaded; `8bit` and `4bit` load frozen quantised weights
             under LoRA, with bitsandbytes.
     """
@@ -168,6 +206,7 @@ class MegatronTraining(Parallelism):
     """Megatron-core: tensor, pipeline, context and expert parallelism for the models it knows.
 
     Attributes:
+        pipeline_parallel_size: Ranks that share the layers.
         virtual_pipeline_size: Model chunks a pipeline rank (interleaved schedule); 1 is plain.
         expert_parallel_size: Ranks, out of the data-parallel ones, that share the experts.
         activation_checkpointing: Recomputes each layer in the backward pass.

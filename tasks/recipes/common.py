@@ -19,7 +19,23 @@ from tasks.recipes.recipe import Recipe
 
 
 class PipelineRecipe(Recipe):
-    """What every recipe may say; a recipe file holds only what differs from these defaults."""
+    """What every recipe may say; a recipe file holds only what differs from these defaults.
+
+    Attributes:
+        seed: Seed of weights, data, sampling and order.
+        model: The model to start from.
+        data: Where rows come from.
+        environment: How a completion is scored, and what answers it.
+        environment_workers: Processes that run the environment; None runs it in the trainer's
+            process.
+        sft: The supervised start; None leaves it out.
+        training: The training backend, and how a model is spread over ranks.
+        rollouts: Limits of a rollout, and of failures.
+        generation: The engine, and how completions are sampled.
+        cluster: The shape of the cluster, ranks and threads.
+        evaluation: How a checkpoint is evaluated.
+        promotion: How much better a model must be to be promoted.
+    """
 
     seed: NonNegativeInt = 0
     model: ModelConfig = ModelFromConfig()

@@ -33,7 +33,11 @@ class MegatronTaskConfig(FrozenConfig):
 
 
 class ConvertRecipe(PipelineRecipe):
-    """All of a conversion: `model` in the layout of `training`, compared on rows of `data`."""
+    """All of a conversion: `model` in the layout of `training`, compared on rows of `data`.
+
+    Attributes:
+        proof: How the conversion is proven.
+    """
 
     training: MegatronTraining = MegatronTraining()
     proof: ProofTaskConfig = ProofTaskConfig()

@@ -24,14 +24,24 @@ from tasks.recipes.common import (
 
 
 class Teacher(FrozenConfig):
-    """The model that is learnt from, and how it is trained first, if it has to be."""
+    """The model that is learnt from, and how it is trained first, if it has to be.
+
+    Attributes:
+        model: The teacher's model.
+        sft: The teacher's own supervised training; None leaves it out.
+    """
 
     model: ModelConfig = ModelFromConfig()
     sft: SFTConfig | None = None
 
 
 class DistillationRecipe(PipelineRecipe):
-    """All of a distillation; `model` and `sft` are the student's."""
+    """All of a distillation; `model` and `sft` are the student's.
+
+    Attributes:
+        teacher: The model that is learnt from.
+        distillation: On-policy distillation.
+    """
 
     teacher: Teacher = Teacher()
     distillation: DistillationConfig = DistillationConfig()

@@ -21,7 +21,11 @@ from tasks.recipes.pairs import PairPlan, PairRecipe, ReferenceTaskConfig
 
 
 class DPORecipe(PairRecipe):
-    """All of a DPO run."""
+    """All of a DPO run.
+
+    Attributes:
+        dpo: Direct preference optimization.
+    """
 
     dpo: DPOSchedule = DPOSchedule()
 

@@ -30,7 +30,11 @@ from tasks.recipes.common import (
 
 
 class GRPORecipe(PipelineRecipe):
-    """All of a GRPO run."""
+    """All of a GRPO run.
+
+    Attributes:
+        grpo: Group-relative policy optimization.
+    """
 
     grpo: GRPOSchedule = GRPOSchedule()
 

@@ -32,7 +32,11 @@ PairsConfig = Annotated[PairsFromRollouts | PairsFromData, Field(discriminator="
 
 
 class PairRecipe(PipelineRecipe):
-    """A recipe whose algorithm learns from preference pairs."""
+    """A recipe whose algorithm learns from preference pairs.
+
+    Attributes:
+        pairs: Where preference pairs come from.
+    """
 
     pairs: PairsConfig = PairsFromRollouts()
 

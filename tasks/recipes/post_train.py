@@ -32,6 +32,12 @@ class PostTrainRecipe(PairRecipe):
 
     `environment` scores the completions that pairs are made of, and the evaluation; `grpo_reward`
     is what GRPO maximizes: by default the reward model that the pipeline has just trained.
+
+    Attributes:
+        reward_model: Training of the reward model.
+        dpo: Direct preference optimization.
+        grpo: Group-relative policy optimization.
+        grpo_reward: The environment that scores GRPO's completions.
     """
 
     reward_model: RewardModelConfig = RewardModelConfig()

@@ -22,7 +22,11 @@ from tasks.recipes.common import (
 
 
 class PPORecipe(PipelineRecipe):
-    """All of a PPO run."""
+    """All of a PPO run.
+
+    Attributes:
+        ppo: Proximal policy optimization.
+    """
 
     ppo: PPOSchedule = PPOSchedule()
 

@@ -29,6 +29,9 @@ class Recipe(FrozenConfig):
 
     A key `recipe` names another recipe to begin with: one of `workflows/recipes` by its name, or a
     file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
+
+    Attributes:
+        tracking: Where metrics go besides the run's own record.
     """
 
     tracking: TrackingConfig = TrackingConfig()

@@ -19,7 +19,11 @@ from tasks.recipes.pairs import PairPlan, PairRecipe
 
 
 class RewardModelRecipe(PairRecipe):
-    """All of a reward model's run."""
+    """All of a reward model's run.
+
+    Attributes:
+        reward_model: Training of the reward model.
+    """
 
     reward_model: RewardModelConfig = RewardModelConfig()
 

@@ -19,7 +19,11 @@ from tasks.recipes.common import (
 
 
 class SFTRecipe(PipelineRecipe):
-    """All of a supervised fine-tuning."""
+    """All of a supervised fine-tuning.
+
+    Attributes:
+        sft: Supervised fine-tuning.
+    """
 
     sft: SFTConfig = SFTConfig()
 

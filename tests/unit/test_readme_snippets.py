@@ -1,7 +1,9 @@
-"""What the README shows of recipes can be run as it is printed there."""
+"""README and docs show every environment, each as a recipe may have it.
+
+Blocks and sections are checked in `test_documentation.py`.
+"""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,33 +11,14 @@ import yaml
 from pydantic import TypeAdapter
 
 from nemo_rl_core.config.environment import EnvironmentConfig
-from tasks.recipes.common import PipelineRecipe
-from tasks.recipes.evaluate import EvaluateRecipe
 from tasks.recipes.grpo import GRPORecipe
-from tasks.recipes.sweep import SweepRecipe
+from tests.documents import REPOSITORY, prose
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
-BLOCKS: list[str] = re.findall(r"^```yaml\n(.*?)^```$", README, re.M | re.S)
-# `word: {…}` is a section of a recipe, and `{kind: …}` alone an environment.
-SECTIONS = sorted(set(re.findall(r"`(\w+: \{[^`]*\})`", PROSE)))
-ENVIRONMENTS = sorted(set(re.findall(r"`(\{kind: [^`]*\})`", PROSE)))
+PAGES = ("README.md", "docs/rewards.md", "docs/environments.md")
+TEXT = "\n".join((REPOSITORY / page).read_text() for page in PAGES if (REPOSITORY / page).exists())
+# `{kind: …}` alone is an environment.
+ENVIRONMENTS = sorted(set(re.findall(r"`(\{kind: [^`]*\})`", prose(TEXT))))
 ADAPTER = TypeAdapter[Any](EnvironmentConfig)
-
-
-def experiment_of(recipe: dict[str, Any]) -> type[PipelineRecipe | SweepRecipe]:
-    """Of the kinds of recipes that are shown: only one has a baseline, and only one varies."""
-    if "over" in recipe:
-        return SweepRecipe
-    return EvaluateRecipe if "baseline" in recipe else GRPORecipe
-
-
-@pytest.mark.parametrize("text", [*BLOCKS, *SECTIONS])
-def test_a_recipe_is_accepted(text: str) -> None:
-    recipe = yaml.safe_load(text)
-    accepted = experiment_of(recipe).model_validate(recipe)
-    if isinstance(accepted, PipelineRecipe):
-        accepted.refuse_contradictions()
 
 
 @pytest.mark.parametrize("text", ENVIRONMENTS)

@@ -22,7 +22,11 @@ class ReverseKL(FrozenConfig):
 
 
 class MixedKL(FrozenConfig):
-    """`weight * forward + (1 - weight) * reverse`."""
+    """`weight * forward + (1 - weight) * reverse`.
+
+    Attributes:
+        weight: The share of the forward divergence.
+    """
 
     kind: Literal["mixed"] = "mixed"
     weight: float = Field(default=0.5, ge=0, le=1)
@@ -37,6 +41,13 @@ class DistillationConfig(LoopConfig):
     A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes one
     optimizer step of them. `top_k` is how many of the teacher's likeliest tokens are compared at
     each position.
+
+    Attributes:
+        num_steps: Steps, each with one optimizer step.
+        num_prompts_per_step: Prompts that a step samples completions of.
+        num_generations_per_prompt: Completions of each prompt.
+        top_k: The teacher's likeliest tokens that are compared at each position.
+        divergence: What the student minimizes.
     """
 
     learning_rate: PositiveFloat = 1e-3

@@ -15,6 +15,11 @@ class SFTTerm(FrozenConfig):
     """`weight` times the mean over chosen sequences of their negative log-likelihood.
 
     `per: token` divides each sequence's by its tokens, `per: sequence` leaves it summed.
+
+    Attributes:
+        weight: The factor of the term in the loss.
+        per: Whether the negative log-likelihood of a sequence is a mean over its tokens or their
+            sum.
     """
 
     weight: PositiveFloat = 1.0
@@ -29,13 +34,22 @@ class _Kind(FrozenConfig):
 
 
 class _PairKind(_Kind):
-    """A loss on margins, with an optional supervised term on the chosen sequences."""
+    """A loss on margins, with an optional supervised term on the chosen sequences.
+
+    Attributes:
+        sft: A supervised term on the chosen sequences; None adds none.
+    """
 
     sft: SFTTerm | None = None
 
 
 class SigmoidLoss(_PairKind):
-    """`-log sigmoid(beta (rho_c - rho_r))` (DPO), conservative with label smoothing (cDPO)."""
+    """`-log sigmoid(beta (rho_c - rho_r))` (DPO), conservative with label smoothing (cDPO).
+
+    Attributes:
+        beta: Scales the log-ratios: a higher value keeps the policy closer to the reference.
+        label_smoothing: The assumed share of pairs whose labels are flipped.
+    """
 
     kind: Literal["sigmoid"] = "sigmoid"
     beta: PositiveFloat = 0.1
@@ -43,7 +57,11 @@ class SigmoidLoss(_PairKind):
 
 
 class HingeLoss(_PairKind):
-    """`max(0, 1 - beta (rho_c - rho_r))` (SLiC, RSO)."""
+    """`max(0, 1 - beta (rho_c - rho_r))` (SLiC, RSO).
+
+    Attributes:
+        beta: Scales the log-ratios: a higher value keeps the policy closer to the reference.
+    """
 
     kind: Literal["hinge"] = "hinge"
     beta: PositiveFloat = 0.1
@@ -54,6 +72,10 @@ class IPOLoss(_PairKind):
 
     The two differ by more than scale, since sequences differ in length: the paper sums
     (arXiv:2310.12036), widely used implementations average.
+
+    Attributes:
+        beta: Scales the log-ratios: a higher value keeps the policy closer to the reference.
+        per: Whether a log-ratio is a mean over tokens or their sum.
     """
 
     kind: Literal["ipo"] = "ipo"
@@ -62,7 +84,12 @@ class IPOLoss(_PairKind):
 
 
 class RobustLoss(_PairKind):
-    """DPO's loss, unbiased under labels flipped at the rate `label_smoothing` (robust DPO)."""
+    """DPO's loss, unbiased under labels flipped at the rate `label_smoothing` (robust DPO).
+
+    Attributes:
+        beta: Scales the log-ratios: a higher value keeps the policy closer to the reference.
+        label_smoothing: The assumed share of pairs whose labels are flipped.
+    """
 
     kind: Literal["robust"] = "robust"
     beta: PositiveFloat = 0.1
@@ -73,6 +100,10 @@ class SimPOLoss(_PairKind):
     """`-log sigmoid(beta (logp_c / |c| - logp_r / |r|) - gamma)`, without a reference.
 
     `gamma` is the target margin itself (arXiv:2405.14734, equation 6), not its ratio to beta.
+
+    Attributes:
+        beta: Scales the mean logprobs.
+        gamma: The target margin.
     """
 
     needs_reference: ClassVar[bool] = False
@@ -86,6 +117,10 @@ class LengthNormalizedLoss(_PairKind):
     """`-log sigmoid(beta (rho_c / |c| - rho_r / |r|))`: DPO with log-ratios a token.
 
     Source: Tulu 3, arXiv:2411.15124, section 5.1.
+
+    Attributes:
+        beta: Scales the log-ratios: a higher value keeps the policy closer to the reference.
+        label_smoothing: The assumed share of pairs whose labels are flipped.
     """
 
     kind: Literal["length_normalized"] = "length_normalized"
@@ -94,7 +129,13 @@ class LengthNormalizedLoss(_PairKind):
 
 
 class KTOLoss(_Kind):
-    """Sequences that are each desirable or not, unpaired, against the baseline `kl_baseline`."""
+    """Sequences that are each desirable or not, unpaired, against the baseline `kl_baseline`.
+
+    Attributes:
+        beta: Scales the log-ratios: a higher value keeps the policy closer to the reference.
+        desirable_weight: The weight of desirable sequences.
+        undesirable_weight: The weight of undesirable sequences.
+    """
 
     needs_pairs: ClassVar[bool] = False
 
@@ -109,6 +150,9 @@ class ORPOLoss(_Kind):
 
     The NLL is averaged over a sequence's tokens, then over pairs (arXiv:2403.07691, section 4). It
     is part of the loss, so there is no `sft` besides.
+
+    Attributes:
+        odds_weight: The weight of the log-odds-ratio term.
     """
 
     needs_reference: ClassVar[bool] = False
@@ -131,7 +175,13 @@ PreferenceLoss = Annotated[
 
 
 class DPOConfig(LoopConfig):
-    """One iteration: `num_steps_per_iteration` optimizer steps of `num_pairs_per_step` pairs."""
+    """One iteration: `num_steps_per_iteration` optimizer steps of `num_pairs_per_step` pairs.
+
+    Attributes:
+        num_steps_per_iteration: Optimizer steps of one iteration, which is one cached stage.
+        num_pairs_per_step: Pairs of one optimizer step.
+        loss: The preference loss.
+    """
 
     learning_rate: PositiveFloat = 1e-4
     num_steps_per_iteration: PositiveInt = 50
@@ -146,7 +196,11 @@ class DPOConfig(LoopConfig):
 
 
 class DPOSchedule(DPOConfig):
-    """How many iterations to run; each is a cached stage that does not know how many follow."""
+    """How many iterations to run; each is a cached stage that does not know how many follow.
+
+    Attributes:
+        num_iterations: Iterations, one after the other, each a cached stage.
+    """
 
     num_iterations: PositiveInt = 1
 

@@ -66,6 +66,9 @@ class GDPO(FrozenConfig):
     """`group_normalized` of each of several rewards, weighted, summed, whitened over the step.
 
     `weights` are in the order of `Rollout.components`.
+
+    Attributes:
+        weights: The weight of each reward.
     """
 
     kind: Literal["gdpo"] = "gdpo"
@@ -92,6 +95,11 @@ class KLPenalty(FrozenConfig):
     equation 20) has `1 - e^d` instead. In the reward the value is taken, measured once between the
     policy that sampled and the reference: summed over the sequence for advantages of groups, and
     token by token for `reinforce_plus_plus` and its baseline variant.
+
+    Attributes:
+        kind: The estimator.
+        beta: The weight of the penalty.
+        place: Whether the penalty is part of the loss, or is taken off the reward.
     """
 
     kind: Literal["k1", "k2", "k3"] = "k3"
@@ -100,13 +108,24 @@ class KLPenalty(FrozenConfig):
 
 
 class TruncatedImportance(FrozenConfig):
-    """`min(w, cap)` with `w = exp(prev - gen)` (TIS); `cap: .inf` is the full weight."""
+    """`min(w, cap)` with `w = exp(prev - gen)` (TIS); `cap: .inf` is the full weight.
+
+    Attributes:
+        cap: The highest weight.
+    """
 
     kind: Literal["truncated"] = "truncated"
     cap: PositiveFloat = 2.0
 
 
 class _Bounds(FrozenConfig):
+    """Bounds of what is kept.
+
+    Attributes:
+        low: The lowest value that is kept.
+        high: The highest value that is kept.
+    """
+
     low: NonNegativeFloat = 0.5
     high: PositiveFloat = 2.0
 
@@ -135,14 +154,28 @@ ImportanceConfig = Annotated[
 
 
 class ConstantDenominator(FrozenConfig):
-    """The sum over tokens, divided by `max_tokens` a sequence whatever its length (Dr. GRPO)."""
+    """The sum over tokens, divided by `max_tokens` a sequence whatever its length (Dr. GRPO).
+
+    Attributes:
+        max_tokens: The divisor of each sequence.
+    """
 
     kind: Literal["constant"] = "constant"
     max_tokens: PositiveInt
 
 
 class _PolicyLoss(FrozenConfig):
-    """What all losses share; `kl: null` leaves the reference policy out altogether."""
+    """What all losses share; `kl: null` leaves the reference policy out altogether.
+
+    Attributes:
+        reduction: How token losses become one number: the mean over all tokens of the step, the
+            mean over sequences of their own means, or a sum with a constant divisor.
+        kl: The penalty on the divergence from the reference policy; None has no reference policy.
+        importance: The correction for the difference between the engine's logprobs and the
+            trainer's; None makes none.
+        entropy_bonus: The weight of the entropy of sampled tokens, which is subtracted from the
+            loss.
+    """
 
     reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator = "token_mean"
     kl: KLPenalty | None = KLPenalty()
@@ -151,7 +184,13 @@ class _PolicyLoss(FrozenConfig):
 
 
 class ClippedLoss(_PolicyLoss):
-    """The clipped surrogate, with a bound `dual_clip` for negative advantages where it is set."""
+    """The clipped surrogate, with a bound `dual_clip` for negative advantages where it is set.
+
+    Attributes:
+        clip_low: The ratio is clipped below `1 - clip_low`.
+        clip_high: The ratio is clipped above `1 + clip_high`.
+        dual_clip: The bound of the ratio for negative advantages; None sets none.
+    """
 
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -168,7 +207,12 @@ class ClippedLoss(_PolicyLoss):
 
 
 class CISPOLoss(_PolicyLoss):
-    """`-A stopgrad(clip r) cur`: no token loses its gradient; `clip_low: 1` is no lower bound."""
+    """`-A stopgrad(clip r) cur`: no token loses its gradient; `clip_low: 1` is no lower bound.
+
+    Attributes:
+        clip_low: The ratio is clipped below `1 - clip_low`.
+        clip_high: The ratio is clipped above `1 + clip_high`.
+    """
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0, le=1)
@@ -192,6 +236,11 @@ class GSPOLoss(_PolicyLoss):
 
     An importance correction takes one weight a sequence, too, and like the ratio the geometric mean
     over its tokens. The weight of the sequence as such would be their product, which NeMo RL takes.
+
+    Attributes:
+        clip_low: The sequence's ratio is clipped below `1 - clip_low`.
+        clip_high: The sequence's ratio is clipped above `1 + clip_high`.
+        reduction: The mean over sequences: the ratio belongs to a sequence.
     """
 
     kind: Literal["gspo"] = "gspo"
@@ -201,7 +250,12 @@ class GSPOLoss(_PolicyLoss):
 
 
 class SAPOLoss(_PolicyLoss):
-    """`-A sigmoid(tau (r - 1)) 4 / tau`, a gate that closes smoothly."""
+    """`-A sigmoid(tau (r - 1)) 4 / tau`, a gate that closes smoothly.
+
+    Attributes:
+        tau_positive: Temperature of the gate for advantages above 0.
+        tau_negative: Temperature of the gate for other advantages.
+    """
 
     kind: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
@@ -235,6 +289,10 @@ class OverlongPenalty(FrozenConfig):
 
     In several turns the tokens of the environment count, which use up the same room, and so does an
     answer of the environment for which there was no room any more.
+
+    Attributes:
+        buffer_tokens: Tokens before the limit over which the penalty grows from 0.
+        penalty: What a rollout loses at the limit.
     """
 
     kind: Literal["penalty"] = "penalty"
@@ -259,6 +317,9 @@ class DynamicSampling(FrozenConfig):
 
     `max_draws` counts every draw of a step, the first one included; after the last one the step
     trains on what there is.
+
+    Attributes:
+        max_draws: Times that a step samples, the first included.
     """
 
     max_draws: int = Field(default=10, ge=2)
@@ -272,6 +333,12 @@ class Asynchronous(FrozenConfig):
     a step still misses after waiting for `timeout_seconds` is asked for once more, then given up
     and counted; null waits for ever. With `max_staleness` 0 the engine waits for every update, and
     the weights are those of training by turns.
+
+    Attributes:
+        max_staleness: The most updates by which the weights that start a step's completions may be
+            older than those that are trained.
+        timeout_seconds: How long a step waits for a completion before it is requested once more;
+            None waits for ever.
     """
 
     max_staleness: NonNegativeInt = 1
@@ -287,6 +354,22 @@ class GRPOConfig(LoopConfig):
     Input may name one of `presets.py`, such as `{preset: dapo, learning_rate: 1e-6}`; what stands
     beside it is laid over it. The config holds the outcome and no `preset`, so that a cache does
     not depend on how it was written.
+
+    Attributes:
+        preset: A published combination of the keys below, by name; keys beside it win.
+        num_steps_per_iteration: Steps of one iteration, which is one cached stage.
+        num_prompts_per_step: Prompts that a step samples completions of.
+        num_generations_per_prompt: Completions of each prompt: the size of a group.
+        train_global_batch_size: Sequences of one optimizer step; None makes one optimizer step of
+            all sequences.
+        advantage: How rewards become advantages.
+        loss: The policy loss.
+        overlong: What happens to completions near or at the limit of tokens; None treats them as
+            others.
+        dynamic_sampling: Samples again for groups whose rewards are all equal; None trains on what
+            was sampled.
+        asynchronous: Samples the next steps while a step is trained; None alternates.
+        gate: How far the engine's logprobs may be from the trainer's.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset({"preset"})
@@ -403,7 +486,11 @@ class GRPOConfig(LoopConfig):
 
 
 class GRPOSchedule(GRPOConfig):
-    """How many iterations to run; each is a cached stage that does not know how many follow."""
+    """How many iterations to run; each is a cached stage that does not know how many follow.
+
+    Attributes:
+        num_iterations: Iterations, one after the other, each a cached stage.
+    """
 
     num_iterations: PositiveInt = 4
 

@@ -23,7 +23,12 @@ from nemo_rl_core.config.training import OptimizerConfig
 
 
 class ClippedSurrogate(FrozenConfig):
-    """How far the ratio of a token's probabilities may move before its gradient is cut."""
+    """How far the ratio of a token's probabilities may move before its gradient is cut.
+
+    Attributes:
+        clip_low: The ratio is clipped below `1 - clip_low`.
+        clip_high: The ratio is clipped above `1 + clip_high`.
+    """
 
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -34,6 +39,10 @@ class KLInReward(FrozenConfig):
     """`beta` times an estimate of the divergence from the reference, taken off each token's reward.
 
     k1 is `log pi - log pi_ref` itself, as in InstructGPT (arXiv:2203.02155, section 3.5).
+
+    Attributes:
+        kind: The estimator.
+        beta: The weight of the penalty.
     """
 
     kind: Literal["k1", "k2", "k3"] = "k1"
@@ -44,6 +53,10 @@ class CriticConfig(OptimizerConfig):
     """The value model's own optimizer, and how far a value may move in an update.
 
     `value_clip: null` leaves the clip out.
+
+    Attributes:
+        value_clip: How far a value may move from the one at sampling, in units of reward; None does
+            not clip.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -61,6 +74,23 @@ class PPOConfig(LoopConfig):
     A completion that was cut off, by a bound on its tokens or turns, has the value 0 after its last
     token, like one that ended; with `bootstrap_truncated` it has the critic's value of all that was
     written.
+
+    Attributes:
+        num_steps_per_iteration: Steps of one iteration, which is one cached stage.
+        num_prompts_per_step: Prompts that a step samples completions of.
+        num_generations_per_prompt: Completions of each prompt.
+        num_epochs_per_rollout: Passes over the completions of a step.
+        train_global_batch_size: Sequences of one optimizer step; None makes one optimizer step of
+            all sequences.
+        gamma: The discount of a token's reward.
+        lam: The lambda of generalized advantage estimation.
+        bootstrap_truncated: Whether a completion that was cut off ends with the critic's value
+            instead of 0.
+        loss: The policy loss.
+        kl: The penalty on the divergence from the reference policy; None has no reference policy.
+        critic: The value model's optimizer.
+        num_critic_warmup_steps: Steps at the start of a run that train the critic alone.
+        gate: How far the engine's logprobs may be from the trainer's.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -96,7 +126,11 @@ class PPOConfig(LoopConfig):
 
 
 class PPOSchedule(PPOConfig):
-    """How many iterations to run; each is a cached stage that does not know how many follow."""
+    """How many iterations to run; each is a cached stage that does not know how many follow.
+
+    Attributes:
+        num_iterations: Iterations, one after the other, each a cached stage.
+    """
 
     num_iterations: PositiveInt = 4
 

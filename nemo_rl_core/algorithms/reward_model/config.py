@@ -13,6 +13,9 @@ class BradleyTerryLoss(FrozenConfig):
 
     The likelihood fixes differences of scores only; the second term (Eisenstein et al. 2023,
     arXiv:2312.09244, which takes 0.01) keeps their level near 0.
+
+    Attributes:
+        centering_coefficient: The weight of the term that keeps scores near 0.
     """
 
     kind: Literal["bradley_terry"] = "bradley_terry"
@@ -20,7 +23,13 @@ class BradleyTerryLoss(FrozenConfig):
 
 
 class RewardModelConfig(LoopConfig):
-    """`num_steps` optimizer steps of `num_pairs_per_step` pairs each."""
+    """`num_steps` optimizer steps of `num_pairs_per_step` pairs each.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        num_pairs_per_step: Pairs of one optimizer step.
+        loss: The loss on pairs.
+    """
 
     learning_rate: PositiveFloat = 1e-3
     num_steps: PositiveInt = 100

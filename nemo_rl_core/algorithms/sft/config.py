@@ -6,7 +6,12 @@ from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 
 class SFTConfig(LoopConfig):
-    """`num_steps` optimizer steps of `global_batch_size` sequences each."""
+    """`num_steps` optimizer steps of `global_batch_size` sequences each.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        global_batch_size: Sequences of one optimizer step, over all ranks.
+    """
 
     num_steps: PositiveInt = 250
     global_batch_size: PositiveInt = 128

@@ -113,4 +113,6 @@ _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
     },
 )
 register_generation_backend = _GENERATION_BACKENDS.register
+"""Registers a generation backend under a name: a class decorator."""
 get_generation_backend = _GENERATION_BACKENDS.get
+"""The generation backend of a name; an unknown name raises `ConfigError` with the choices."""

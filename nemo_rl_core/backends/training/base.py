@@ -121,4 +121,6 @@ _TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
     },
 )
 register_training_backend = _TRAINING_BACKENDS.register
+"""Registers a training backend under a name: a class decorator."""
 get_training_backend = _TRAINING_BACKENDS.get
+"""The training backend of a name; an unknown name raises `ConfigError` with the choices."""

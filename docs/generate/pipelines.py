@@ -1,0 +1,63 @@
+"""The pipelines under `workflows/`, and the recipe that each one reads."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flytekit.core.workflow import PythonFunctionWorkflow
+
+from tasks.recipes.recipe import Recipe, default_name
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One pipeline that `pyflyte run` starts.
+
+    Attributes:
+        name: The workflow's function.
+        file: The file that holds it, below the repository.
+        recipe: The class of its argument `config`.
+        default: The recipe of `workflows/recipes` that runs where none is given.
+        stages: The first line of its docstring.
+    """
+
+    name: str
+    file: str
+    recipe: type[Recipe]
+    default: str
+    stages: str
+
+    @property
+    def command(self) -> str:
+        """The command that runs it with its default recipe."""
+        return f".venv/bin/pyflyte run {self.file} {self.name}"
+
+
+def pipelines() -> list[Pipeline]:
+    """Every pipeline that has a default recipe, by file."""
+    found = []
+    for path in sorted((REPOSITORY / "workflows").glob("*.py")):
+        module = importlib.import_module(f"workflows.{path.stem}")
+        default = getattr(module, "DEFAULT", None)
+        if isinstance(default, Recipe):
+            found.append(_pipeline(f"workflows/{path.name}", vars(module), default))
+    return found
+
+
+def _pipeline(file: str, names: dict[str, Any], default: Recipe) -> Pipeline:
+    for value in names.values():
+        if not isinstance(value, PythonFunctionWorkflow):
+            continue
+        given = value.python_interface.inputs_with_defaults.get("config")
+        if given is not None and given[1] is default:
+            return Pipeline(
+                name=value.short_name,
+                file=file,
+                recipe=type(default),
+                default=default_name(default) or "",
+                stages=(value.__doc__ or "").strip().partition("\n")[0],
+            )
+    raise AssertionError(f"{file} has a default recipe and no workflow that takes it")

@@ -1,0 +1,313 @@
+"""Blocks and links of README.md and docs/**/*.md, and what is wrong with them.
+
+A block's language says how it is checked: `yaml` is a recipe, `python` runs, the commands of `sh`
+exist, `json` is a value a line, `text` is anything. The line above its fence may hold a mark:
+`<!-- compile only -->` (python: compiled, and its imports made), `<!-- slow -->` (python: run by
+the slow tests, in a process of its own), `<!-- not run -->` (sh: takes long or needs a cluster;
+yaml: is no recipe).
+"""
+
+import ast
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LANGUAGES = ("json", "python", "sh", "text", "yaml")
+MARKS = ("", "compile only", "not run", "slow")
+OUR_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
+# What a reader has besides this project.
+PROGRAMS = frozenset(
+    {"bash", "cat", "cd", "cp", "curl", "docker", "echo", "envsubst", "export", "flytectl", "git"}
+    | {"head", "helm", "kubectl", "ls", "mkdir", "mlflow", "python3", "ray", "rm", "tensorboard"}
+    | {"torchrun", "unset"}
+)
+
+_FENCE = re.compile(
+    r"(?ms)^(?:[ \t]*<!-- (?P<mark>[^\n]*?) -->\n)?(?P<indent> *)```(?P<language>[^\n]*)\n"
+    r"(?P<text>.*?)^(?P=indent)```[ \t]*$"
+)
+_LINK = re.compile(r"(?<!`)!?\[[^\]\n]*\]\(([^)\s]+)\)")
+_PLACEHOLDER = re.compile(r"(^|/)[A-Z][A-Z_0-9]*([/.]|$)|…")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Attributes:
+        page: The file, below the repository.
+        line: Of its fence.
+        language: Behind the fence.
+        mark: What the comment above the fence says, or nothing.
+        text: What stands in it.
+    """
+
+    page: str
+    line: int
+    language: str
+    mark: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """README.md and all pages that are written by hand."""
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def blocks_of(text: str, page: str = "page.md") -> list[Block]:
+    """The blocks of a page, in order."""
+    return [
+        Block(
+            page=page,
+            line=text[: found.start("indent")].count("\n") + 1,
+            language=found["language"].strip(),
+            mark=(found["mark"] or "").strip(),
+            text=textwrap.dedent(found["text"]),
+        )
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def all_blocks(*languages: str) -> list[Block]:
+    """The blocks of all pages, of these languages or of all."""
+    return [
+        block
+        for page in pages()
+        for block in blocks_of(page.read_text(), str(page.relative_to(REPOSITORY)))
+        if not languages or block.language in languages
+    ]
+
+
+def prose(text: str) -> str:
+    """A page without its blocks."""
+    return _FENCE.sub("", text)
+
+
+def form_problems(block: Block) -> Iterator[str]:
+    """A language or a mark that no check knows; JSON that is none."""
+    if block.language not in LANGUAGES:
+        yield f"the language {block.language!r} is none of {', '.join(LANGUAGES)}"
+    if block.mark not in MARKS:
+        yield f"the mark {block.mark!r} is none of {', '.join(filter(None, MARKS))}"
+    if block.language == "json":
+        try:
+            [json.loads(line) for line in block.text.splitlines() if line.strip()]
+        except ValueError as error:
+            yield f"not JSON: {error}"
+
+
+def recipe_problem(text: str) -> str | None:
+    """Why no pipeline takes this recipe; None where one does.
+
+    A recipe need not say for which pipeline it is: it is held against each whose recipe has all of
+    its sections.
+    """
+    import click
+    from generate.pipelines import pipelines
+
+    from nemo_rl_core.errors import NemoRLError
+    from tasks.recipes.common import PipelineRecipe
+    from tasks.recipes.recipe import with_base
+
+    recipe = yaml.safe_load(text)
+    if not isinstance(recipe, dict):
+        return "a recipe is a map of sections"
+    named = set(with_base(recipe))
+    kinds = dict.fromkeys(each.recipe for each in pipelines())
+    fitting = [kind for kind in kinds if named <= {*kind.model_fields}]
+    if not fitting:
+        return f"no pipeline's recipe has the sections {', '.join(sorted(named))}"
+    problems = []
+    for kind in fitting:
+        try:
+            accepted = kind.model_validate(recipe)
+            if isinstance(accepted, PipelineRecipe):
+                accepted.refuse_contradictions()
+            return None
+        except (NemoRLError, ValueError, click.ClickException) as error:
+            problems.append(f"{kind.__name__}: {error}")
+    return problems[0]
+
+
+def shell_problems(text: str) -> Iterator[str]:
+    """What bash cannot parse, and commands, options and files that do not exist."""
+    parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    if parsed.returncode:
+        yield parsed.stderr.strip()
+        return
+    for line in text.replace("\\\n", " ").splitlines():
+        for words in _commands(line):
+            yield from command_problems(words)
+
+
+def _commands(line: str) -> Iterator[list[str]]:
+    """The simple commands of a line, assignments before them left out."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word.strip("|&;"):
+            if words or not re.match(r"\w+=", word):
+                words.append(word)
+        elif words:
+            yield words
+            words = []
+
+
+def command_problems(words: Sequence[str]) -> Iterator[str]:
+    """What is wrong with one command."""
+    program, *arguments = words
+    name = program.removeprefix(".venv/bin/")
+    if name != program and not (Path(sys.executable).parent / name).exists():
+        yield f"{program} is not there"
+    elif name == "make":
+        yield from _make_problems(arguments)
+    elif name == "nemo-rl":
+        yield from _nemo_rl_problems(arguments)
+    elif name == "pyflyte":
+        yield from _pyflyte_problems(arguments)
+    elif name == "python":
+        yield from _python_problems(arguments)
+    elif name == program and "/" not in program and name not in PROGRAMS:
+        yield f"{program} is no program that a reader is known to have"
+    for word in words:
+        yield from _path_problems(word.rpartition("=")[2])
+
+
+def _make_problems(arguments: Sequence[str]) -> Iterator[str]:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    targets = {
+        target
+        for line in re.findall(r"(?m)^([a-z][a-z0-9 -]*):(?!=)", makefile)
+        for target in line.split()
+    }
+    variables = set(re.findall(r"(?m)^(\w+) \?=", makefile))
+    for argument in arguments:
+        variable, equals, _ = argument.partition("=")
+        if variable not in (variables if equals else targets):
+            yield f"make knows no {'variable' if equals else 'target'} {variable!r}"
+
+
+def _nemo_rl_problems(arguments: Sequence[str]) -> Iterator[str]:
+    import click
+
+    from tasks.cli import group
+
+    if not arguments or arguments[0] == "--help":
+        return
+    command = group.get_command(click.Context(group), arguments[0])
+    if command is None:
+        yield f"nemo-rl has no command {arguments[0]!r}"
+        return
+    known = {name for each in command.params for name in [*each.opts, *each.secondary_opts]}
+    for word in arguments[1:]:
+        option = word.partition("=")[0]
+        if option.startswith("-") and option not in {*known, "--help"}:
+            yield f"nemo-rl {arguments[0]} has no option {option}"
+
+
+def _pyflyte_problems(arguments: Sequence[str]) -> Iterator[str]:
+    for file, name in itertools.pairwise(arguments):
+        path = REPOSITORY / file
+        if file.startswith("workflows/") and path.is_file():
+            if not re.search(rf"(?m)^def {re.escape(name)}\(", path.read_text()):
+                yield f"{file} has no workflow {name!r}"
+            return
+
+
+def _python_problems(arguments: Sequence[str]) -> Iterator[str]:
+    if arguments[:1] != ["-m"] or not arguments[1].startswith(OUR_PACKAGES):
+        return
+    path = REPOSITORY / arguments[1].replace(".", "/")
+    files = [path.with_suffix(".py"), path / "__main__.py"]
+    source = "".join(file.read_text() for file in files if file.exists())
+    if not source:
+        yield f"there is no program {arguments[1]}"
+        return
+    for word in arguments[2:]:
+        option = word.partition("=")[0]
+        if option.startswith("-") and f'"{option}"' not in source and option != "--help":
+            yield f"{arguments[1]} has no option {option}"
+
+
+def _path_problems(word: str) -> Iterator[str]:
+    """A file of the repository that is not there; patterns and placeholders may stand in it."""
+    inside = re.match(r"(\./)?(deployment|docs|nemo_rl_core|tasks|tests|workflows|\.ci)/", word)
+    if inside and not _PLACEHOLDER.search(word) and not any(REPOSITORY.glob(word)):
+        yield f"there is no {word}"
+
+
+def link_problems(page: Path) -> Iterator[str]:
+    """Relative links of a page to what is not there; those to generated pages, mkdocs checks."""
+    for target in _LINK.findall(prose(page.read_text())):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target) or "reference/" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if file.name == "changelog.md":
+            file = REPOSITORY / "CHANGELOG.md"
+        if not file.exists():
+            yield f"there is no {target}"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
+            yield f"{file.name} has no heading #{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """The ids that mkdocs and a forge give to the headings of a page."""
+    found = set()
+    for heading in re.findall(r"(?m)^#+ +(.*?)\s*$", prose(text)):
+        plain = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower()
+        found |= {re.sub(r"[-\s]+", "-", plain), re.sub(r"\s", "-", plain)}
+    return found
+
+
+def python_failures(blocks: Sequence[Block]) -> dict[str, str]:
+    """Runs blocks in one interpreter, and returns the traceback of each that fails.
+
+    Args:
+        blocks: Of Python; those of one page share their names, in order.
+    """
+    failures: dict[str, str] = {}
+    names: dict[str, dict[str, Any]] = {}
+    for block in blocks:
+        known = names.setdefault(block.page, {"__name__": "__main__"})
+        try:
+            code = compile(_run_of(block), str(block), "exec")
+            exec(code, known)
+        except Exception:  # noqa: BLE001 - whatever a block raises is its failure
+            failures[str(block)] = traceback.format_exc(limit=-1)
+    return failures
+
+
+def _run_of(block: Block) -> ast.Module:
+    """The whole block, or what of it is run where it is only compiled: imports of this project."""
+    tree = ast.parse(block.text)
+    compile(tree, str(block), "exec")
+    if block.mark == "compile only":
+        tree.body = [
+            node
+            for node in tree.body
+            if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OUR_PACKAGES))
+            or (isinstance(node, ast.Import) and node.names[0].name.startswith(OUR_PACKAGES))
+        ]
+    return tree
+
+
+if __name__ == "__main__":
+    slow = [block for block in all_blocks("python") if block.mark == "slow"]
+    sys.stdout.write(f"{json.dumps(python_failures(slow))}\n")
