@@ -208,17 +208,19 @@ def _nemo_rl_problems(arguments: Sequence[str]) -> Iterator[str]:
 
     from tasks.cli import group
 
-    if not arguments or arguments[0] == "--help":
-        return
-    command = group.get_command(click.Context(group), arguments[0])
-    if command is None:
-        yield f"nemo-rl has no command {arguments[0]!r}"
-        return
+    command: click.Command = group
+    name, words = "nemo-rl", list(arguments)
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words[0])
+        if found is None:
+            yield f"{name} has no command {words[0]!r}"
+            return
+        command, name = found, f"{name} {words.pop(0)}"
     known = {name for each in command.params for name in [*each.opts, *each.secondary_opts]}
-    for word in arguments[1:]:
+    for word in words:
         option = word.partition("=")[0]
         if option.startswith("-") and option not in {*known, "--help"}:
-            yield f"nemo-rl {arguments[0]} has no option {option}"
+            yield f"{name} has no option {option}"
 
 
 def _pyflyte_problems(arguments: Sequence[str]) -> Iterator[str]:
@@ -235,14 +237,8 @@ def _python_problems(arguments: Sequence[str]) -> Iterator[str]:
         return
     path = REPOSITORY / arguments[1].replace(".", "/")
     files = [path.with_suffix(".py"), path / "__main__.py"]
-    source = "".join(file.read_text() for file in files if file.exists())
-    if not source:
+    if not any(file.exists() for file in files):
         yield f"there is no program {arguments[1]}"
-        return
-    for word in arguments[2:]:
-        option = word.partition("=")[0]
-        if option.startswith("-") and f'"{option}"' not in source and option != "--help":
-            yield f"{arguments[1]} has no option {option}"
 
 
 def _path_problems(word: str) -> Iterator[str]:

@@ -92,7 +92,7 @@ def _tensors(folder: Path) -> tuple[dict[str, Shape], Iterator[tuple[str, torch.
         raise ModelError(
             f"{folder} holds an adapter",
             expected="a whole model",
-            fix="merge it first: python -m nemo_rl_core.converters lora ADAPTER NEW --model BASE",
+            fix="merge it first: nemo-rl convert lora ADAPTER NEW --model BASE",
         )
     pickles = sorted(folder.glob(_PICKLES))
     if pickles and not list(folder.glob("*.safetensors")):

@@ -1,21 +1,19 @@
-"""What is trained on, to look at: `python -m nemo_rl_core.data.preview DATA --model FOLDER`."""
+"""A row of a data source as text, with what is trained on marked in it."""
 
-import argparse
 import itertools
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data.chat import SupervisedExample, examples_of
 from nemo_rl_core.data.datasets.sources import read
-from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.schemas import validate_rows
-from nemo_rl_core.errors import DataError, NemoRLError
+from nemo_rl_core.errors import DataError
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
-_LEGEND = "⟦trained on⟧, and ⏹ behind each end-of-sequence token"
+
+LEGEND = "⟦trained on⟧, and ⏹ behind each end-of-sequence token"
+"""The marks in what `preview` returns."""
 
 
 def preview(row: Mapping[str, Any], tokenizer: Any, *, colour: bool = False) -> str:
@@ -78,34 +76,17 @@ def _text(ids: list[int], tokenizer: Any) -> str:
     return "".join(pieces)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Shows one row of a data source.
+def read_row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
+    """One training row of a data source, checked as training checks it.
 
-    Returns:
-        The exit code: 0, or 1 after an error that has been explained.
+    Args:
+        source: A file, folder, hub name, `reasoning_gym:TASK` or `arithmetic`.
+        number: Of the row, from 0.
+        policy: Which turns are trained on.
+
+    Raises:
+        DataError: If there is no such source or row, or the row is not valid.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl_core.data.preview",
-        description=f"Show what is trained on in one row: {_LEGEND}.",
-    )
-    parser.add_argument("data", help="a file, folder, hub name, reasoning_gym:TASK or arithmetic")
-    parser.add_argument("--model", type=Path, required=True, help="a folder with the tokenizer")
-    parser.add_argument("--row", type=int, default=0, help="counted from 0")
-    parser.add_argument(
-        "--mask", choices=("all_assistant_turns", "final_turn"), default="all_assistant_turns"
-    )
-    given = parser.parse_args(arguments)
-    try:
-        row = _row(given.data, given.row, RowPolicy(mask=given.mask))
-        shown = preview(row, load_tokenizer(given.model), colour=sys.stdout.isatty())
-    except NemoRLError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(f"{shown}\n\n{_LEGEND}\n")
-    return 0
-
-
-def _row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
     rows = read(source, seed=0).train
     if not 0 <= number < len(rows):
         raise DataError(
@@ -119,7 +100,3 @@ def _row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
         [rows[number]], tokenizer=None, max_prompt_tokens=None, name=source, policy=policy
     )
     return {str(column): value for column, value in frame.iloc[0].items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,15 @@
-"""Ask an exported model: `python -m nemo_rl_core.evals.chat MODEL_FOLDER [PROMPT]`.
+"""Greedy answers of an exported model to single prompts.
 
 Each prompt is answered on its own, greedily, the way evaluation asks; earlier turns are not shown
 to the model, since it is trained on single turns.
 """
 
-import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
-from nemo_rl_core.errors import DataError, ModelError, NemoRLError
+from nemo_rl_core.errors import ModelError
 from nemo_rl_core.infra.weights import load_pretrained
 
 
@@ -89,59 +86,3 @@ def _load_model(model_folder: Path) -> Any:
     # A model may ship sampling settings, which greedy decoding has no use for and warns about.
     model.generation_config = GenerationConfig()
     return model.eval()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Answers one prompt, or each line of the standard input.
-
-    Returns:
-        The exit code: 0, or 1 after an error that has been explained.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl_core.evals.chat",
-        description="Ask an exported model; without PROMPT, one question a line until end of file.",
-    )
-    parser.add_argument("model_folder", type=Path)
-    parser.add_argument("prompt", nargs="?")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    given = parser.parse_args(arguments)
-    if given.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens must be at least 1, not {given.max_new_tokens}")
-    try:
-        chat = Chat(given.model_folder, max_new_tokens=given.max_new_tokens)
-        if given.prompt is not None:
-            _say(chat.answer(given.prompt) + "\n")
-        else:
-            _converse(chat)
-    except NemoRLError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    except KeyboardInterrupt:
-        _say("\n")
-    return 0
-
-
-def _converse(chat: Chat) -> None:
-    asks = "> " if sys.stdin.isatty() else ""
-    _say(asks)
-    for line in sys.stdin:
-        if line.strip():
-            _say(_reply(chat, line.strip()) + "\n")
-        _say(asks)
-
-
-def _reply(chat: Chat, prompt: str) -> str:
-    try:
-        return chat.answer(prompt)
-    # One question that is too long, or cannot be written, does not end the conversation.
-    except (ModelError, DataError) as error:
-        return str(error)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -58,7 +58,7 @@ def usage(model_folder: Path) -> str:
         "By vLLM, with the same greedy answer:\n",
         _VLLM.replace("{call}", call),
         "In a chat, with nemo-rl-flow installed:\n",
-        '```\npython -m nemo_rl_core.evals.chat . "your prompt"\n```\n',
+        '```\nnemo-rl chat . "your prompt"\n```\n',
     ]
     return "\n".join(parts)
 

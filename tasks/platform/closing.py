@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from nemo_rl_core.infra.intervals import sampled_figures, with_interval
 from tasks.artifacts import (
@@ -21,6 +22,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     Args:
         artifacts: What the run's stages made or took from the cache, in order.
     """
+    program = Path(sys.executable).with_name("nemo-rl")
     lines = []
     for artifact in artifacts:
         if isinstance(artifact, EvalReport) and artifact.stage == "evaluate_reward_model":
@@ -30,16 +32,14 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             if sampled := sampled_figures(artifact.metrics):
                 said = ", ".join(f"{name} {figure}" for name, figure in sampled.items())
                 lines.append(f"sampled: {said}")
-            read = f"{sys.executable} -m nemo_rl_core.evals"
-            lines.append(f"completions: {read} {artifact.folder}")
+            lines.append(f"completions: {program} eval {artifact.folder}")
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"reward model: {artifact.model_folder}")
         elif isinstance(artifact, PromotionDecision | CompareReport):
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"model: {artifact.model_folder}")
-            chat = f"{sys.executable} -m nemo_rl_core.evals.chat"
-            lines.append(f"chat:  {chat} {artifact.model_folder}")
+            lines.append(f"chat:  {program} chat {artifact.model_folder}")
         elif isinstance(artifact, SweepReport):
             lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):

@@ -192,7 +192,10 @@ class Corruption(Callback):
 
 @pytest.mark.parametrize(
     ("corrupt", "other"),
-    [(corrupt_every_update_of_vllm, "the trainer"), (corrupt_vllm_once, "the same engine before")],
+    [
+        pytest.param(corrupt_every_update_of_vllm, "the trainer", marks=pytest.mark.thorough),
+        (corrupt_vllm_once, "the same engine before"),
+    ],
 )
 def test_one_corrupted_tensor_of_an_engine_that_samples_ahead_stops_the_run_in_that_step(
     corrupt: Callable[[Any], None], other: str, session: ClusterSession, tiny_model: Path

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.data.collate import collate
@@ -15,9 +16,9 @@ from nemo_rl_core.models.validation import (
     log_probability_error,
     validate_log_probability_consistency,
 )
-from nemo_rl_core.models.validation.__main__ import main
 from nemo_rl_core.models.validation.diagnostics import random_prompts
 from nemo_rl_core.types import Prompt
+from tasks.cli import group
 
 
 def test_trainer_and_engine_agree_until_one_of_them_learns(
@@ -42,21 +43,20 @@ def test_trainer_and_engine_agree_until_one_of_them_learns(
 
 
 @pytest.mark.thorough
-def test_the_command_passes_a_model_and_says_what_it_measured(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tiny_model), "--only", "decode-against-prefill"]) == 0
-    assert main([str(tiny_model), "--only", "max-model-len"]) == 0
-    told = capsys.readouterr().out
-    assert "token_mult_prob_error 1.0000" in told
-    assert "longest sequence 64 tokens" in told
+def test_the_command_passes_a_model_and_says_what_it_measured(tiny_model: Path) -> None:
+    for check, measured in {
+        "decode-against-prefill": "token_mult_prob_error 1.0000",
+        "max-model-len": "longest sequence 64 tokens",
+    }.items():
+        result = CliRunner().invoke(group, ["check-model", str(tiny_model), "--only", check])
+        assert result.exit_code == 0, result.output
+        assert measured in result.stdout
 
 
-def test_the_command_refuses_what_is_no_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path)]) == 1
-    assert "holds no model" in capsys.readouterr().err
+def test_the_command_refuses_what_is_no_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(group, ["check-model", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "holds no model" in result.stderr
 
 
 def test_pytest_takes_none_of_the_functions_for_a_test() -> None:

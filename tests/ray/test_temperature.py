@@ -16,7 +16,7 @@ from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(

@@ -113,7 +113,9 @@ def setup_with(setup: GenerationSetup, config: Any) -> GenerationSetup:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hf", "vllm", "streaming"])
+@pytest.mark.parametrize(
+    "kind", ["hf", "vllm", pytest.param("streaming", marks=pytest.mark.thorough)]
+)
 def test_an_engine_holds_what_the_policy_has_to_the_bit(
     kind: str,
     session: ClusterSession,
@@ -175,7 +177,7 @@ def spread_policy(session: ClusterSession, folder: Path, training: Any) -> Polic
     return Policy(session, setup)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_fill_two_engines(
     two_ranks: ClusterSession, tiny_model: Path, generation_setup: GenerationSetup
 ) -> None:

@@ -147,7 +147,8 @@ def test_a_wrong_recipe_is_found(recipe: str, problem: str) -> None:
         (".venv/bin/pyflyte run workflows/grpo.py gpro", "workflows/grpo.py has no workflow"),
         (".venv/bin/nothing", ".venv/bin/nothing is not there"),
         (".venv/bin/python -m nemo_rl_core.none", "there is no program nemo_rl_core.none"),
-        (".venv/bin/python -m nemo_rl_core.evals --olny 3", "nemo_rl_core.evals has no option"),
+        (".venv/bin/nemo-rl eval FOLDER --olny wrong", "nemo-rl eval has no option --olny"),
+        (".venv/bin/nemo-rl rollouts shwo FOLDER", "nemo-rl rollouts has no command 'shwo'"),
         ("sleepwalk", "sleepwalk is no program"),
         ("A=1 bash deployment/none.sh | cat  # x", "there is no deployment/none.sh"),
         ("if true; then", "bash: line"),
@@ -163,7 +164,8 @@ def test_right_commands_pass() -> None:
     make grpo CONFIG=mine.yaml   # a comment
     FOO=1 .venv/bin/nemo-rl gc --keep-runs 20 --dry-run | head
     .venv/bin/pyflyte --config flyte.yaml run --remote workflows/grpo.py grpo --config '{"seed": 1}'
-    .venv/bin/python -m nemo_rl_core.evals FOLDER -n 5 && ls deployment/ray/*.yaml docs/NAME.md
+    .venv/bin/nemo-rl eval FOLDER -n 5 && .venv/bin/nemo-rl rollouts show FOLDER --step 3
+    .venv/bin/python -m tasks.platform.images && ls deployment/ray/*.yaml docs/NAME.md
     """
     assert list(shell_problems(text)) == []
 

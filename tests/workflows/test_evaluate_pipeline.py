@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,8 @@ def test_two_models_on_the_same_prompts(
     assert again.stages("ran") == []
     assert again.exit_code == 0
     command = next(line for line in run.lines if line.startswith("completions: "))
-    folder = command.split()[-1]
     shown = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_core.evals", folder, "-n", "2"],
+        [*command.split()[1:], "-n", "2"],
         capture_output=True,
         text=True,
         check=True,

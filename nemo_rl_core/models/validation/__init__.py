@@ -1,7 +1,7 @@
 """Whether trainer and rollout engine agree on the probability of the same tokens.
 
 At run time a gate in every step; besides that functions that compare two backends, or a model in
-the engine with itself, and all of them as `python -m nemo_rl_core.models.validation MODEL_FOLDER`.
+the engine with itself, and all of them as `nemo-rl check-model MODEL_FOLDER`.
 """
 
 from nemo_rl_core.models.validation.diagnostics import (

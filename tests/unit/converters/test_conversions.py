@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel
 from nemo_rl_core.config.training import MegatronTraining
-from nemo_rl_core.converters.__main__ import main
 from nemo_rl_core.converters.dcp import dcp_to_hf
 from nemo_rl_core.converters.lora import merge_lora
 from nemo_rl_core.converters.materialize import materialize
@@ -23,6 +23,7 @@ from nemo_rl_core.converters.proof import prove
 from nemo_rl_core.converters.rows import token_rows
 from nemo_rl_core.converters.vllm_ready import vllm_ready
 from nemo_rl_core.errors import ConsistencyError, ModelError, StoreError
+from tasks.cli import group
 
 SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 TENSOR_2 = MegatronTraining(tensor_parallel_size=2)
@@ -83,17 +84,19 @@ def flip_lowest_bit(folder: Path, name: str) -> None:
             save_file(tensors, path, metadata={"format": "pt"})
 
 
+def convert(*arguments: object) -> Result:
+    return CliRunner().invoke(group, ["convert", *map(str, arguments)])
+
+
 @pytest.mark.thorough
-def test_the_command_proves_or_removes_what_it_wrote(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["hf-to-megatron", str(source), str(tmp_path / "m"), "--num-rows", "2"]
-    assert main(arguments) == 0
-    assert "26 of 26 tensors equal to the bit" in capsys.readouterr().out
+def test_the_command_proves_or_removes_what_it_wrote(source: Path, tmp_path: Path) -> None:
+    result = convert("hf-to-megatron", source, tmp_path / "m", "--num-rows", "2")
+    assert result.exit_code == 0
+    assert "26 of 26 tensors equal to the bit" in result.stdout
     # No two ways of rounding are within nothing of each other.
-    arguments = ["megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf"), "--tolerance", "-1"]
-    assert main(arguments) == 1
-    assert "disagree" in capsys.readouterr().err
+    result = convert("megatron-to-hf", tmp_path / "m", tmp_path / "hf", "--tolerance", "-1")
+    assert result.exit_code == 2
+    assert "disagree" in result.stderr
     assert not (tmp_path / "hf").exists()
 
 
@@ -201,14 +204,13 @@ def test_a_model_without_a_language_head_is_refused_for_vllm(source: Path, tmp_p
         vllm_ready(tmp_path / "m", tmp_path / "no")
 
 
-def test_the_command_explains_what_is_missing(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["lora", str(tmp_path / "none"), str(tmp_path / "out")]) == 1
-    assert "--model FOLDER" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        main(["no-such-kind", "a", "b"])
-    assert caught.value.code == 2
+def test_the_command_explains_what_is_missing(tmp_path: Path) -> None:
+    result = convert("lora", tmp_path / "none", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--model FOLDER" in result.stderr
+    result = convert("no-such-kind", "a", "b")
+    assert result.exit_code == 2
+    assert "'no-such-kind' is not one of" in result.stderr
 
 
 @pytest.mark.thorough

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from nemo_rl_core.data import preview as program
 from nemo_rl_core.data.preview import preview
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
+from tasks.cli import group
 
 ARITHMETIC = build_arithmetic_tokenizer()
 TURNS = [
@@ -69,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command_shows_a_row(folder: Path) -> None:
     arguments = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--row", "1"]
     finished = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_core.data.preview", *arguments],
+        [sys.executable, "-c", "from tasks.cli import main; main()", "preview", *arguments],
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
@@ -93,8 +94,20 @@ def test_the_command_shows_a_row(folder: Path) -> None:
     ],
 )
 def test_the_command_explains_what_it_cannot_show(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    folder: Path, arguments: list[str], said: str
 ) -> None:
     given = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), *arguments]
-    assert program.main(given) == 1
-    assert said in capsys.readouterr().err
+    result = CliRunner().invoke(group, ["preview", *given])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_control_characters_of_a_row_reach_a_pipe_as_they_are(
+    folder: Path, byte_tokenizer: Callable[[str], Any]
+) -> None:
+    byte_tokenizer("none").save_pretrained(folder / "bytes")
+    rows = folder / "coloured.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "completion": "\x1b[1mb"}) + "\n")
+    result = CliRunner().invoke(group, ["preview", str(rows), "--model", str(folder / "bytes")])
+    assert result.exit_code == 0, result.output
+    assert "a⟦\x1b[1mb<|endoftext|>⏹⟧\n" in result.stdout

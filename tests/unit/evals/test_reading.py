@@ -1,14 +1,19 @@
-"""Evaluations saved, read back, and printed by `python -m nemo_rl_core.evals`."""
+"""Evaluations saved, read back, and printed by `nemo-rl eval`."""
 
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from click.testing import CliRunner, Result
 
-from nemo_rl_core.evals.__main__ import main
 from nemo_rl_core.evals.judged import rows_of
 from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, save_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
+from tasks.cli import group
+
+
+def read(*arguments: object) -> Result:
+    return CliRunner().invoke(group, ["eval", *map(str, arguments)])
 
 
 def rollout(place: int, text: str, reward: float | None) -> Rollout:
@@ -48,12 +53,10 @@ def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
     assert (one / "rows.parquet").read_bytes() == (two / "rows.parquet").read_bytes()
 
 
-def test_completions_are_shown_without_what_would_move_the_cursor(
-    evaluation: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(evaluation), "--only", "wrong"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines() == [
+def test_completions_are_shown_without_what_would_move_the_cursor(evaluation: Path) -> None:
+    result = read(evaluation, "--only", "wrong")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
         "prompt row-1",
         "asked: 1+1=",
         "said: 2\\x1b[2J\\u202e",
@@ -62,20 +65,21 @@ def test_completions_are_shown_without_what_would_move_the_cursor(
         "",
         "1 of 1 greedy completions judged wrong",
     ]
-    assert main([str(evaluation / "rows.parquet"), "--only", "unjudged"]) == 0
-    assert "error: no answer\n  from the judge" in capsys.readouterr().out
-    assert main([str(evaluation), "--mode", "sampled", "-n", "1"]) == 0
-    assert capsys.readouterr().out.endswith("1 of 2 sampled completions\n")
+    result = read(evaluation / "rows.parquet", "--only", "unjudged")
+    assert result.exit_code == 0
+    assert "error: no answer\n  from the judge" in result.stdout
+    result = read(evaluation, "--mode", "sampled", "-n", "1")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("1 of 2 sampled completions\n")
 
 
-def test_what_changed_between_two(
-    evaluation: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_changed_between_two(evaluation: Path, tmp_path: Path) -> None:
     after = saved(
         tmp_path / "after", [rollout(0, "7", 0.0), rollout(1, "2", 1.0), rollout(2, "3", 1.0)]
     )
-    assert main([str(evaluation), str(after)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    result = read(evaluation, after)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
     assert lines[0] == "prompt row-0: lost"
     assert "prompt row-1: gained" in lines
     assert "2 of 2 prompts that changed" in lines
@@ -83,11 +87,16 @@ def test_what_changed_between_two(
     assert lines[-1].startswith("no difference shown at 95 % confidence: +0.0 points")
 
 
-def test_what_is_no_evaluation_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path / "nowhere")]) == 1
-    assert "there is no evaluation in" in capsys.readouterr().err
+def test_what_is_no_evaluation_is_explained(tmp_path: Path) -> None:
+    result = read(tmp_path / "nowhere")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "there is no evaluation in" in result.stderr
     pd.DataFrame([{"prompt": "1+1="}]).to_parquet(tmp_path / "rows.parquet")
-    assert main([str(tmp_path)]) == 1
-    assert "prompt_id is missing from every row" in capsys.readouterr().err
+    result = read(tmp_path)
+    assert result.exit_code == 2
+    assert "prompt_id is missing from every row" in result.stderr
+
+
+def test_a_verdict_or_number_that_does_not_exist_is_refused(evaluation: Path) -> None:
+    assert read(evaluation, "--only", "righ").exit_code == 2
+    assert read(evaluation, "-n", "-1").exit_code == 2

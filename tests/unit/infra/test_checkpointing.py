@@ -98,7 +98,7 @@ manager.save(int(STEP), write)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_killed_at_any_moment_one_whole_checkpoint_is_there(
     tmp_path: Path, run_killed_at: KilledAt, step: int
 ) -> None:

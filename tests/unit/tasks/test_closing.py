@@ -13,7 +13,10 @@ from tasks.artifacts import (
     PromotionDecision,
     SweepReport,
 )
+from tasks.cli import COMMANDS
 from tasks.platform.closing import closing_lines
+
+PROGRAM = Path(sys.executable).with_name("nemo-rl")
 
 
 def make(kind: type[Artifact], folder: Path, stage: str, **fields: object) -> Artifact:
@@ -48,7 +51,7 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
         ]
     )
     model = tmp_path / "out" / "model"
-    read = f"completions: {sys.executable} -m nemo_rl_core.evals {tmp_path}"
+    read = f"completions: {PROGRAM} eval {tmp_path}"
     assert lines[:7] == [
         "accuracy of train_sft: 0.500 [0.250, 0.750] on 40 held-out prompts, greedy",
         read,
@@ -58,8 +61,7 @@ def test_accuracy_decision_and_where_things_are(tmp_path: Path) -> None:
         "promoted: +50.0",
         f"model: {model}",
     ]
-    assert lines[7].startswith("chat:  ")
-    assert lines[7].endswith(f"-m nemo_rl_core.evals.chat {model}")
+    assert lines[7] == f"chat:  {PROGRAM} chat {model}"
     assert lines[8] == f"lineage: {tmp_path / 'page' / 'deck.html'}"
     assert len(lines) == 9
 
@@ -82,10 +84,9 @@ def test_a_run_that_made_nothing_has_nothing_to_say() -> None:
     assert closing_lines([]) == []
 
 
-def test_the_command_that_chats_exists() -> None:
-    import importlib.util
-
-    assert importlib.util.find_spec("nemo_rl_core.evals.chat") is not None
+def test_the_commands_that_it_names_exist() -> None:
+    assert PROGRAM.is_file()
+    assert {"chat", "eval"} <= COMMANDS.keys()
 
 
 def test_a_sweep_ends_with_its_summary(tmp_path: Path) -> None:

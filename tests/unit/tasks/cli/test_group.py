@@ -36,6 +36,23 @@ finally:
         assert line in done.stdout
 
 
+def test_help_of_a_command_imports_no_model_library() -> None:
+    script = """
+import json, sys
+from click.testing import CliRunner
+from tasks import cli
+for name in cli.COMMANDS:
+    assert CliRunner().invoke(cli.group, [name, "--help"]).exit_code == 0, name
+print(json.dumps(sorted({"torch", "vllm", "ray", "flytekit", "transformers"} & set(sys.modules))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_entry_of_the_table_is_a_command_of_that_name(name: str) -> None:
     result = CliRunner().invoke(cli.group, [name, "--help"])

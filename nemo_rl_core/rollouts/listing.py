@@ -1,12 +1,8 @@
-"""Recorded rollouts, to look at: `python -m nemo_rl_core.rollouts list|show FOLDER`."""
+"""Recorded rollouts as text: a table of steps, and the rollouts of one step."""
 
-import argparse
-import sys
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 
-from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.rollouts.quarantine import judged
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.types import Rollout
@@ -49,6 +45,28 @@ def shown(rollout: Rollout) -> str:
     )
 
 
+def shown_step(
+    records: RolloutRecords, step: int | None = None, *, failed: bool = False, limit: int = 10
+) -> str:
+    """The rollouts of one step as text, and how many more there are.
+
+    Args:
+        records: Where they are recorded.
+        step: By default the last.
+        failed: Whether to show only those that failed.
+        limit: At most so many.
+
+    Raises:
+        DataError: If that step has no record.
+    """
+    rollouts = records.load(step if step is not None else max(records.steps(), default=1))
+    if failed:
+        rollouts = [rollout for rollout in rollouts if rollout.error is not None]
+    hidden = len(rollouts) - limit
+    more = [f"--- {hidden} more (--limit {len(rollouts)})"] if hidden > 0 else []
+    return "\n\n".join([*map(shown, rollouts[:limit]), *more])
+
+
 def _score(rollout: Rollout) -> str:
     words = "no reward yet" if rollout.reward is None else f"reward {rollout.reward:.6g}"
     if len(rollout.turn_rewards) > 1:
@@ -77,45 +95,3 @@ def _inert(text: str) -> str:
         else character
         for character in text
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Lists the recorded steps of a training, or shows rollouts of one.
-
-    Returns:
-        The exit code: 0, or 1 after an error that has been explained.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl_core.rollouts",
-        description="Look at recorded rollouts: the folder `rollouts` of a training artifact.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="one line a step").add_argument("folder", type=Path)
-    show = commands.add_parser("show", help="the rollouts of one step")
-    show.add_argument("folder", type=Path)
-    show.add_argument("--step", type=int, help="by default the last")
-    show.add_argument("--failed", action="store_true", help="only those that were not judged")
-    show.add_argument("--limit", type=int, default=10, help="at most so many")
-    given = parser.parse_args(arguments)
-    records = RolloutRecords(given.folder)
-    try:
-        text = listed(records) if given.command == "list" else _chosen(records, given)
-    except NemoRLError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(f"{text}\n")
-    return 0
-
-
-def _chosen(records: RolloutRecords, given: argparse.Namespace) -> str:
-    step = given.step if given.step is not None else max(records.steps(), default=1)
-    rollouts = records.load(step)
-    if given.failed:
-        rollouts = [rollout for rollout in rollouts if rollout.error is not None]
-    hidden = len(rollouts) - given.limit
-    more = [f"--- {hidden} more (--limit {len(rollouts)})"] if hidden > 0 else []
-    return "\n\n".join([*map(shown, rollouts[: given.limit]), *more])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,11 @@
-"""A model's checks as a command: `python -m nemo_rl_core.models.validation MODEL_FOLDER`."""
+"""The checks of a model by name; each returns what it measured, as text."""
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from nemo_rl_core.errors import ConsistencyError, NemoRLError
+from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.models.validation.diagnostics import (
     THRESHOLD,
-    model_folder,
     random_prompts,
     test_generation_consistency,
     test_max_model_len_respected,
@@ -65,41 +59,9 @@ def _max_model_len(folder: Path) -> str:
     return f"longest sequence {test_max_model_len_respected(folder)} tokens"
 
 
-_CHECKS: dict[str, Callable[[Path], str]] = {
+CHECKS: dict[str, Callable[[Path], str]] = {
     "trainer-against-engine": _trainer_against_engine,
     "decode-against-prefill": _decode_against_prefill,
     "max-model-len": _max_model_len,
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks one model, and prints a row a check.
-
-    Returns:
-        The exit code: 0 if all passed, else 1; 2 is argparse's own.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl_core.models.validation",
-        description="Check that the rollout engine computes a model as the trainer does.",
-    )
-    parser.add_argument("model", help="a folder in the transformers layout, or a hub name")
-    parser.add_argument("--only", choices=sorted(_CHECKS), help="one check instead of all")
-    given = parser.parse_args(arguments)
-    try:
-        folder = model_folder(given.model)
-    except NemoRLError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    table, passed = Table("check", "result", "measured"), True
-    for name in [given.only] if given.only else _CHECKS:
-        try:
-            table.add_row(name, "passed", _CHECKS[name](folder))
-        except NemoRLError as error:
-            table.add_row(name, "failed", str(error))
-            passed = False
-    Console().print(table)
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+"""Each raises `ConsistencyError` where the model does not pass it."""

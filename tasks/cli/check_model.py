@@ -1,0 +1,34 @@
+"""`nemo-rl check-model`: does the rollout engine compute a model as the trainer does?"""
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from nemo_rl_core.errors import NemoRLError
+
+NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
+"""Of the checks in `nemo_rl_core.models.validation.checks`, whose import takes torch."""
+
+
+@click.command("check-model")
+@click.argument("model")
+@click.option("--only", type=click.Choice(NAMES), help="One check instead of all.")
+def check_model(model: str, only: str | None) -> None:
+    """Check that the rollout engine computes a model as the trainer does.
+
+    MODEL is a folder in the transformers layout, or a hub name. Ends with 1 when a check fails.
+    """
+    from nemo_rl_core.models.validation.checks import CHECKS
+    from nemo_rl_core.models.validation.diagnostics import model_folder
+
+    folder = model_folder(model)
+    table, passed = Table("check", "result", "measured"), True
+    for name in [only] if only else CHECKS:
+        try:
+            table.add_row(name, "passed", CHECKS[name](folder))
+        except NemoRLError as error:
+            table.add_row(name, "failed", str(error))
+            passed = False
+    Console().print(table)
+    if not passed:
+        raise SystemExit(1)

@@ -1,0 +1,33 @@
+"""`nemo-rl eval`: read an evaluation, or what changed between two."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command("eval")
+@click.argument("evaluation", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path), required=False)
+@click.option("--number", "-n", type=click.IntRange(min=0), default=5, show_default=True,
+              help="How many prompts to print.")  # fmt: skip
+@click.option("--only", type=click.Choice(["right", "unjudged", "wrong"]),
+              help="Only completions with this verdict.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["greedy", "sampled"]), default="greedy",
+              show_default=True, help="Which completions to print.")  # fmt: skip
+def evaluate(
+    evaluation: Path, after: Path | None, number: int, only: str | None, mode: str
+) -> None:
+    """Print completions of an evaluation, or what changed between two.
+
+    EVALUATION is the folder of an evaluation, or its rows.parquet. With AFTER, a later one, the
+    two are compared on their prompts: printed are those that only one of them answers right.
+    """
+    from nemo_rl_core.evals.listing import change_lines, completion_lines, read_evaluation
+
+    rows = read_evaluation(evaluation)
+    if after is None:
+        lines = completion_lines(rows, number, mode=mode, only=only)
+    else:
+        lines = change_lines(rows, read_evaluation(after), number)
+    for line in lines:
+        click.echo(line)
