@@ -149,7 +149,7 @@ def _page(reference: Reference, section: Section) -> str:
 
 def _one_anchor_each(page: str) -> str:
     """Leaves the first anchor of each name: variants of a section have keys of the same path."""
-    seen: set[str] = set()
+    seen: set[str] = set(re.findall(r"{ #(\S+) }", page))
 
     def kept(found: re.Match[str]) -> str:
         new = found[1] not in seen
@@ -163,7 +163,7 @@ def _shown(reference: Reference, section: Section, table: Table) -> Iterator[str
     at_top = table.path == section.name
     if table.tag is not None:
         level = "##" if at_top else "###"
-        yield f"{level} `{': '.join(table.tag)}` {{ #{_anchor(table.path)}.{table.tag[1]} }}"
+        yield f"{level} `{': '.join(table.tag)}` {{ #{_anchor(table.path)}-{table.tag[1]} }}"
     elif not at_top:
         yield f"## {table.path} {{ #{_anchor(table.path)} }}"
     if table.about:
@@ -177,9 +177,12 @@ def _shown(reference: Reference, section: Section, table: Table) -> Iterator[str
 def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
     lines = ["| key | type, unit | default | meaning |", "|---|---|---|---|"]
     for key in keys:
+        # A section that stands below has its anchor there.
+        below = here and key.variants and reference.page_of(key) is None
+        place = "" if below else f"<span id='{_anchor(key.path)}'></span>"
         kind = _escaped(_type(reference, key, here)) + (f"; {key.unit}" if key.unit else "")
         lines.append(
-            f"| <span id='{_anchor(key.path)}'></span>`{key.path}` | {kind} | "
+            f"| {place}`{key.path}` | {kind} | "
             f"{_escaped(key.default)} | {_escaped(_as_yaml(key.meaning))} |"
         )
     return "\n".join(lines)
@@ -188,7 +191,7 @@ def _table(reference: Reference, keys: Sequence[Key], here: str) -> str:
 def _type(reference: Reference, key: Key, here: str) -> str:
     """The type, in which `section` links to where the keys of the section stand."""
     page = reference.page_of(key)
-    if not key.variants:
+    if not key.variants or (page is None and not here):
         return key.type_name
     if page is None:
         target = f"#{_anchor(key.path + '[]' * ('list of' in key.type_name))}"

@@ -1,5 +1,6 @@
 """The pages that the build writes from the code."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -35,11 +36,20 @@ def test_every_recipe_and_section_has_its_place(reference: Reference) -> None:
 
 def test_a_page_shows_each_variant_and_each_key_once(reference: Reference) -> None:
     page = recipes.pages()["reference/recipes/grpo.md"]
-    assert "### `kind: clipped` { #grpo.loss.clipped }" in page
+    assert "### `kind: clipped` { #grpo.loss-clipped }" in page
     row = "`grpo.learning_rate` | number > 0 | `0.001` | The highest learning rate"
     assert page.count(row) == 1
     assert page.count("<span id='grpo.loss.clip_low'></span>") == 1
     assert "None" not in page
+
+
+def test_anchors_of_a_page_differ_and_its_links_to_them_lead_somewhere() -> None:
+    for path, page in recipes.pages().items():
+        ids = re.findall(r"<span id='([^']*)'>|\{ #(\S+) \}", page)
+        names = [first or second for first, second in ids]
+        assert len(set(names)) == len(names), path
+        linked = set(re.findall(r"\]\(#([^)]*)\)", page))
+        assert linked - {path.rpartition("/")[2].removesuffix(".md")} <= set(names), path
 
 
 class Small(FrozenConfig):
