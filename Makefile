@@ -60,9 +60,9 @@ register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; se
 images: setup ## Build the images that stages run in, and push them to NEMO_RL_REGISTRY
 	bash deployment/images/build.sh
 
-# mkdocs-material would print an advertisement for its successor.
+# Not --quiet, with which mkdocs counts no warnings. The variable leaves out a note on its successor.
 docs: setup ## Build the documentation into build/docs; a warning fails
-	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build
 
 docs-serve: setup ## Show the documentation while it is written, on http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs serve

@@ -211,3 +211,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert written == set(named)
     assert set(named.values()) == {1}
     assert yaml.safe_load(text)["strict"] is True
+
+
+def test_the_build_counts_warnings() -> None:
+    """With `--quiet` mkdocs drops warnings before it counts them, and a strict build passes."""
+    (line,) = re.findall(r"(?m)^\t.* -m mkdocs build(.*)$", (REPOSITORY / "Makefile").read_text())
+    assert line == ""
