@@ -1,4 +1,4 @@
-"""The README's example of an algorithm of one's own, as it is printed there."""
+"""The documentation's example of an algorithm of one's own, as `docs/extending.md` prints it."""
 
 import ast
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+PAGE = REPOSITORY / "docs" / "extending.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def test_it_is_short(example: str) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_what_the_readme_imports_is_there(block: str) -> None:
+def test_what_the_page_imports_is_there(block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom):
             names = ", ".join(alias.name for alias in node.names)
