@@ -55,7 +55,7 @@ class ModelFlops:
         attention_width: Heads times their size.
 
     Example:
-        >>> ModelShape(num_multiplied=100, num_layers=2, attention_width=8).flops("scoring", [3])
+        >>> ModelFlops(num_multiplied=100, num_layers=2, attention_width=8).flops("scoring", [3])
         984.0
     """
 

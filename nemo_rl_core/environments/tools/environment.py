@@ -42,7 +42,7 @@ def find_call(turn: str) -> ToolCall | None:
 
     Example:
         >>> find_call("Let me see: <tool>calculator 3 * 4</tool>")
-        Call(name='calculator', argument='3 * 4')
+        ToolCall(name='calculator', argument='3 * 4')
     """
     _, opened, inside = turn.partition(_OPEN)
     if not opened:
