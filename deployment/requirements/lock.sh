@@ -11,7 +11,8 @@ lock() {
   shift
   # What is pinned already stays, if it still fits: delete a file to have the newest of everything.
   if [ -f "$name.txt" ]; then cp "$name.txt" "$name.txt.new"; fi
-  "$root/.venv/bin/uv" pip compile "$name.in" --python "$root/.venv/bin/python" --quiet \
+  # Debian 12's Python, which is older than most of 3.11: a pin that needs a later one is of no use.
+  "$root/.venv/bin/uv" pip compile "$name.in" --python-version 3.11.2 --quiet \
     --no-header --no-emit-index-url --no-emit-find-links --output-file "$name.txt.new" \
     --overrides overrides_common.txt "$@"
   sed -i "1i # Written by \`make lock\` from $name.in; edit that file instead." "$name.txt.new"
