@@ -20,7 +20,7 @@ def run_ranks(
     *args: Any,
     world_size: int,
     num_threads: int = 1,
-    timeout_seconds: float = 300.0,
+    timeout_seconds: float = 6 * 3600.0,
 ) -> list[Any]:
     """Calls `function(*args)` in `world_size` processes that can join one process group.
 
@@ -31,7 +31,8 @@ def run_ranks(
         *args: The same for every rank.
         world_size: How many processes.
         num_threads: Cores that each computes with.
-        timeout_seconds: For all of them together.
+        timeout_seconds: For all of them together: ends ranks that wait for one another for ever. A
+            conversion of a large model takes hours.
 
     Returns:
         What each rank returned, in rank order.

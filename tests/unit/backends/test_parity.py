@@ -408,7 +408,7 @@ def test_every_layout_of_both_backends_follows_the_plain_loop(
         measured(folders[case.model], case.training) for case in cases
     ]
     table: dict[tuple[str, ...], dict[str, float]] = {}
-    ranks = run_ranks(run, cases, world_size=num_ranks, timeout_seconds=600.0)
+    ranks = run_ranks(run, cases, world_size=num_ranks)
     for case, *found in zip(cases, *ranks, strict=True):
         rows = [errors(of_rank, expected[case.model]) for of_rank in found]
         place = (case.model, case.training.backend, case.layout, str(num_ranks))
