@@ -37,6 +37,7 @@ unshare --mount --pid --fork bash -euc '
   mount --make-rprivate /
   mount -t proc proc "$root/proc"
   mount --rbind /dev "$root/dev"
+  mount --rbind -o ro /sys "$root/sys"
   for folder in $1; do mkdir -p "$root$folder"; mount --bind "$folder" "$root$folder"; done
   shift
   for command; do
