@@ -67,6 +67,24 @@ install_all() {
     --no-deps --no-build-isolation --editable .
 }
 
+# vLLM's CPU build is linked with libnuma, which its wheel does not carry and a bare Debian lacks:
+# the workers of vLLM load this copy (nemo_rl_core/backends/generation/vllm_libraries.py).
+provide_libnuma() {
+  local loads=(.venv/bin/python -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])') folder
+  if "${loads[@]}" libnuma.so.1 2> /dev/null; then return; fi
+  folder=$(mktemp -d)
+  (
+    cd "$folder"
+    apt-get download -qq libnuma1
+    dpkg-deb -x libnuma1_*.deb .
+  ) > /dev/null 2>&1 || true
+  cp -L "$folder"/usr/lib/*/libnuma.so.1 .venv/lib/ 2> /dev/null || true
+  rm -rf "$folder"
+  "${loads[@]}" .venv/lib/libnuma.so.1 2> /dev/null ||
+    fail "vLLM needs libnuma.so.1, which this machine lacks" \
+      "  fix: install it (on Debian and Ubuntu: apt-get install libnuma1)"
+}
+
 is_ready && exit 0
 
 # One set-up at a time: the second caller waits, and then finds everything done.
@@ -84,6 +102,7 @@ fi
 touch "$unfinished"
 rm -f "$stamp"
 install_all
+[ "$extra" = gpu ] || provide_libnuma
 rm "$unfinished"
 fingerprint > "$stamp.new"
 mv "$stamp.new" "$stamp"

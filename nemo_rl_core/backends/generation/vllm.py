@@ -15,6 +15,7 @@ from nemo_rl_core.backends.decoding.requests import (
     read_requests,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
@@ -54,6 +55,7 @@ class VllmBackend(ReceivesWeights):
         # vLLM itself fills in what a part of a fused matrix lacks, and passes over a surplus.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
+        load_libnuma()
         from vllm import LLM  # once the folder is found whole: it takes longer than all of that
 
         if config.ranks_per_engine > 1:
