@@ -1,6 +1,7 @@
 """The generation worker over vLLM's offline engine, which lives inside the worker's process."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ class VllmBackend(ReceivesWeights):
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
         load_libnuma()
+        if not has_gpu:
+            # vLLM compiles a helper of its sampler even where it runs eagerly, and for that a
+            # CPU needs a C++ compiler.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
         from vllm import LLM  # once the folder is found whole: it takes longer than all of that
 
         if config.ranks_per_engine > 1:
