@@ -24,7 +24,7 @@ class Key:
 
     Attributes:
         path: Where it stands, as `grpo.loss.clip_low`; `[]` stands for each item of a list.
-        type_name: The type in words.
+        type_name: The type as text.
         default: As YAML.
         unit: What a number counts, or nothing.
         meaning: From the docstring; empty where there is none.

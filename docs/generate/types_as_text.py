@@ -84,7 +84,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in words and code font: ``integer ≥ 1, or `null` ``.
+    """A type as text, in code font: ``integer ≥ 1, or `null` ``.
 
     Args:
         annotation: As pydantic keeps it.
