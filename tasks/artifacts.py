@@ -11,8 +11,8 @@ from flytekit import HashMethod
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel, ConfigDict
 
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.state_file import saved_by
+from nemo_rl_core.checkpoints.state_file import saved_by
+from nemo_rl_core.store.manifest import Manifest
 
 
 class Artifact(BaseModel):

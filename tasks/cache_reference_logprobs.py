@@ -7,7 +7,7 @@ follows: another learning rate, beta or batch size finds it in the cache.
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, LogprobArtifact, Logprobs
 from tasks.platform.resources import SCORE
 from tasks.platform.stage import cached_task, make

@@ -5,8 +5,8 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make

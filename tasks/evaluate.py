@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.intervals import sampled_figures, with_interval
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.curves import completions_html
+from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, EvalReport, Evaluation
 from tasks.platform.resources import GENERATE
 from tasks.platform.stage import cached_task, make

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nemo_rl_core.evals.rows import Row, changed_rows, load_rows
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import CompareReport, Comparison, Evaluation
 from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.decks import records
 from tasks.platform.resources import DATA

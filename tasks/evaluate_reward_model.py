@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
 from tasks.platform.resources import SCORE
 from tasks.platform.stage import cached_task, make

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.integrity import CARD
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.integrity import CARD
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.lineage import Manifest, ancestry_of
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.manifest import Manifest, ancestry_of
+from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
 from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.decks import records

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.converters.materialize import materialize
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import Comparison, compare
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make

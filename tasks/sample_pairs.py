@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Checkpoint, Dataset, DatasetArtifact
 from tasks.platform.resources import GENERATE
 from tasks.platform.stage import cached_task, make

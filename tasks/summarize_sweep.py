@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.evals.sweep import group_by_settings, said
-from nemo_rl_core.infra.curves import completions_html, curves_svg
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.curves import completions_html, curves_svg
 from tasks.artifacts import Report, Summary, SweepReport
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.sweep import SEED, SummaryTaskConfig

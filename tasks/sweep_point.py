@@ -9,9 +9,9 @@ import json
 import logging
 from pathlib import Path
 
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.metrics import MetricsFile
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.metrics import MetricsFile
 from tasks.artifacts import Artifact, Checkpoint, CheckpointArtifact, Dataset, PointReport, Report
 from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration

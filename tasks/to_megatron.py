@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.decks import curves
 from tasks.platform.resources import TRAIN

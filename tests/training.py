@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult

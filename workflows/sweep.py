@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flytekit import map_task, workflow
 
-from nemo_rl_core.infra.lineage import config_hash
+from nemo_rl_core.store.manifest import config_hash
 from tasks.artifacts import Report, Summary
 from tasks.platform.stage import choice
 from tasks.recipes import sweep as recipes

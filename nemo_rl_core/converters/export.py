@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.files import hash_file
-from nemo_rl_core.infra.weights import load_pretrained
+from nemo_rl_core.store.files import hash_file
 
 
 def export_model(source: Path, target: Path) -> int:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.checkpoints.weights import open_weights, require_finite, weight_files
 from nemo_rl_core.errors import ModelError, StoreError
-from nemo_rl_core.infra import files
-from nemo_rl_core.infra.weights import open_weights, require_finite, weight_files
+from nemo_rl_core.store import files
 
 
 @contextmanager

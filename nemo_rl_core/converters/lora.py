@@ -10,11 +10,11 @@ import torch
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.lora import merged
 from nemo_rl_core.backends.training.dtensor.matching import check_folder
+from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
+from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
-from nemo_rl_core.infra.weights import require_finite
 
 _PEFT = "base_model.model."
 # What would change the arithmetic; None, False and empty are as if it were not there.

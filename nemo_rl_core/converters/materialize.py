@@ -9,6 +9,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
     ModelConfig,
     ModelFromConfig,
@@ -17,7 +18,6 @@ from nemo_rl_core.config.model import (
 )
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.weights import load_pretrained
 
 
 def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:

@@ -9,6 +9,7 @@ in memory than one file of the transformers folder.
 from collections import deque
 from pathlib import Path
 
+from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.converters.folders import new_folder, require_folder
@@ -16,7 +17,6 @@ from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
 
 _ONE_RANK = MegatronTraining()
 

@@ -9,12 +9,12 @@ import torch
 
 from nemo_rl_core.backends.training.dtensor.loading import called, empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_weights
+from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
+from nemo_rl_core.checkpoints.weights import Shape, require_finite
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.converters.folders import StoredWeights, new_folder, require_folder
 from nemo_rl_core.data.pretrained import copy_description, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.tensors import DEFAULT_SHARD_BYTES, save_weights
-from nemo_rl_core.infra.weights import Shape, require_finite
 
 _PICKLES = "pytorch_model*.bin"
 

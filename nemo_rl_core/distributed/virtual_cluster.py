@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
-from nemo_rl_core.infra.resources import Resource, ResourceManager
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

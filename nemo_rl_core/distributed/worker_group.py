@@ -9,7 +9,7 @@ from nemo_rl_core.distributed.process_group import rank_environment
 from nemo_rl_core.distributed.results import wait_for_all
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ResourceError, WorkerLostError
-from nemo_rl_core.infra import usage
+from nemo_rl_core.telemetry import usage
 
 
 class RayWorkerGroup:

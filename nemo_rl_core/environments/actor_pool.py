@@ -15,7 +15,7 @@ from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import NemoRLError, WorkerError
-from nemo_rl_core.infra import usage
+from nemo_rl_core.telemetry import usage
 
 _LOG = logging.getLogger(__name__)
 _START_SECONDS = 300.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.infra.reasoning_gym_library import load_reasoning_gym
+from nemo_rl_core.games.reasoning_gym_library import load_reasoning_gym
 from nemo_rl_core.types import Rollout
 
 _OPEN, _CLOSE = "<answer>", "</answer>"

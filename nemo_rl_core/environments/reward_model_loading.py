@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.checkpoints.weights import load_pretrained, unreadable
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.weights import load_pretrained, unreadable
 
 SCALAR_HEAD = "score"
 """What transformers calls the head of a decoder that classifies sequences."""

@@ -7,10 +7,10 @@ to the model, since it is trained on single turns.
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.weights import load_pretrained
 
 
 class Chat:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.places import from_record
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Parentage
-from nemo_rl_core.infra.lineage import MANIFEST, Manifest, ParentRef, recorded_ancestors
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import MANIFEST, Manifest, ParentRef, recorded_ancestors
+from nemo_rl_core.store.store import Store
 
 _LookUp = Callable[[int, str, str], GraphArtifact]
 """Of a depth, an id, and a content hash, empty where the relative's own counts."""

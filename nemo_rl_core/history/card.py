@@ -14,14 +14,14 @@ import yaml
 
 from nemo_rl_core.history.card_usage import usage
 from nemo_rl_core.history.differences import flat
-from nemo_rl_core.infra.intervals import sampled_figures
-from nemo_rl_core.infra.lineage import (
+from nemo_rl_core.store.manifest import (
     Ancestor,
     Manifest,
     ancestry,
     ancestry_of,
     recorded_ancestors,
 )
+from nemo_rl_core.telemetry.intervals import sampled_figures
 
 _SHOWN_SETTINGS = 60
 

@@ -16,10 +16,10 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, transaction
 from nemo_rl_core.history.places import from_record, to_record
 from nemo_rl_core.history.writer import insert, insert_artifact
-from nemo_rl_core.infra.lineage import Manifest, recorded_ancestors
-from nemo_rl_core.infra.metrics import MetricsFile
-from nemo_rl_core.infra.stage_run import StageRun
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Manifest, recorded_ancestors
+from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.metrics import MetricsFile
 
 
 def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.migrations import VERSION, check_version, migrate
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 FILE = "history.db"
 _BUSY_SECONDS = 10.0

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_core.infra.files import hash_folder
-from nemo_rl_core.infra.integrity import CARD, VOLATILE
-from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.store.files import hash_folder
+from nemo_rl_core.store.integrity import CARD, VOLATILE
+from nemo_rl_core.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ What lies in the store is named from there, what lies elsewhere by its whole pat
 
 from pathlib import Path
 
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 
 def to_record(store: Store, path: Path | str) -> str:

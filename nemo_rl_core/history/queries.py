@@ -29,7 +29,7 @@ from nemo_rl_core.history.records import (
     State,
     Value,
 )
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 Curves = dict[str, list[tuple[int, float]]]
 """`(step, value)` by the metric's name, steps ascending."""

@@ -29,9 +29,9 @@ from nemo_rl_core.history.database import (
 )
 from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.records import Kind, State, Value
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.machine import Machine
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.machine import Machine
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.infra.timer import Timer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.short_forms import PretrainedPolicy
+from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange

@@ -20,10 +20,10 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.infra.files import hash_file, hash_folder
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.metrics import MetricsFile
-from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.store.files import hash_file, hash_folder
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.callbacks import Callback
 
 if TYPE_CHECKING:

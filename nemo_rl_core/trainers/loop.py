@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from nemo_rl_core.checkpoints.manager import CheckpointManager
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.infra import files
-from nemo_rl_core.infra.checkpointing import CheckpointManager
-from nemo_rl_core.infra.logging import StageResumed, publish, report
-from nemo_rl_core.infra.metrics import MetricsFile
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store import files
+from nemo_rl_core.telemetry.events import StageResumed, publish, report
+from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
 
 

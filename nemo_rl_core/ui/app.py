@@ -12,7 +12,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from nemo_rl_core.errors import NemoRLError, NotRecordedError
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.guard import Guard
 from nemo_rl_core.ui.pages import artifacts, compare, executions, nodes
 from nemo_rl_core.ui.source import HistorySource

@@ -6,7 +6,7 @@ import time
 
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 _SWEEP_SECONDS = 5.0
 

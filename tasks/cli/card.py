@@ -7,7 +7,7 @@ import click
 from nemo_rl_core.history.card import CardEvaluation, evaluations_behind, model_card
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 
 @click.command()

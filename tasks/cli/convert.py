@@ -58,7 +58,7 @@ def _proven(conversion: Conversion, model_folder: Path) -> str:
     """Proves the conversion; returns the figures, or discards the target where it fails."""
     from nemo_rl_core.converters.proof import prove
     from nemo_rl_core.converters.rows import token_rows
-    from nemo_rl_core.infra.files import discard
+    from nemo_rl_core.store.files import discard
 
     try:
         rows = token_rows(conversion.data, model_folder, num_rows=conversion.num_rows)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from nemo_rl_core.doctor.diagnose import CheckResult, diagnose
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.maintenance.doctor.diagnose import CheckResult, diagnose
+from nemo_rl_core.store.store import Store
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 

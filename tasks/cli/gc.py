@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.collect import Plan, make_plan, remove
-from nemo_rl_core.keeping.disk import allocated
-from nemo_rl_core.keeping.policy import RetentionPolicy
-from nemo_rl_core.keeping.survey import PINNED, find_run
+from nemo_rl_core.maintenance.collect import Plan, make_plan, remove
+from nemo_rl_core.maintenance.disk import allocated
+from nemo_rl_core.maintenance.retention import RetentionPolicy
+from nemo_rl_core.maintenance.survey import PINNED, find_run
+from nemo_rl_core.store.store import Store
 from tasks.cli.units import Age, Size, show_bytes
 
 

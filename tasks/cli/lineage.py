@@ -16,7 +16,7 @@ from nemo_rl_core.history.differences import MISSING, differences
 from nemo_rl_core.history.openlineage import events_of, send
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 _MAX_DIFFERENCES = 12
 _JUDGED = ("evaluation", "promotion")

@@ -12,7 +12,7 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.equality import Equality, compare_artifacts
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 from tasks.cli.reproduction import (
     BITS_FOLLOW_THE_MACHINE,
     ROOT,

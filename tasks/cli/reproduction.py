@@ -13,10 +13,10 @@ from typing import Any
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
-from nemo_rl_core.infra.git import git_state
-from nemo_rl_core.infra.lineage import package_versions
-from nemo_rl_core.infra.machine import Machine
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.git import git_state
+from nemo_rl_core.store.machine import Machine
+from nemo_rl_core.store.manifest import package_versions
+from nemo_rl_core.store.store import Store
 from tasks.platform.caching import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from rich.text import Text
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node, State
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 _STYLES = {
     "running": "bold blue",

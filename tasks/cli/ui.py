@@ -34,7 +34,7 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -
     """
     import uvicorn
 
-    from nemo_rl_core.infra.store import Store
+    from nemo_rl_core.store.store import Store
     from nemo_rl_core.ui.app import create_app
 
     store = Store(folder) if folder else Store.default()

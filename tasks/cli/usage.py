@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.usage import Share, measure
+from nemo_rl_core.maintenance.disk_usage import Share, measure
+from nemo_rl_core.store.store import Store
 from tasks.cli.units import show_bytes
 
 _MAX_RUNS_SHOWN = 20

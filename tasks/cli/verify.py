@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import click
 
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.verify import Verdict, repair
-from nemo_rl_core.keeping.verify import verify as check
+from nemo_rl_core.maintenance.verify import Verdict, repair
+from nemo_rl_core.maintenance.verify import verify as check
+from nemo_rl_core.store.store import Store
 from tasks.cli.units import show_bytes
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from flytekit import current_context
 from flytekit.core.checkpointer import Checkpoint
 
-from nemo_rl_core.infra import checkpointing, files
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.checkpoints import manager as checkpointing
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store import files
 from tasks.platform.local import on_cluster
 
 _ARCHIVE = "work.tar"

@@ -15,7 +15,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from nemo_rl_core.infra.lineage import package_versions
+from nemo_rl_core.store.manifest import package_versions
 from tasks.platform.sources import SourceFile, keep_sources, read_source
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,14 @@ _REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
 
 NOT_OF_THE_RESULT = frozenset(
     [
-        *("nemo_rl_core.config.tracking", "nemo_rl_core.history", "nemo_rl_core.tracking"),
+        *("nemo_rl_core.config.tracking", "nemo_rl_core.history"),
+        *(
+            "nemo_rl_core.telemetry.display",
+            "nemo_rl_core.telemetry.logger_facade",
+            "nemo_rl_core.telemetry.machine_sampler",
+            "nemo_rl_core.telemetry.trackers",
+            "nemo_rl_core.telemetry.tracking",
+        ),
         *(
             "tasks.platform.attempts",
             "tasks.platform.caching",

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl_core.infra.intervals import sampled_figures, with_interval
+from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,

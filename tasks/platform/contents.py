@@ -20,7 +20,7 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
-from nemo_rl_core.infra.files import hash_file, hash_folder
+from nemo_rl_core.store.files import hash_file, hash_folder
 from tasks.platform.user_source import user_source
 
 

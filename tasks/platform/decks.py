@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.infra.curves import completions_html, curve_svg
-from nemo_rl_core.infra.metrics import MetricsFile
+from nemo_rl_core.telemetry.curves import completions_html, curve_svg
+from nemo_rl_core.telemetry.metrics import MetricsFile
 
 if TYPE_CHECKING:
     import pandas as pd

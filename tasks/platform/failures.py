@@ -18,9 +18,9 @@ from flytekit import Deck, task
 from flytekit.types.error.error import FlyteError
 
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.infra.curves import completions_html
-from nemo_rl_core.infra.files import write_atomic
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.curves import completions_html
 from tasks.platform.resources import DECK, PLAIN
 from tasks.recipes.recipe import Recipe, RecipeError
 

@@ -11,7 +11,7 @@ import msgpack
 from diskcache import Cache
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, LiteralMap
 
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 
 def drop_dangling(store: Store) -> int:

@@ -16,8 +16,8 @@ from flytekit.core import data_persistence, local_cache
 from flytekit.core.context_manager import FlyteContextManager
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.integrity import damage_since
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.integrity import damage_since
+from nemo_rl_core.store.store import Store
 from tasks.platform.flyte_cache import folders, has_lost_points
 
 

@@ -24,9 +24,9 @@ from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
+from nemo_rl_core.distributed.resources import ResourceManager
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.errors import ConfigError, DataError
-from nemo_rl_core.infra.resources import ResourceManager
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.recipe import Recipe
 

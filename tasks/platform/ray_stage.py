@@ -23,9 +23,9 @@ from flytekitplugins.ray import HeadNodeConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.infra.resources import Resource, ResourceManager
 from tasks.platform import pods
 from tasks.platform.resources import Kind, Shape, laptop, shape_of
 

@@ -24,8 +24,8 @@ from pydantic import BaseModel
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.records import Kind, State
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
-from nemo_rl_core.infra.lineage import Cost, Manifest
-from nemo_rl_core.infra.logging import (
+from nemo_rl_core.store.manifest import Cost, Manifest
+from nemo_rl_core.telemetry.events import (
     ArtifactMade,
     Event,
     MachineSample,

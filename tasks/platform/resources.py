@@ -15,7 +15,7 @@ from flytekit import ImageSpec, Resources
 from flytekit.deck import DeckField
 
 from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
-from nemo_rl_core.infra.git import git_state
+from nemo_rl_core.store.git import git_state
 from tasks.platform import images
 
 LIGHT = Resources(cpu="1", mem="2Gi")

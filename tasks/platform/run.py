@@ -14,12 +14,13 @@ from rich.console import Console
 from nemo_rl_core.distributed import session
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution
-from nemo_rl_core.infra.display import choose_display, show_on, summary_table
-from nemo_rl_core.infra.git import git_state
-from nemo_rl_core.infra.lineage import package_versions
-from nemo_rl_core.infra.logging import RunLog, redirect_descriptors, subscribe
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.tracking import tracked
+from nemo_rl_core.store.git import git_state
+from nemo_rl_core.store.manifest import package_versions
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.display import choose_display, show_on, summary_table
+from nemo_rl_core.telemetry.events import subscribe
+from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
+from nemo_rl_core.telemetry.tracking import tracked
 from tasks.platform.caching import source_digest
 from tasks.platform.closing import closing_lines
 from tasks.platform.preflight import preflight

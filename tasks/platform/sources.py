@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event
 
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.infra.files import write_atomic
+from nemo_rl_core.store.files import write_atomic
 
 _MAX_KEPT = 4096
 _is_news = Event()

@@ -12,10 +12,10 @@ from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
 from nemo_rl_core.config.tracking import TrackingConfig
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.produce import Inputs, Made, produce
-from nemo_rl_core.infra.stage_run import StageRun
-from nemo_rl_core.tracking import tracked
+from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_core.infra.files import hash_file, hash_folder
+from nemo_rl_core.store.files import hash_file, hash_folder
 from tasks.platform.sources import SourceFile, read_source
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))

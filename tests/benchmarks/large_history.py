@@ -17,7 +17,7 @@ import click
 from nemo_rl_core.history.database import open_for_writing, transaction
 from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 STATES = ("succeeded", "succeeded", "succeeded", "failed", "aborted")
 WORKFLOWS = ("workflows.grpo.grpo", "workflows.sft.sft", "workflows.dpo.dpo")

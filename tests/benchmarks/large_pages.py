@@ -21,7 +21,7 @@ import click
 import uvicorn
 from starlette.testclient import TestClient
 
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
 
 RUNS, NODES = 1000, 100

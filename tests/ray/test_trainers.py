@@ -25,8 +25,8 @@ from nemo_rl_core.data.pairs import load_pairs, pair_batch, save_logprobs
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.infra.lineage import Manifest
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.trainers.base import BaseTrainer, Job
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult

@@ -22,9 +22,9 @@ from starlette.testclient import TestClient
 
 from nemo_rl_core.evals.rows import save_rows
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
-from nemo_rl_core.infra.lineage import Cost, Manifest
-from nemo_rl_core.infra.store import Store
 from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.store.manifest import Cost, Manifest
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from nemo_rl_core.ui.app import create_app
 

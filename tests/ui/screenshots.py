@@ -14,7 +14,7 @@ import uvicorn
 from playwright.sync_api import Browser, sync_playwright
 
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -11,8 +11,8 @@ from playwright.sync_api import BrowserContext, Page, expect
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
-from nemo_rl_core.infra.lineage import Manifest, ParentRef
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Manifest, ParentRef
+from nemo_rl_core.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
 

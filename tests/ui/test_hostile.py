@@ -13,8 +13,8 @@ from playwright.sync_api import BrowserContext
 from starlette.testclient import TestClient
 
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
 
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"{{ 7*7 }}<!--"

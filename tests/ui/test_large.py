@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app
 from tests.benchmarks.machine import loop_seconds
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 # Every change of a name in a file system raises an audit event first: dying at the n-th one, for
 # every n, visits each state that a kill can leave behind.
@@ -23,9 +23,9 @@ def _hook(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 sys.path[:0] = sys.argv[2:3]
 from pathlib import Path
-from nemo_rl_core.infra import files
-from nemo_rl_core.infra.checkpointing import CheckpointManager, save_atomic
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store import files
+from nemo_rl_core.checkpoints.manager import CheckpointManager, save_atomic
+from nemo_rl_core.store.store import Store
 root = Path(sys.argv[3])
 sys.addaudithook(_hook)
 """

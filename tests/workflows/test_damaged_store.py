@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.verify import verify
+from nemo_rl_core.maintenance.verify import verify
+from nemo_rl_core.store.store import Store
 from tests.commands import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ import pytest
 from nemo_rl_core.history.ancestry import of_folder
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.git import git_state
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.git import git_state
+from nemo_rl_core.store.store import Store
 from tests.commands import RECIPE
 from tests.workflows.flyte_backend import Attempt, Backend, ExecutionRecord
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.history.database import open_for_reading
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.verify import verify
+from nemo_rl_core.maintenance.verify import verify
+from nemo_rl_core.store.store import Store
 
 Run = Any
 REPOSITORY = Path(__file__).resolve().parents[2]

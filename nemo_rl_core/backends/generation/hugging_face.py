@@ -10,12 +10,12 @@ from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests
 from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.checkpoints.weights import load_pretrained, require_finite
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
-from nemo_rl_core.infra.timer import peak_memory_gib
-from nemo_rl_core.infra.weights import load_pretrained, require_finite
+from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _SENT = "what the trainer sent"
 

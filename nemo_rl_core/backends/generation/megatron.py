@@ -37,7 +37,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
-from nemo_rl_core.infra.timer import peak_memory_gib
+from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
 class MegatronInferenceBackend(ReceivesWeights):

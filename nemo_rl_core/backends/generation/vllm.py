@@ -20,12 +20,12 @@ from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
+from nemo_rl_core.checkpoints.weights import require_finite, stored_tensors
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
-from nemo_rl_core.infra.timer import peak_memory_gib
-from nemo_rl_core.infra.weights import require_finite, stored_tensors
+from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
 SENT = "what the trainer sent"

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_rl_core.config.data import ReasoningGymData
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.infra.reasoning_gym_library import load_reasoning_gym
+from nemo_rl_core.games.reasoning_gym_library import load_reasoning_gym
 from nemo_rl_core.types import Row
 
 _RUNS_TEXT = "its scorer runs what the model wrote as Python, in the training process"

@@ -32,13 +32,13 @@ from nemo_rl_core.errors import (
     TransferError,
     WorkerLostError,
 )
-from nemo_rl_core.infra import usage
-from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.logprobs import as_training_batch
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
 from nemo_rl_core.models.weight_line import close_line, transfer_weights
+from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.cost import model_shape
 
 _LOG = logging.getLogger(__name__)
 _WITHIN_AN_ENGINE = (PIPELINE, TENSOR)

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig, MegatronGenerationConfig
+from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.infra.resources import count_gpus
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.words import EngineConfig, read_setup
 

@@ -11,11 +11,11 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
-from nemo_rl_core.infra import usage
-from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_unchanged
+from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.cost import model_shape
 from nemo_rl_core.types import Completion
 
 _LOG = logging.getLogger(__name__)

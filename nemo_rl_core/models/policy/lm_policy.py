@@ -18,9 +18,9 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.sharding import Shards, shard_for_training
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra import usage
-from nemo_rl_core.infra.cost import model_shape
 from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.cost import model_shape
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
 _SECONDS_TO_ANSWER = 60.0

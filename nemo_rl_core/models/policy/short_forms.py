@@ -24,11 +24,11 @@ from nemo_rl_core.config.training import (
     OptimizerConfig,
 )
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.resources import count_gpus
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.lm_policy import Policy
 

@@ -14,7 +14,7 @@ from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
 from nemo_rl_core.api.functional import get_algorithm, register_algorithm
 from nemo_rl_core.distributed import session as sessions
 from nemo_rl_core.errors import ConfigError, DataError, NemoRLError
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.trainers.base import BaseTrainer
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.checkpoints.tensors import load_tensors
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, ResourceError
-from nemo_rl_core.infra.tensors import load_tensors
 
 # See test_dtensor.py.
 EPSILON = 1e-3

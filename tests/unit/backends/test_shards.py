@@ -25,10 +25,10 @@ from nemo_rl_core.backends.training.dtensor.loading import (
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
+from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ModelError, StoreError
-from nemo_rl_core.infra.tensors import load_tensors, save_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,  # odd over two ranks

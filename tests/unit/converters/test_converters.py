@@ -17,8 +17,8 @@ from nemo_rl_core.converters.materialize import check_pretrained, materialize
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.files import hash_folder
-from nemo_rl_core.infra.lineage import config_hash
+from nemo_rl_core.store.files import hash_folder
+from nemo_rl_core.store.manifest import config_hash
 from tasks.recipes.common import ModelTaskConfig
 
 SMALL = ModelFromConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)

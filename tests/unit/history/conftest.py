@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution
-from nemo_rl_core.infra.lineage import Cost, Manifest
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Cost, Manifest
+from nemo_rl_core.store.store import Store
 
 
 @pytest.fixture

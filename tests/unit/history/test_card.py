@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from nemo_rl_core.history.card import evaluations_behind, model_card
 from nemo_rl_core.history.equality import TensorDifference, compare_artifacts
-from nemo_rl_core.infra.lineage import Cost, Manifest, write_ancestors
+from nemo_rl_core.store.manifest import Cost, Manifest, write_ancestors
 
 FIGURES = {
     "greedy_accuracy": 0.75,

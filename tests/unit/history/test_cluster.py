@@ -11,11 +11,11 @@ from nemo_rl_core.history.ancestry import of_folder
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Parentage
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.metrics import MetricsFile
-from nemo_rl_core.infra.produce import Inputs, Made, produce
-from nemo_rl_core.infra.stage_run import StageRun
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
 from nemo_rl_core.ui.app import create_app
 

@@ -16,9 +16,9 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.migrations import SCRIPTS, VERSION
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd, as_value
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.logging import RunLog
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.run_log import RunLog
 
 Begin = Callable[..., HistoryWriter]
 MakeArtifact = Callable[..., tuple[Path, Manifest]]
@@ -221,7 +221,7 @@ def test_a_killed_run_is_marked_when_the_record_is_opened_next(store: Store, beg
 import os, sys
 from pathlib import Path
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 writer = HistoryWriter(Store(Path(sys.argv[1])), "killed")
 writer.begin(NewExecution("w.w", "", [], {}, Path("run.log")))
 writer.begin_node("train_sft", task="tasks.train_sft", kind="task")
@@ -256,7 +256,7 @@ def test_writers_at_once_lose_nothing(store: Store) -> None:
 import sys
 from pathlib import Path
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 writer = HistoryWriter(Store(Path(sys.argv[1])), sys.argv[2])
 writer.begin(NewExecution("w.w", "", [], {}, Path("run.log")))
 before = None
@@ -382,7 +382,7 @@ def test_a_store_that_cannot_be_written_can_be_read(store: Store, begin: Begin) 
 import os, sys
 from pathlib import Path
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.store import Store
 if os.getuid() == 0:
     os.setuid(65534)
 with History(Store(Path(sys.argv[1]))) as history:

@@ -16,8 +16,8 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.openlineage import Event, events_of, send
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd, as_value
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
 
 TEXT = {"type": "string", "minLength": 1}
 UUID_TEXT = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}

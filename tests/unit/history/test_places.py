@@ -8,8 +8,8 @@ from pathlib import Path
 from nemo_rl_core.history.migrations import SCRIPTS
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd, as_value
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
 
 WITH_WHOLE_PATHS = 3
 """The last version of the tables that held them."""

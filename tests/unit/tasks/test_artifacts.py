@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from pydantic import ValidationError
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.lineage import Manifest
+from nemo_rl_core.store.manifest import Manifest
 from tasks import artifacts
 from tasks.artifacts import (
     Artifact,

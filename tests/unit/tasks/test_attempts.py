@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from flytekit.core.checkpointer import SyncCheckpoint
 
-from nemo_rl_core.infra.checkpointing import CheckpointManager
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.checkpoints.manager import CheckpointManager
+from nemo_rl_core.produce import Made
 from tasks.platform import attempts
 
 

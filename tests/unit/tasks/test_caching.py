@@ -246,8 +246,8 @@ def test_what_is_left_out_is_there() -> None:
 def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
     """`__file__` names files that the key must cover: in one form, or in a known module."""
     known = {
-        "nemo_rl_core.doctor.machine",
-        "nemo_rl_core.infra.produce",
+        "nemo_rl_core.maintenance.doctor.machine",
+        "nemo_rl_core.produce",
         "nemo_rl_core.ui.templating",
     }
     for path in (REPOSITORY / "nemo_rl_core").rglob("*.py"):

@@ -11,7 +11,7 @@ from flytekit import workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.infra.produce import Made, cost_html
+from nemo_rl_core.produce import Made, cost_html
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.platform.local import use_store
 from tasks.platform.recorder import RunFailed

@@ -8,7 +8,7 @@ from flytekit import map_task, workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.infra.produce import Made
+from nemo_rl_core.produce import Made
 from tasks.artifacts import Dataset, DatasetArtifact
 from tasks.platform.stage import cached_task, choice, make
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.infra.lineage import config_hash
+from nemo_rl_core.store.manifest import config_hash
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.dpo import DPORecipe, plan_dpo
 from tasks.recipes.grpo import GRPORecipe, plan_grpo

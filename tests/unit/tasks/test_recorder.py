@@ -17,10 +17,10 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.infra.lineage import Manifest
-from nemo_rl_core.infra.logging import StageResumed, publish, report
-from nemo_rl_core.infra.produce import Made, cost_html
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.produce import Made, cost_html
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.events import StageResumed, publish, report
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.platform.recorder import RunFailed

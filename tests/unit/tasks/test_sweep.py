@@ -8,7 +8,7 @@ import pytest
 from flytekit import map_task
 from flytekit.types.directory import FlyteDirectory
 
-from nemo_rl_core.infra.produce import Inputs, Made, produce
+from nemo_rl_core.produce import Inputs, Made, produce
 from tasks.artifacts import PointReport
 from tasks.recipes.recipe import RecipeError
 from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe, plan_sweep

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.infra.store import Store
-from nemo_rl_core.keeping.collect import make_plan, remove
-from nemo_rl_core.keeping.policy import RetentionPolicy
-from nemo_rl_core.keeping.verify import verify
+from nemo_rl_core.maintenance.collect import make_plan, remove
+from nemo_rl_core.maintenance.retention import RetentionPolicy
+from nemo_rl_core.maintenance.verify import verify
+from nemo_rl_core.store.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WORKFLOW = """

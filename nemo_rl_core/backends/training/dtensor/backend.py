@@ -36,6 +36,7 @@ from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
+from nemo_rl_core.checkpoints.weights import refuse_wrong_weights
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.packing import Microbatch
@@ -45,8 +46,7 @@ from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.timer import peak_memory_gib
-from nemo_rl_core.infra.weights import refuse_wrong_weights
+from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
 class DTensorBackend(SendsWeights):

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from nemo_rl_core.backends.training.dtensor.shards import local
+from nemo_rl_core.checkpoints.state_file import read_state, write_state
+from nemo_rl_core.checkpoints.tensors import order_metadata
+from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.state_file import read_state, write_state
-from nemo_rl_core.infra.tensors import order_metadata
-from nemo_rl_core.infra.weights import require_finite
 
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, loading_options
+from nemo_rl_core.checkpoints.weights import load_pretrained, refuse_wrong_weights
 from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.weights import load_pretrained, refuse_wrong_weights
 
 Head = Literal["lm", "scalar"]
 SCALAR_HEAD = "score"

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD, finish_loading
 from nemo_rl_core.backends.training.dtensor.matching import BASE_LAYER, plain_name
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder, standing_in
+from nemo_rl_core.checkpoints.tensors import save_tensors
 from nemo_rl_core.config.training import LoRAConfig
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConfigError, StoreError
-from nemo_rl_core.infra.files import hash_file
-from nemo_rl_core.infra.tensors import save_tensors
+from nemo_rl_core.store.files import hash_file
 
 _ADAPTER = "default"
 

@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl_core.backends.training.dtensor.loading import called
 from nemo_rl_core.backends.training.dtensor.saving import as_published
-from nemo_rl_core.infra.weights import Shape, open_weights, refuse_wrong_weights, weight_files
+from nemo_rl_core.checkpoints.weights import Shape, open_weights, refuse_wrong_weights, weight_files
 
 BASE_LAYER = ".base_layer."
 """Stands in the names of weights that have adapters."""

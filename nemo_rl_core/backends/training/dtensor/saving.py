@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.checkpoints.tensors import save_weights
 from nemo_rl_core.distributed.process_group import rank
-from nemo_rl_core.infra.tensors import save_weights
 
 
 def save_model(

@@ -24,8 +24,8 @@ from nemo_rl_core.backends.training.dtensor.matching import (
     plan,
     stored_slices,
 )
+from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.infra.weights import require_finite
 
 
 def allocate(model: Any, device: torch.device) -> None:

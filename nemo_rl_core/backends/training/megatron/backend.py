@@ -30,7 +30,7 @@ from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.infra.timer import peak_memory_gib
+from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
 class MegatronBackend(SendsWeights):

@@ -24,13 +24,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from nemo_rl_core.backends.training.megatron.mapping import EMBEDDING
 from nemo_rl_core.backends.training.megatron.writing import Writing, on_rank_0
+from nemo_rl_core.checkpoints.dcp_metadata import read_metadata
+from nemo_rl_core.checkpoints.state_file import read_state, write_state
+from nemo_rl_core.checkpoints.tensors import save_weights
+from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.infra.dcp_metadata import read_metadata
-from nemo_rl_core.infra.state_file import read_state, write_state
-from nemo_rl_core.infra.tensors import save_weights
-from nemo_rl_core.infra.weights import require_finite
 
 # The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.
 _METADATA = {

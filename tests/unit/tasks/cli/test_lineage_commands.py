@@ -17,9 +17,9 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.infra.machine import Machine
-from nemo_rl_core.infra.produce import Made
-from nemo_rl_core.infra.store import Store
+from nemo_rl_core.produce import Made
+from nemo_rl_core.store.machine import Machine
+from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.cli.card import card
 from tasks.cli.lineage import lineage

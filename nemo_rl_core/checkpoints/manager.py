@@ -1,0 +1,344 @@
+"""Checkpoints that survive a kill at any moment.
+
+One process at a time saves to, or recovers from, a checkpoint folder: the store's lock on the
+stage's work folder sees to that.
+"""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.trainer import KeepBest
+from nemo_rl_core.store import files
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+# Not one of the leftovers that `files` may sweep: until recovered it can be the only whole copy.
+_OLD = ".old~"
+
+
+def save_atomic(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes `folder` hold what `write` writes; killed at any moment, it holds old or new in whole.
+
+    Replacing takes two renames, old out of the way and new in its place. After a kill between the
+    two the old one lies beside; `recover` (which every save calls first) puts it back.
+
+    Args:
+        folder: The folder to make or to replace.
+        write: Gets an empty folder to fill.
+
+    Raises:
+        StoreError: If the disk refuses. Whatever `write` raises passes. The old folder then stays.
+    """
+    aside = _begin(folder)
+    try:
+        with files.storage_errors(folder):
+            write(aside)
+            _replace(folder)
+    except BaseException:
+        _abandon(folder)
+        raise
+
+
+def _begin(folder: Path) -> Path:
+    aside = _aside(folder)
+    with files.storage_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        recover(folder)
+        aside.mkdir()
+    return aside
+
+
+def _replace(folder: Path) -> None:
+    aside, old = _aside(folder), _old(folder)
+    files.fsync_tree(aside)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    files.fsync(folder.parent)
+    if old.exists():
+        files.discard(old)
+
+
+def _abandon(folder: Path) -> None:
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+    recover(folder)
+
+
+def recover(folder: Path) -> None:
+    """Tidies up after a killed `save_atomic`: puts an old folder back unless the new one is there.
+
+    Call it before reading a folder that `save_atomic` wrote. Does nothing after a clean save.
+    """
+    aside, old = _aside(folder), _old(folder)
+    if old.exists():
+        if folder.exists():
+            files.discard(old)
+        else:
+            old.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.new{files.ASIDE}")
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_OLD}")
+
+
+_told: list[Callable[[], None]] = []
+
+
+@contextmanager
+def after_each_save(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` after every checkpoint that a manager of this process publishes meanwhile.
+
+    In the thread that publishes: the next checkpoint is begun when `tell` has returned, and an
+    error of it is one of the save.
+    """
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
+
+
+@dataclass
+class _Pending:
+    step: int
+    metrics: Mapping[str, float]
+    published: "Future[None] | None" = None
+
+
+class CheckpointManager:
+    """The numbered checkpoints of one run, each with the sha256 of its files.
+
+    Args:
+        root: Holds one folder a checkpoint.
+        keep_latest: How many to keep. With one, a disk that damages it leaves no other.
+        keep_best: Which to keep besides, by one of the metrics they were saved with.
+
+    Example:
+        >>> manager = CheckpointManager(folder / "checkpoints")                # doctest: +SKIP
+        >>> manager.save(10, lambda path: save_tensors(path / "model.safetensors", tensors))
+        >>> manager.latest()
+        (10, PosixPath('.../checkpoints/step-00000010'))
+    """
+
+    def __init__(self, root: Path, keep_latest: int = 1, keep_best: KeepBest | None = None) -> None:
+        if keep_latest < 1:
+            raise ValueError(f"keep_latest must be 1 or more, not {keep_latest}")
+        self.root, self.keep_latest, self.keep_best = root, keep_latest, keep_best
+        self._pending: _Pending | None = None
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Saves a checkpoint, then drops those that need not be kept.
+
+        Later steps go too: a run that saves 15 after 20 went back because 20 was refused.
+
+        Args:
+            step: Replaces an older checkpoint of the same step.
+            write: Gets an empty folder to fill; the name `manifest.json` is taken.
+            metrics: What `keep_best` and `best` compare.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            StoreError: If the disk refuses; older checkpoints then stay.
+        """
+        self.begin(step, write, metrics=metrics)
+        self.publish()
+        self.finish()
+        return self.path(step)
+
+    def begin(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """As `save`, but nothing is seen of the checkpoint before `publish`.
+
+        What `write` leaves to others to fill may still be written meanwhile. One checkpoint at a
+        time: an earlier one is finished first.
+        """
+        self.finish()
+        aside = _begin(self.path(step))
+        # From here on `_abandon` tidies up, whoever raises.
+        self._pending = _Pending(step, dict(metrics or {}))
+        try:
+            with files.storage_errors(aside):
+                write(aside)
+            if (aside / MANIFEST).exists():
+                raise ValueError(f"{MANIFEST} is the checkpoint manager's own file")
+        except BaseException:
+            self._drop_pending()
+            raise
+
+    def publish(self) -> None:
+        """Makes a checkpoint that is written in whole one of the run's, in the background.
+
+        Its files are hashed and synced, it takes its name, and those that need not be kept go.
+        """
+        pending = self._pending
+        assert pending is not None
+        assert pending.published is None
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        pending.published = executor.submit(self._publish, pending.step, pending.metrics)
+        executor.shutdown(wait=False)
+
+    @property
+    def pending_step(self) -> int | None:
+        """The step that was begun and is not finished."""
+        return self._pending.step if self._pending else None
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether `publish` has been called for the step that is pending."""
+        return self._pending is not None and self._pending.published is not None
+
+    def is_published(self) -> bool:
+        """Whether `finish` would not have to wait; also after a failure."""
+        future = self._pending.published if self._pending else None
+        return future is not None and future.done()
+
+    def finish(self) -> None:
+        """Waits for `publish`. A checkpoint that was begun and never published is given up.
+
+        Raises:
+            StoreError: If the disk refuses; older checkpoints then stay.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            if pending.published is not None:
+                pending.published.result()
+        finally:
+            self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        _abandon(self.path(pending.step))
+
+    def _publish(self, step: int, metrics: Mapping[str, float]) -> None:
+        path = self.path(step)
+        aside = _aside(path)
+        with files.storage_errors(path):
+            files.write_atomic(aside / MANIFEST, _manifest(step, aside, metrics))
+            _replace(path)
+        kept = self._kept(step)
+        for saved in self.steps():
+            if saved not in kept:
+                files.discard(self.path(saved))
+        files.sweep_discarded(self.root)
+        for tell in list(_told):
+            tell()
+
+    def _kept(self, step: int) -> set[int]:
+        saved = [earlier for earlier in self.steps() if earlier <= step]
+        best = self._ranked(saved)[: self.keep_best.count] if self.keep_best else []
+        return {*saved[-self.keep_latest :], *best}
+
+    def _ranked(self, steps: Iterable[int]) -> list[int]:
+        """Steps that have the metric, best first; of equals, the newer."""
+        assert self.keep_best is not None
+        sign = 1.0 if self.keep_best.mode == "max" else -1.0
+        values = {step: self._metric(step, self.keep_best.metric) for step in steps}
+        ranked = [(sign * value, step) for step, value in values.items() if value is not None]
+        return [step for _, step in sorted(ranked, reverse=True)]
+
+    def _metric(self, step: int, name: str) -> float | None:
+        try:
+            metrics = json.loads((self.path(step) / MANIFEST).read_text())["metrics"]
+            value = float(metrics[name])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # a damaged one, or one of a step that was not validated
+        return None if math.isnan(value) else value
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, damaged or not, in ascending order."""
+        names = (path.name.removeprefix("step-") for path in self.root.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def latest(self, *, verify: bool = True) -> tuple[int, Path] | None:
+        """The newest checkpoint that is whole; refused ones are named in the log.
+
+        Args:
+            verify: Compare the content of every file with its sha256, not its size alone.
+        """
+        self._recover()
+        return self._first_whole(reversed(self.steps()), verify=verify)
+
+    def best(self, *, verify: bool = True) -> tuple[int, Path] | None:
+        """The whole checkpoint with the best metric of `keep_best`; refused ones are logged.
+
+        None where no checkpoint was saved with that metric.
+        """
+        self._recover()
+        return self._first_whole(self._ranked(self.steps()), verify=verify)
+
+    def _first_whole(self, steps: Iterable[int], *, verify: bool) -> tuple[int, Path] | None:
+        for step in steps:
+            path = self.path(step)
+            try:
+                _check(step, path, verify=verify)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.warning(
+                    "checkpoint %s is refused: %s: %s", path, type(error).__name__, error
+                )
+            else:
+                return step, path
+        return None
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, or would."""
+        return self.root / f"step-{step:08d}"
+
+    def _recover(self) -> None:
+        for old in self.root.glob(f".step-*{_OLD}"):
+            recover(self.root / old.name.removeprefix(".").removesuffix(_OLD))
+        if self._pending is None:
+            # A killed process was writing these; nobody may ever save their steps again.
+            for aside in self.root.glob(f".step-*.new{files.ASIDE}"):
+                shutil.rmtree(aside, ignore_errors=True)
+
+
+def _manifest(step: int, folder: Path, metrics: Mapping[str, float]) -> str:
+    paths = {name: folder / name for name in files.list_files(folder)}
+    entries = {
+        name: {"sha256": files.hash_file(path), "bytes": path.stat().st_size}
+        for name, path in paths.items()
+    }
+    return json.dumps({"step": step, "metrics": dict(metrics), "files": entries}, indent=1)
+
+
+def _check(step: int, folder: Path, *, verify: bool) -> None:
+    """Raises an OSError, ValueError, KeyError or TypeError unless the checkpoint is whole."""
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    if manifest["step"] != step:
+        raise ValueError(f"its manifest is that of step {manifest['step']}")
+    for name, entry in manifest["files"].items():
+        size = (folder / name).stat().st_size
+        if size != entry["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
+        if verify and files.hash_file(folder / name) != entry["sha256"]:
+            raise ValueError(f"the content of {name} has changed since it was saved")

@@ -1,1 +1,0 @@
-"""Everything around the learning: the store, checkpoints, lineage, logs, clocks and curves."""

@@ -1,0 +1,1 @@
+"""Maintenance: what may go from a store, what is damaged in it, and what the machine lacks."""

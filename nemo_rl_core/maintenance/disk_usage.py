@@ -1,0 +1,132 @@
+"""`nemo-rl usage`: where the disk goes, in allocated blocks: the parts sum to what `du` says."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.maintenance.disk import DiskUse, Snapshot, allocated
+from nemo_rl_core.maintenance.retention import with_ancestors
+from nemo_rl_core.maintenance.survey import Survey, survey
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the store.
+
+    Attributes:
+        name: Of the part.
+        count: Of the folders or files that make it up.
+        num_bytes: Allocated. A file with several names counts in the first part that has it.
+    """
+
+    name: str
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class RunShare:
+    """What a run needs.
+
+    Attributes:
+        name: Of the run.
+        num_bytes: Of its folder and of all artifacts that it made, used, or that those came from.
+        only_bytes: What would come free without it: the rest is shared with other runs.
+    """
+
+    name: str
+    num_bytes: int
+    only_bytes: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The store's disk, cut in three ways.
+
+    Attributes:
+        num_bytes: All of it: what `du -s -B1` says.
+        areas: Folders and files at the top; they sum to `num_bytes`.
+        stages: Artifacts, by the stage that made them; they sum to the area `artifacts`, less the
+            blocks of that folder itself, which is the share named `.`.
+        kinds: The same artifacts, by kind.
+        runs: Newest first. They overlap, so that they sum to nothing.
+        problem: Why the history cannot be read; then no run is known to need anything.
+    """
+
+    num_bytes: int
+    areas: tuple[Share, ...]
+    stages: tuple[Share, ...]
+    kinds: tuple[Share, ...]
+    runs: tuple[RunShare, ...]
+    problem: str = ""
+
+
+def measure(store: Store) -> Usage:
+    """Measures the store; changes nothing."""
+    found = survey(store)
+    artifacts = _by_label(store, found.artifacts)
+    return Usage(
+        num_bytes=allocated(store.root),
+        areas=_areas(store),
+        stages=_shares(store, {name: stage for name, (stage, _) in artifacts.items()}),
+        kinds=_shares(store, {name: kind for name, (_, kind) in artifacts.items()}),
+        runs=_runs(store, found),
+        problem=found.problem,
+    )
+
+
+def _areas(store: Store) -> tuple[Share, ...]:
+    use = DiskUse()
+    areas = []
+    for path in sorted(store.root.iterdir()) if store.root.is_dir() else ():
+        count = len(list(path.iterdir())) if path.is_dir() and not path.is_symlink() else 1
+        areas.append(Share(path.name, count, use.add(path)))
+    return (*areas, Share(".", 1, use.add(store.root)))
+
+
+def _by_label(store: Store, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    labels = {}
+    for name in names:
+        try:
+            manifest = Manifest.read(store.artifacts / name)
+        except StoreError:
+            labels[name] = ("damaged", "damaged")
+        else:
+            labels[name] = (manifest.stage.partition(" ")[0], manifest.kind)
+    return labels
+
+
+def _shares(store: Store, labels: Mapping[str, str]) -> tuple[Share, ...]:
+    """Artifacts by label, the rest of their folder as `.`; in the order of names, as `_areas`."""
+    use = DiskUse()
+    counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name, label in sorted(labels.items()):
+        counts[label] = counts.get(label, 0) + 1
+        sizes[label] = sizes.get(label, 0) + use.add(store.artifacts / name)
+    shares = [Share(label, counts[label], sizes[label]) for label in sizes]
+    rest = Share(".", 1, use.add(store.artifacts))
+    return (*sorted(shares, key=lambda share: -share.num_bytes), rest)
+
+
+def _runs(store: Store, found: Survey) -> tuple[RunShare, ...]:
+    snapshot = Snapshot(store.root)
+    needs = {run.name: with_ancestors(run.artifacts, found.artifacts) for run in found.runs}
+    num_users = Counter(name for names in needs.values() for name in names)
+
+    def paths(run: str, names: Iterable[str]) -> list[Path]:
+        return [store.runs / run, *(store.artifacts / name for name in names)]
+
+    shares = []
+    for run in reversed(found.runs):
+        alone = [name for name in needs[run.name] if num_users[name] == 1]
+        use = DiskUse()
+        for path in paths(run.name, needs[run.name]):
+            use.add(path)
+        only = snapshot.freed_by(paths(run.name, alone))
+        shares.append(RunShare(run.name, use.num_bytes, only))
+    return tuple(shares)

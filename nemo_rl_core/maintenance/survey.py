@@ -1,0 +1,207 @@
+"""What is in a store, and who needs it: read once, before anything is decided.
+
+A run is a folder in `runs/`; which artifacts it made or used is read from the history. An artifact
+that no run is known to have used (the history was damaged, or is younger than the artifact) stands
+for itself, as if it were a run that ended when it was made.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.database import is_alive, path_of
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.records import Execution
+from nemo_rl_core.maintenance.disk import newest_change
+from nemo_rl_core.store import locks
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+
+PINNED = "pinned"
+"""The file in a run's folder that says that the run is kept whatever its age."""
+
+_BEGINS_SECONDS = 60.0
+"""So long a run may take from making its folder to saying that it is alive."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run whose folder is there.
+
+    Attributes:
+        name: Of its folder.
+        started_at: Unix seconds.
+        artifacts: Names of those that it made or used.
+        pinned: Kept by its user's wish.
+        running: Its process is alive.
+    """
+
+    name: str
+    started_at: float
+    artifacts: frozenset[str] = frozenset()
+    pinned: bool = False
+    running: bool = False
+
+
+@dataclass(frozen=True)
+class ArtifactRecord:
+    """An artifact whose folder is there.
+
+    Attributes:
+        name: Of its folder.
+        created_at: Unix seconds.
+        parents: Names of those that it was made from.
+        in_use: A process holds it.
+    """
+
+    name: str
+    created_at: float
+    parents: frozenset[str] = frozenset()
+    in_use: bool = False
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A store as it was at one moment.
+
+    Attributes:
+        runs: Oldest first.
+        artifacts: By name.
+        claimed: Every artifact that some run used, be the run's folder there or not.
+        problem: Why the history cannot be read; then nobody knows what runs need.
+    """
+
+    runs: tuple[RunRecord, ...]
+    artifacts: Mapping[str, ArtifactRecord]
+    claimed: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What the history says: executions, and the artifacts of each, by id."""
+
+    executions: Mapping[str, Execution]
+    uses: Mapping[str, frozenset[str]]
+    problem: str = ""
+
+
+def survey(store: Store) -> Survey:
+    """Reads the store's folders, manifests and history; changes nothing."""
+    past = _read_history(store)
+    names = _folders(store.runs)
+    runs = [_run(store, name, past) for name in names]
+    return Survey(
+        runs=tuple(sorted(runs, key=lambda run: (run.started_at, run.name))),
+        artifacts={name: _artifact(store, name) for name in _folders(store.artifacts)},
+        claimed=frozenset().union(*past.uses.values()),
+        problem=past.problem,
+    )
+
+
+def find_run(store: Store, name: str) -> Path:
+    """The folder of a run, by its name or the beginning of it.
+
+    Raises:
+        StoreError: If there is none, or several.
+    """
+    found = [each for each in _folders(store.runs) if each.startswith(name)]
+    if name in found:
+        found = [name]
+    if len(found) != 1:
+        raise StoreError(
+            f"{'several runs begin' if found else 'no run begins'} with {name!r}",
+            expected="the name of one folder in the store's runs/, or its beginning",
+            got=", ".join(found[:5]) or f"{len(_folders(store.runs))} runs, none of that name",
+            fix="see `nemo-rl runs` for their names",
+        )
+    return store.runs / found[0]
+
+
+def parent_names(store: Store, manifest: Manifest) -> frozenset[str]:
+    """Artifacts of this store that one was made from: its parents, and folders its config names."""
+    parents = {parent.name or Path(parent.path).name for parent in manifest.parents}
+    return frozenset(parents.union(named_artifacts(store, manifest.config)))
+
+
+def named_artifacts(store: Store, value: Any) -> Iterator[str]:
+    """Artifacts whose folders, or files in them, are named anywhere in some JSON.
+
+    A store that was moved is still called by its old place there.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from named_artifacts(store, each)
+    elif isinstance(value, str):
+        for name in _IN_ARTIFACTS.findall(value):
+            if (store.artifacts / name).is_dir():
+                yield name
+
+
+_IN_ARTIFACTS = re.compile(r"/artifacts/([^/\0]+)")
+
+
+def _folders(parent: Path) -> list[str]:
+    if not parent.is_dir():
+        return []
+    return sorted(path.name for path in parent.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def _artifact(store: Store, name: str) -> ArtifactRecord:
+    folder = store.artifacts / name
+    in_use = locks.is_shared(store.marks, f"artifacts/{name}")
+    try:
+        manifest = Manifest.read(folder)
+        created = datetime.fromisoformat(manifest.created_at).timestamp()
+    except (StoreError, ValueError):
+        return ArtifactRecord(name, newest_change(folder), in_use=in_use)
+    return ArtifactRecord(name, created, parent_names(store, manifest) - {name}, in_use)
+
+
+def _run(store: Store, name: str, past: _Past) -> RunRecord:
+    folder = store.runs / name
+    execution = past.executions.get(name)
+    started_at = execution.started_at if execution else _started(folder)
+    named = named_artifacts(store, execution.inputs) if execution else ()
+    return RunRecord(
+        name,
+        started_at=started_at,
+        artifacts=past.uses.get(name, frozenset()).union(named),
+        pinned=(folder / PINNED).exists(),
+        running=is_alive(store, name) or time.time() - started_at < _BEGINS_SECONDS,
+    )
+
+
+def _started(folder: Path) -> float:
+    try:
+        stamp = datetime.strptime(folder.name.partition("-")[0], "%Y%m%dT%H%M%SZ")
+    except ValueError:
+        return newest_change(folder)
+    return stamp.replace(tzinfo=UTC).timestamp()
+
+
+def _read_history(store: Store) -> _Past:
+    if not path_of(store).exists():
+        return _Past({}, {})
+    try:
+        with History(store) as history:
+            executions = {run.id: run for run in _all_executions(history)}
+            uses = {name: frozenset(history.artifacts_used(name)) for name in executions}
+    except StoreError as error:
+        return _Past({}, {}, problem=error.in_one_line)
+    return _Past(executions, uses)
+
+
+def _all_executions(history: History) -> Iterator[Execution]:
+    offset, total = 0, 1
+    while offset < total:
+        page = history.executions(limit=500, offset=offset)
+        yield from page.items
+        offset, total = offset + 500, page.total

@@ -1,0 +1,252 @@
+"""`nemo-rl verify`: is what lies in the store what its records say?
+
+Content is hashed again and held against the manifests, and these against their checksums and
+against what their children have recorded of them; records of work and the history are held against
+the folders. What neither hash covers (decks, metrics) is not checked. A missing parent is a
+warning: the artifact is whole, its lineage is not.
+"""
+
+import json
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.database import open_for_reading, path_of
+from nemo_rl_core.store import locks
+from nemo_rl_core.store.integrity import damage
+from nemo_rl_core.store.manifest import Manifest, ParentRef
+from nemo_rl_core.store.store import Store
+
+_RERUN = "`nemo-rl verify --repair` sets it aside; its stage then runs again"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Attributes:
+        place: Below the store's root.
+        state: "fail" for damage, "warn" for what costs nothing that a run needs.
+        problem: What was found.
+        fix: What to do.
+        repaired: It was done.
+    """
+
+    place: str
+    state: Literal["warn", "fail"]
+    problem: str
+    fix: str
+    repaired: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was looked at, and what was found.
+
+    Attributes:
+        num_artifacts: Hashed anew.
+        num_bytes: Read for that.
+        findings: Artifacts first.
+    """
+
+    num_artifacts: int
+    num_bytes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged, or all of it was set aside."""
+        return all(each.state == "warn" or each.repaired for each in self.findings)
+
+
+def verify(
+    store: Store,
+    names: Sequence[str] = (),
+    *,
+    num_threads: int = 2,
+    on_checked: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Checks artifacts, and with no names given also the records of work, history and stage cache.
+
+    Args:
+        store: The store; what is collected meanwhile is no finding.
+        names: Artifacts, by folder name, its beginning, or a path in it; none for all.
+        num_threads: That hash at once.
+        on_checked: Told each artifact's name, for a display.
+
+    Raises:
+        StoreError: If a name stands for no artifact, or for several.
+    """
+    chosen = [_find(store, name) for name in names] if names else _all_artifacts(store)
+
+    def check(folder: Path) -> tuple[int, list[Finding]]:
+        found = _check_artifact(store, folder)
+        on_checked(folder.name)
+        return found
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        checked = list(pool.map(check, chosen))
+    # A parent is found once for each of its children.
+    findings = list(dict.fromkeys(finding for _, found in checked for finding in found))
+    if not names:
+        findings += [*_check_records(store), *_check_history(store), *_check_stage_cache(store)]
+    return Verdict(len(checked), sum(size for size, _ in checked), tuple(findings))
+
+
+def repair(store: Store, verdict: Verdict) -> Verdict:
+    """Moves damaged artifacts and records into `damaged/`, where nothing finds them.
+
+    An artifact that a process uses stays, and so does a damaged history: runs may be writing it.
+    """
+    return replace(verdict, findings=tuple(_repaired(store, each) for each in verdict.findings))
+
+
+def _repaired(store: Store, finding: Finding) -> Finding:
+    area = finding.place.partition("/")[0]
+    if finding.state != "fail" or area not in ("artifacts", "work"):
+        return finding
+    with locks.alone(store.marks, finding.place) as free:
+        if not free:
+            return replace(finding, fix="a process uses it now; repair again when it has ended")
+        try:
+            aside = store.set_aside(store.root / finding.place)
+        except FileNotFoundError:  # another process was quicker
+            return replace(finding, repaired=True)
+    return replace(finding, repaired=True, fix=f"moved to {store.damaged.name}/{aside.name}")
+
+
+def _all_artifacts(store: Store) -> list[Path]:
+    return sorted(path for path in store.artifacts.glob("[!.]*") if path.is_dir())
+
+
+def _find(store: Store, name: str) -> Path:
+    path = Path(name).expanduser().resolve()
+    if path.is_relative_to(store.artifacts) and path != store.artifacts:
+        name = path.relative_to(store.artifacts).parts[0]
+    found = [each for each in _all_artifacts(store) if each.name.startswith(name)]
+    exact = [each for each in found if each.name == name]
+    if len(exact or found) != 1:
+        raise StoreError(
+            f"{'several artifacts begin' if found else 'there is no artifact that begins'} "
+            f"with {name!r}",
+            expected="the name of one folder in the store's artifacts/, or its beginning",
+            got=", ".join(each.name for each in found[:5]) or "nothing of that name",
+            fix="see `ls` of that folder, or `nemo-rl runs` for what a run has made",
+        )
+    return (exact or found)[0]
+
+
+def _check_artifact(store: Store, folder: Path) -> tuple[int, list[Finding]]:
+    place = f"artifacts/{folder.name}"
+    try:
+        manifest = Manifest.read(folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        problems = "; ".join(filter(None, [_misplaced(folder, manifest), damage(folder)]))
+        findings = [Finding(place, "fail", problems, _RERUN)] if problems else []
+    except StoreError as error:
+        size, findings = 0, [Finding(place, "fail", error.in_one_line, _RERUN)]
+    except OSError as error:
+        size, findings = 0, [Finding(place, "fail", f"cannot be read: {error}", _RERUN)]
+    else:
+        for parent in manifest.parents:
+            findings += _check_parent(store, place, parent)
+    # Collected while it was read: there is nothing to tell.
+    return (size, findings) if folder.is_dir() else (0, [])
+
+
+def _misplaced(folder: Path, manifest: Manifest) -> str:
+    stage = manifest.stage.partition(" ")[0]
+    return "" if folder.name.startswith(f"{stage}-") else f"its manifest is of a {stage}"
+
+
+def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Finding]:
+    """Holds a parent against what its child has recorded of it."""
+    name = parent.name or Path(parent.path).name
+    # Beside its child, wherever the store was moved or copied to; else where it was read.
+    folders = [store.artifacts / name, Path(parent.path)]
+    folder = next((each for each in folders if each.is_dir()), None)
+    lost = "its lineage ends there; nothing else needs it"
+    if folder is None:
+        yield Finding(child, "warn", f"its parent {name} is gone", lost)
+        return
+    try:
+        manifest = Manifest.read(folder)
+    except StoreError:
+        return  # told where the parent itself is checked
+    if manifest.content_hash != parent.content_hash:
+        yield Finding(child, "warn", f"its parent {name} has another content now", lost)
+    elif not parent.is_of(manifest):
+        problem = "its manifest is not the one that its children were made from"
+        if folder.parent == store.artifacts:
+            yield Finding(f"artifacts/{folder.name}", "fail", problem, _RERUN)
+        else:
+            yield Finding(child, "warn", f"of its parent {name}: {problem}", lost)
+
+
+def _check_records(store: Store) -> Iterator[Finding]:
+    for path in sorted(store.work.glob("[!.]*.done")):
+        place = f"work/{path.name}"
+        try:
+            record = json.loads(path.read_text())
+            name, digest = str(record["artifact"]), str(record["content_hash"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"a damaged record: {error!r}"
+            yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
+            continue
+        if not name.endswith(f"-{digest[:16]}") or not path.name.startswith(name[:-17] + "-"):
+            problem = f"it names {name}, which its own hash or stage does not"
+            yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
+        elif not (store.artifacts / name).is_dir():
+            yield Finding(place, "warn", f"it names {name}, which is gone", "`nemo-rl gc` drops it")
+
+
+def _check_history(store: Store) -> Iterable[Finding]:
+    place = path_of(store).name
+    fix = "end all runs, move history.db* away: the next run begins a new one, no artifact is lost"
+    if not path_of(store).exists():
+        return []
+    try:
+        with closing(open_for_reading(store)) as database:
+            return [Finding(place, "fail", each, fix) for each in _history_damage(store, database)]
+    except (StoreError, sqlite3.Error) as error:
+        told = error.in_one_line if isinstance(error, StoreError) else str(error)
+        return [Finding(place, "fail", told, fix)]
+
+
+def _check_stage_cache(store: Store) -> Iterator[Finding]:
+    path = store.cache / "flyte" / "cache.db"
+    if not path.is_file():
+        return
+    fix = f"end all runs, move {path.parent} away: finished stages are found in the store again"
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            told = [row[0] for row in database.execute("PRAGMA integrity_check(1)")]
+    except sqlite3.Error as error:
+        told = [str(error)]
+    if told != ["ok"]:
+        yield Finding("cache/flyte/cache.db", "fail", told[0], fix)
+
+
+def _history_damage(store: Store, database: sqlite3.Connection) -> Iterator[str]:
+    for (told,) in database.execute("PRAGMA integrity_check(100)"):
+        # SQLite up to 3.40 takes columns of tables without row numbers for one another here, and
+        # tells of NULLs that are none; its writers do enforce NOT NULL.
+        if told != "ok" and not told.startswith("NULL value in"):
+            yield re.sub(r"\s+", " ", told)
+    broken = database.execute("PRAGMA foreign_key_check").fetchall()
+    if broken:
+        yield f"{len(broken)} rows name what is not there, as in the table {broken[0][0]}"
+    for row in database.execute("SELECT id, content_hash FROM artifacts"):
+        folder = store.artifacts / row["id"]
+        try:
+            content = Manifest.read(folder).content_hash
+        except StoreError:
+            continue  # removed, or told as damaged
+        if content != row["content_hash"]:
+            yield f"it knows {row['id']} with another content"

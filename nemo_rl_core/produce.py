@@ -1,0 +1,206 @@
+"""How every artifact is made: one folder, one lock, one manifest."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.store.files import hash_file
+from nemo_rl_core.store.git import git_state
+from nemo_rl_core.store.integrity import (
+    hash_content,
+    hash_weights,
+    refuse_damaged,
+    set_aside_damaged,
+)
+from nemo_rl_core.store.machine import Machine
+from nemo_rl_core.store.manifest import (
+    Cost,
+    Manifest,
+    config_hash,
+    package_versions,
+    write_ancestors,
+)
+from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.store.store import Store, artifact_name
+from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
+from nemo_rl_core.telemetry.curves import completions_html
+from nemo_rl_core.telemetry.events import ArtifactMade, publish
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the work of a stage has put into its folder.
+
+    Attributes:
+        kind: Such as "dataset" or "checkpoint".
+        format: Of the files.
+        summary: One line for the table at the end of a run.
+        num_tokens: Generated and trained on.
+        peak_memory_gib: Of all workers, summed.
+        step: The training step the artifact belongs to; 0 before any.
+        deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
+        figures: What was measured, by name; the manifest takes them along.
+    """
+
+    kind: str
+    format: str
+    summary: str = ""
+    num_tokens: int = 0
+    peak_memory_gib: float = 0.0
+    step: int = 0
+    deck: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an artifact depends on, and is known by.
+
+    Attributes:
+        stage: Name of the stage.
+        settings: The fields that the stage reads, as JSON.
+        parents: Folders of the artifacts that it reads, by role.
+        source: Digest of the source that it runs.
+        part: Which of several artifacts of the stage, or which iteration.
+    """
+
+    stage: str
+    settings: dict[str, Any]
+    parents: dict[str, Path] = field(default_factory=dict)
+    source: str = ""
+    part: str = ""
+
+    @property
+    def key(self) -> str:
+        """32 hex digits; equal inputs have equal keys."""
+        hashes = {role: Manifest.read(path).content_hash for role, path in self.parents.items()}
+        described = {"config": self.settings, "parents": hashes, "part": self.part}
+        return config_hash({**described, "source": self.source})[:32]
+
+
+def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | None = None) -> Path:
+    """Runs the work in a folder of the store and publishes that as an artifact.
+
+    A killed attempt is continued; of two processes that make the same at once, the second takes
+    what the first has made. An artifact that is there and damaged is set aside and made again.
+
+    Args:
+        inputs: What the artifact depends on.
+        work: Fills the folder; may find there what an interrupted attempt left.
+        run: On a cluster, whose stage this is.
+
+    Returns:
+        The artifact's folder.
+
+    Raises:
+        StoreError: If a parent is damaged, or the disk refuses.
+    """
+    store, stage = Store.default(), inputs.stage
+    for parent in inputs.parents.values():
+        store.hold(parent)  # it may be of an earlier run, which nothing keeps
+        refuse_damaged(store, parent)
+    key = inputs.key
+    with store.work_folder(stage, key) as folder:
+        artifact = store.published(stage, key)
+        if artifact is not None and not set_aside_damaged(store, artifact):
+            return artifact
+        start = time.monotonic()
+        with usage.measured() as spent:
+            made = work(folder)
+        cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
+        manifest = _manifest(inputs, made, folder, cost, run)
+        # The key goes into the name: equal content made from other inputs has other parents.
+        digest = config_hash({"content": manifest.content_hash, "key": key})
+        name = artifact_name(stage, digest)
+        manifest.model_copy(update={"name": name}).write(folder)
+        write_ancestors(folder, inputs.parents.values())
+        (folder / "deck.html").write_text(made.deck + cost_html(cost))
+        (folder / "summary.txt").write_text(made.summary)
+        # Without its record, which `published` reads, it may lie there all the same.
+        set_aside_damaged(store, store.artifacts / name)
+        artifact = store.publish(folder, stage=stage, content_hash=digest)
+        publish(ArtifactMade(artifact))
+        return artifact
+
+
+def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:
+    cluster = _cluster(inputs)
+    num_gpus = cluster.num_gpus if cluster else 0
+    device = gpu_name() if num_gpus else ""
+    seconds: dict[str, Any] = {
+        "cpu_seconds": round(spent.cpu_seconds, 3),
+        "gpu_seconds": round(num_gpus * wall_seconds, 3),
+    }
+    prices = Prices.here()
+    return Cost(
+        wall_seconds=round(wall_seconds, 3),
+        tokens=made.num_tokens,
+        generated_tokens=spent.generated_tokens,
+        trained_tokens=spent.trained_tokens,
+        flops=spent.flops,
+        mfu=model_flops_utilization(
+            spent.flops,
+            gpu_seconds=seconds["gpu_seconds"],
+            device=device,
+            dtype=str(inputs.settings.get("dtype", "")),
+        ),
+        device=device,
+        peak_memory_gib=round(made.peak_memory_gib, 3),
+        money=prices.of(**seconds, device=device) if prices else None,
+        currency=prices.currency if prices else "",
+        **seconds,
+    )
+
+
+def _cluster(inputs: Inputs) -> ClusterConfig | None:
+    cluster = inputs.settings.get("cluster")
+    return ClusterConfig.model_validate(cluster) if cluster else None
+
+
+def cost_html(cost: Cost) -> str:
+    """What a stage has cost, as a small table for its deck."""
+    shown = {
+        "wall seconds": f"{cost.wall_seconds:.1f}",
+        "CPU seconds": f"{cost.cpu_seconds:.1f}",
+        "GPU seconds": f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else "",
+        "generated tokens": f"{cost.generated_tokens:,}" if cost.generated_tokens else "",
+        "trained tokens": f"{cost.trained_tokens:,}" if cost.trained_tokens else "",
+        "TFLOPs": f"{cost.flops / 1e12:.3g}" if cost.flops else "",
+        "MFU": f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else "",
+        "peak GiB": f"{cost.peak_memory_gib:.2f}" if cost.peak_memory_gib else "",
+        "money": f"{cost.money:.4f} {cost.currency}" if cost.money is not None else "",
+    }
+    return completions_html([{name: value for name, value in shown.items() if value}])
+
+
+def _manifest(
+    inputs: Inputs, made: Made, folder: Path, cost: Cost, run: StageRun | None
+) -> Manifest:
+    commit, dirty = git_state(Path(__file__).parent)
+    cluster = _cluster(inputs)
+    hash_of = functools.cache(hash_file)  # weights are a part of the content
+    return Manifest(
+        kind=made.kind,
+        format=made.format,
+        stage=f"{inputs.stage} {inputs.part}".strip(),
+        content_hash=hash_content(folder, hash_of),
+        weights_hash=hash_weights(folder, hash_of),
+        step=made.step,
+        config_hash=config_hash(inputs.settings),
+        config=inputs.settings,
+        seed=inputs.settings.get("seed"),
+        git_commit=commit,
+        git_dirty=dirty,
+        source_digest=inputs.source,
+        packages=package_versions(),
+        parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
+        cost=cost,
+        figures=made.figures,
+        machine=Machine.here(cluster.num_threads if cluster else None),
+        run=run,
+    )

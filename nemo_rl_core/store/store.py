@@ -1,0 +1,273 @@
+"""The store: one folder that holds everything a later run may reuse.
+
+Work in progress lies in `work/<stage>-<key>` under a lock; a finished stage is renamed from there
+into `artifacts/<stage>-<hash>` and `work/<stage>-<key>.done` names it. The record is written
+before the rename and counts only while the artifact is there, so that a kill between the two
+costs nothing. What a process has made or found it holds until its run ends: nothing that a run
+uses is removed beside it.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.store import files, locks
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder for artifacts, caches, runs and work in progress.
+
+    Args:
+        root: Made absolute when given; created on first use.
+
+    Example:
+        >>> with store.work_folder("train_sft", key) as folder:            # doctest: +SKIP
+        ...     path = store.published("train_sft", key)
+        ...     if path is None:
+        ...         train(folder)                                # resumes what it finds in it
+        ...         path = store.publish(folder, stage="train_sft", content_hash=digest)
+    """
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root).expanduser().resolve())
+
+    @classmethod
+    def default(cls) -> "Store":
+        """The store that NEMO_RL_HOME names, else `~/.nemo_rl`."""
+        return cls(Path(os.environ.get("NEMO_RL_HOME") or "~/.nemo_rl"))
+
+    @property
+    def artifacts(self) -> Path:
+        """What finished stages hand on; never written to again."""
+        return self.root / "artifacts"
+
+    @property
+    def cache(self) -> Path:
+        """What the stage cache and downloads keep."""
+        return self.root / "cache"
+
+    @property
+    def runs(self) -> Path:
+        """One folder a run, with its log."""
+        return self.root / "runs"
+
+    @property
+    def work(self) -> Path:
+        """Stages in progress, with their locks."""
+        return self.root / "work"
+
+    @property
+    def models(self) -> Path:
+        """Models brought in from outside, in the HF layout."""
+        return self.root / "models"
+
+    @property
+    def verified(self) -> Path:
+        """Digests of artifacts' files, kept by `nemo_rl_core.store.remembered`."""
+        return self.cache / "verified"
+
+    @property
+    def damaged(self) -> Path:
+        """What was found damaged, out of the way of everything."""
+        return self.root / "damaged"
+
+    @property
+    def marks(self) -> Path:
+        """The file in which processes mark what they use; it stays empty."""
+        return self.root / "in_use.lock"
+
+    def check_writable(self, *, min_free_mib: int = 256) -> None:
+        """Creates the folders and really writes to each, so that a run fails before it works.
+
+        Permission bits say nothing to root and nothing about quotas; a synced probe does.
+
+        Raises:
+            StoreError: If a folder cannot be written or the disk is nearly full.
+        """
+        for folder in (self.root, self.artifacts, self.cache, self.runs, self.work, self.models):
+            try:
+                self._probe(folder)
+            except OSError as error:
+                raise StoreError(
+                    f"the store {self.root} cannot be written",
+                    expected="a folder that this user may create and write",
+                    got=str(error),
+                    fix="point NEMO_RL_HOME at such a folder",
+                ) from error
+        free_mib = shutil.disk_usage(self.root).free / 2**20
+        if free_mib < min_free_mib:
+            raise StoreError(
+                f"the disk that holds the store {self.root} is nearly full",
+                expected=f"at least {min_free_mib} MiB free",
+                got=f"{free_mib:.0f} MiB",
+                fix="free some space, or point NEMO_RL_HOME at another disk",
+            )
+
+    def _probe(self, folder: Path) -> None:
+        probe = folder / f".probe.{uuid.uuid4().hex[:8]}{files.ASIDE}"
+        with files.storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                probe.write_bytes(b"\0" * 4096)
+                files.fsync(probe)
+            finally:
+                probe.unlink(missing_ok=True)
+
+    @contextmanager
+    def work_folder(self, stage: str, key: str) -> Iterator[Path]:
+        """The folder in which a stage with these inputs works, held by one process at a time.
+
+        What an earlier, killed process left is still in it. A second process waits until the first
+        ends in whatever way; ask `published` next, since the first may have finished the stage.
+
+        Args:
+            stage: The stage's name.
+            key: Of its inputs, such as a hex digest.
+
+        Raises:
+            StoreError: If the folder cannot be made.
+            ValueError: If the two do not make a file name.
+        """
+        folder = self.work / _work_name(stage, key)
+        with files.storage_errors(folder):
+            self.work.mkdir(parents=True, exist_ok=True)
+        with locks.held(folder.with_name(folder.name + ".lock"), stage):
+            files.sweep_discarded(self.work)
+            with files.storage_errors(folder):
+                for torn in self.work.glob(f".{_record_path(folder).name}.*{files.ASIDE}"):
+                    torn.unlink()
+                if folder.exists() and self.published(stage, key):
+                    files.discard(folder)  # its process was killed while it dropped a second copy
+                folder.mkdir(exist_ok=True)
+            try:
+                yield folder
+            finally:
+                _remove_if_empty(folder)
+
+    def publish(self, folder: Path, *, stage: str, content_hash: str) -> Path:
+        """Turns a work folder into an artifact in one step; call it inside `work_folder`.
+
+        Args:
+            folder: What `work_folder` yielded. It is gone afterwards.
+            stage: The stage's name.
+            content_hash: Of what the artifact means; at least 16 characters. An artifact with the
+                same hash that is there already wins, and `folder` is dropped.
+
+        Returns:
+            The artifact's folder.
+
+        Raises:
+            StoreError: If the disk refuses; the work folder then stays.
+            ValueError: If `folder` is no work folder of the stage, or the hash is too short.
+        """
+        if folder.parent != self.work or not folder.name.startswith(f"{stage}-"):
+            raise ValueError(f"{folder} is no work folder of stage {stage!r} in {self.work}")
+        if not re.fullmatch(r"[A-Za-z0-9]{16,}", content_hash):
+            raise ValueError(f"content_hash must be 16 or more letters or digits: {content_hash!r}")
+        target = self.artifacts / artifact_name(stage, content_hash)
+        with files.storage_errors(target):
+            files.remove_leftovers(folder)
+            files.fsync_tree(folder)
+            self.artifacts.mkdir(parents=True, exist_ok=True)
+            record = {"artifact": target.name, "content_hash": content_hash}
+            files.write_atomic(_record_path(folder), json.dumps(record))
+            self.hold(target)
+            try:
+                folder.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not target.is_dir():
+                    raise
+                files.discard(folder)
+            files.fsync(self.artifacts)
+            files.fsync(self.work)
+        return target
+
+    def published(self, stage: str, key: str) -> Path | None:
+        """The artifact that a stage with these inputs has made, if it is still there.
+
+        It is held from then on, as `hold` does.
+        """
+        record = _record_path(self.work / _work_name(stage, key))
+        try:
+            artifact = self.artifacts / str(json.loads(record.read_text())["artifact"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            logger.warning("ignoring the damaged record %s: the stage runs again", record)
+            return None
+        return artifact if artifact.is_dir() and self.hold(artifact) else None
+
+    def set_aside(self, path: Path) -> Path:
+        """Moves a damaged artifact or record into `damaged/`, where nothing finds it.
+
+        Returns:
+            Its new place.
+
+        Raises:
+            FileNotFoundError: If it is gone.
+            StoreError: If the disk refuses.
+        """
+        aside = self.damaged / f"{path.name}.{uuid.uuid4().hex[:8]}"
+        with files.storage_errors(path):
+            aside.parent.mkdir(exist_ok=True)
+            path.rename(aside)
+            files.fsync(aside.parent)
+            files.fsync(path.parent)
+        return aside
+
+    def hold(self, folder: Path) -> bool:
+        """Keeps `nemo-rl gc` of any process from removing a folder while this process uses it.
+
+        Args:
+            folder: An artifact or the folder of a run; what lies outside the store is only looked
+                for.
+
+        Returns:
+            Whether the folder is there. It stays there until this process ends or calls `release`,
+            unless its stage finds it damaged and makes it again.
+        """
+        if folder.is_relative_to(self.root):
+            locks.share(self.marks, folder.relative_to(self.root).as_posix())
+        return folder.is_dir()
+
+    def release(self) -> None:
+        """Ends all that `hold` has set in this process: the run is over."""
+        locks.release(self.marks)
+
+
+def artifact_name(stage: str, content_hash: str) -> str:
+    """Of the folder that `Store.publish` makes."""
+    return f"{stage}-{content_hash[:16]}"
+
+
+def _work_name(stage: str, key: str) -> str:
+    if not _NAME.fullmatch(stage) or not _NAME.fullmatch(key):
+        raise ValueError(f"stage and key must be plain file names: {stage!r}, {key!r}")
+    return f"{stage}-{key}"
+
+
+def _record_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".done")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        logger.debug("%s stays: it holds work, or was published", folder)

@@ -1,0 +1,267 @@
+"""Displays of a run: one live line where there is a terminal, a plain line a step where not."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl_core.store.manifest import Cost
+from nemo_rl_core.telemetry.events import (
+    Event,
+    Note,
+    StageRecord,
+    StageStarted,
+    subscribe,
+)
+from nemo_rl_core.types import StepReport
+
+_STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red"}
+
+
+class Display(Protocol):
+    """Shows a run to someone."""
+
+    def stage_started(self, name: str) -> None:
+        """A stage begins."""
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """A stage ran, was cached, or failed."""
+
+    def step(self, report: StepReport) -> None:
+        """A trainer finished a step."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line happened."""
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+
+
+def choose_display(stream: TextIO) -> Display:
+    """A live display where `stream` is a terminal that can move its cursor, else a plain one."""
+    if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return RichDisplay(stream)
+    return PlainDisplay(stream)
+
+
+def show_on(display: Display) -> Callable[[], None]:
+    """Subscribes a display to the events of this process; returns what ends that."""
+
+    def show(event: Event) -> None:
+        match event:
+            case StageStarted(name):
+                display.stage_started(name)
+            case StageRecord():
+                display.stage_finished(event)
+            case StepReport():
+                display.step(event)
+            case Note(text):
+                display.note(text)
+
+    return subscribe(show)
+
+
+class PlainDisplay:
+    """One plain line an event.
+
+    Example line: `train_sft 12/250  loss 0.913  84,210 tokens/s  0:31 left`
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._pace = stream, _Pace()
+
+    def stage_started(self, name: str) -> None:
+        """Prints the stage's name."""
+        self._write(f"{name}  started")
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """Prints how the stage ended."""
+        self._write(_finished(record))
+
+    def step(self, report: StepReport) -> None:
+        """Prints the step."""
+        words = [*_describe(report), self._pace.time_left(report)]
+        counter = f"{report.stage} {report.step}/{report.num_steps}"
+        self._write("  ".join([counter, *(word for word in words if word)]))
+
+    def note(self, text: str) -> None:
+        """Prints the text."""
+        self._write(text)
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class RichDisplay:
+    """One live line with the step that runs; finished stages and notes scroll by above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._console = Console(file=stream, markup=False, highlight=False, emoji=False)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[words]}", markup=False),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            # The streams are not the display's to take: redirect_descriptors has them.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._pace = _Pace()
+        self._stage, self._task = "", TaskID(-1)
+        self._resize()
+        self._progress.start()
+
+    def stage_started(self, name: str) -> None:
+        """Shows a bar that waits for the first step."""
+        self._resize()
+        self._end_stage()
+        self._stage = name
+        self._task = self._progress.add_task(name, total=None, words="")
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """Prints how the stage ended, above the live line."""
+        self._end_stage()
+        self._console.print(Text(_finished(record), style=_STATE_STYLES[record.state]))
+
+    def step(self, report: StepReport) -> None:
+        """Moves the bar."""
+        if report.stage != self._stage:
+            self.stage_started(report.stage)
+        self._resize()
+        words = [*_describe(report), self._pace.time_left(report)]
+        self._progress.update(
+            self._task,
+            total=report.num_steps,
+            completed=report.step,
+            words="  ".join(
+                [f"{report.step}/{report.num_steps}", *(word for word in words if word)]
+            ),
+        )
+
+    def note(self, text: str) -> None:
+        """Prints the text above the live line."""
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        """Takes the live line away."""
+        self._end_stage()
+        self._progress.stop()
+
+    def _end_stage(self) -> None:
+        if self._stage:
+            self._progress.remove_task(self._task)
+            self._stage = ""
+
+    def _resize(self) -> None:
+        # rich asks descriptors 0 to 2 for the size, of which two may lead to the log by now.
+        self._console.size = os.get_terminal_size(self._stream.fileno())
+
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+_COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
+    ("CPU s", lambda cost: f"{cost.cpu_seconds:.1f}" if cost.cpu_seconds else ""),
+    ("GPU s", lambda cost: f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else ""),
+    ("FLOPs", lambda cost: _scaled(cost.flops) if cost.flops else ""),
+    ("MFU", lambda cost: f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else ""),
+    ("money", lambda cost: f"{cost.money:.4f} {cost.currency}" if cost.money is not None else ""),
+)
+
+
+def summary_table(records: Sequence[StageRecord]) -> Table:
+    """The table at the end of a run: a line a stage, and the sums; only columns with a figure.
+
+    Notes are left out: each was told when its stage ended, and figures need the width.
+    """
+    table = Table(title="stages")
+    for heading in ("stage", "state"):
+        table.add_column(heading, no_wrap=True)
+    total = reduce(Cost.plus, (record.cost for record in records), Cost())
+    costs = [total, *(record.cost for record in records)]
+    shown = [column for column in _COST_COLUMNS if any(map(column[1], costs))]
+    for heading in ("seconds", "tokens", "peak GiB", *(name for name, _ in shown)):
+        table.add_column(heading, justify="right")
+    for record in records:
+        table.add_row(
+            Text(record.name),
+            Text(_shown_state(record), style=_STATE_STYLES[record.state]),
+            f"{record.seconds:.1f}",
+            f"{record.tokens:,}" if record.tokens else "",
+            _gib(record.peak_memory_gib),
+            *(say(record.cost) for _, say in shown),
+        )
+    table.add_section()
+    table.add_row(
+        "total",
+        "",
+        f"{sum(record.seconds for record in records):.1f}",
+        f"{sum(record.tokens for record in records):,}",
+        _gib(max((record.peak_memory_gib for record in records), default=0.0)),
+        *(say(total) for _, say in shown),
+    )
+    return table
+
+
+def _gib(size: float) -> str:
+    return f"{size:.2f}" if size else ""
+
+
+def _scaled(flops: float) -> str:
+    """Three digits with the prefix of a thousand's power: 159 M, 2.1 T."""
+    rounded = float(f"{flops:.3g}")  # first, so that 999.9 G becomes 1 T and not 1e+03 G
+    power = min(max(int(math.log10(rounded)) // 3, 0), len(_PREFIXES) - 1)
+    return f"{rounded / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
+
+
+def _shown_state(record: StageRecord) -> str:
+    return record.state if record.state == "ran" else record.state.upper()
+
+
+def _finished(record: StageRecord) -> str:
+    words = [f"{record.name}  {_shown_state(record)}"]
+    if record.state != "cached":
+        words.append(f"{record.seconds:.1f} s")
+    return "  ".join([*words, record.note] if record.note else words)
+
+
+def _describe(report: StepReport) -> list[str]:
+    """What matters of a step: its reward (or else its loss) and its speed."""
+    words = [
+        f"{key} {report.metrics[key]:.3f}" for key in ("reward", "loss") if key in report.metrics
+    ][:1]
+    if "tokens_per_second" in report.timings:
+        words.append(f"{report.timings['tokens_per_second']:,.0f} tokens/s")
+    return words
+
+
+class _Pace:
+    """Time left, from the steps seen so far: a resumed stage has steps that took no time now."""
+
+    def __init__(self) -> None:
+        self._stage, self._first_step, self._start = "", 0, 0.0
+
+    def time_left(self, report: StepReport) -> str:
+        now = time.monotonic()
+        if report.stage != self._stage or report.step <= self._first_step:
+            self._stage, self._first_step, self._start = report.stage, report.step, now
+            return ""
+        per_step = (now - self._start) / (report.step - self._first_step)
+        seconds = round(per_step * (report.num_steps - report.step))
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        clock = f"{minutes}:{seconds % 60:02d}"
+        return f"{hours}:{clock:0>5} left" if hours else f"{clock} left"

@@ -1,0 +1,106 @@
+"""The metrics of a stage: a JSON line a step, safe to append to, to cut and to be killed at."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.store.files import storage_errors, write_atomic
+from nemo_rl_core.types import StepReport
+
+
+class MetricsFile:
+    """Appends step reports to a JSONL file that one process writes.
+
+    A line counts once its newline is there; what a killed process left after the last newline is
+    ignored, and overwritten by the next append.
+
+    Example:
+        >>> metrics = MetricsFile(folder / "metrics.jsonl")                    # doctest: +SKIP
+        >>> metrics.truncate_after(40)            # resuming from the checkpoint of step 40
+        >>> metrics.append(StepReport("train_sft", 41, 250, {"loss": 0.9}))
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, report: StepReport) -> None:
+        """Adds a report; on return it is on the disk.
+
+        Raises:
+            StoreError: If the disk refuses; the file then holds what it held before.
+        """
+        line = json.dumps(asdict(report)).encode() + b"\n"
+        with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+            with self.path.open("r+b") as file:
+                end = _drop_torn_line(file)
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)
+                    raise
+
+    def read(self) -> list[StepReport]:
+        """Every whole report, in the order of writing; none when there is no file.
+
+        Raises:
+            StoreError: If a line other than a torn last one is damaged.
+        """
+        return [
+            self._parse(number, line) for number, line in enumerate(self._whole_lines(), start=1)
+        ]
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the reports of later steps, atomically: what a resumed run will report again.
+
+        Raises:
+            StoreError: If a line is damaged or the disk refuses.
+        """
+        if self.path.exists():
+            lines = self._whole_lines()
+            kept = [
+                line
+                for number, line in enumerate(lines, start=1)
+                if self._parse(number, line).step <= step
+            ]
+            write_atomic(self.path, b"".join(line + b"\n" for line in kept))
+
+    def _whole_lines(self) -> list[bytes]:
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        return data[: _end_of_last_line(data)].split(b"\n")[:-1]
+
+    def _parse(self, number: int, line: bytes) -> StepReport:
+        try:
+            return StepReport(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise StoreError(
+                f"line {number} of {self.path} is damaged",
+                expected="a JSON object with stage, step, num_steps, metrics and timings",
+                got=repr(line[:80]),
+                fix="remove that line",
+            ) from error
+
+
+def _drop_torn_line(file: BinaryIO) -> int:
+    """Cuts what follows the last newline; returns the length, where the file now stands."""
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            end = _end_of_last_line(file.read())
+            file.truncate(end)
+    return file.seek(end)
+
+
+def _end_of_last_line(data: bytes) -> int:
+    return data.rfind(b"\n") + 1

@@ -1,0 +1,139 @@
+"""The log file of a run: what libraries log, and what reaches the terminal's descriptors.
+
+What C++ code and child processes write straight to the terminal is caught by redirecting the
+descriptors, which must happen before Ray starts: a child inherits the descriptors of its birth.
+"""
+
+import logging
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self, TextIO
+
+from nemo_rl_core.store.files import storage_errors
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.events import Event, Note, StageStarted, publish, subscribe
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("ray", "vllm", "flytekit", "transformers", "datasets", "py.warnings")
+OURS = "nemo_rl_core"
+
+
+class RunLog:
+    """The log file of one run. A context manager; `close` puts the loggers back as they were.
+
+    Attributes:
+        folder: `runs/<utc timestamp>-<short id>` in the store.
+        path: `run.log` in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "run.log"
+        with storage_errors(self.path):
+            folder.mkdir(parents=True)
+            self._file = logging.FileHandler(self.path, encoding="utf-8", errors="backslashreplace")
+        line = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
+        self._file.setFormatter(logging.Formatter(line))
+        self._notes = _NoteHandler(logging.WARNING)
+        self._before: dict[str, tuple[list[logging.Handler], bool, int]] = {}
+        logging.captureWarnings(True)
+        self.route()
+        self._unsubscribe = subscribe(self._route_again)
+
+    @classmethod
+    def start(cls, store: Store) -> "RunLog":
+        """Opens the log of a new run in the store.
+
+        Raises:
+            StoreError: If the store cannot be written.
+        """
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
+        return cls(store.runs / name)
+
+    def route(self) -> None:
+        """Sends the libraries' logging to the file alone; our warnings are published as notes too.
+
+        Libraries install handlers of their own when they are imported, so this is done again
+        whenever a stage starts.
+        """
+        for name in (*LIBRARIES, OURS):
+            library = logging.getLogger(name)
+            ours: list[logging.Handler] = [self._file]
+            if name == OURS:
+                ours.append(self._notes)
+            if name not in self._before:
+                self._before[name] = (library.handlers, library.propagate, library.level)
+            if library.handlers != ours or library.propagate:
+                library.handlers, library.propagate = ours, False
+                library.setLevel(logging.INFO)
+
+    def trace(self, error: BaseException) -> None:
+        """Writes an error with its whole trace to the file, and nowhere else."""
+        text = "the run failed\n" + "".join(traceback.format_exception(error)).rstrip()
+        record = {"name": OURS, "levelno": logging.ERROR, "levelname": "ERROR", "msg": text}
+        self._file.handle(logging.makeLogRecord(record))
+
+    def close(self) -> None:
+        """Puts the loggers back and closes the file; calling it again does nothing."""
+        self._unsubscribe()
+        for name, (handlers, propagate, level) in self._before.items():
+            library = logging.getLogger(name)
+            library.handlers, library.propagate = handlers, propagate
+            library.setLevel(level)
+        self._before = {}
+        logging.captureWarnings(False)
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _route_again(self, event: Event) -> None:
+        if isinstance(event, StageStarted):
+            self.route()
+
+
+class _NoteHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        publish(Note(record.getMessage()))
+
+
+@contextmanager
+def redirect_descriptors(log_path: Path) -> Iterator[TextIO]:
+    """Sends descriptors 1 and 2 to a file, for this process and those it starts from now on.
+
+    Yields:
+        A stream on what was descriptor 1, for the display alone.
+
+    Raises:
+        StoreError: If the file cannot be opened.
+    """
+    with storage_errors(log_path):
+        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = {1: os.dup(1), 2: os.dup(2)}
+    terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+    try:
+        for descriptor in saved:
+            os.dup2(log, descriptor)
+        yield terminal
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, original in saved.items():
+            os.dup2(original, descriptor)
+            os.close(original)
+        os.close(log)
+        try:
+            terminal.close()
+        except OSError:
+            logger.info("the terminal went away", exc_info=True)

@@ -1,0 +1,140 @@
+"""The trackers; each imports its library where it is opened, because few runs use any."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.tracking import (
+    JsonLinesTracker,
+    MlflowTracker,
+    TensorBoardTracker,
+    TrackerConfig,
+    WandbTracker,
+)
+from nemo_rl_core.telemetry.logger_facade import Tracker
+
+
+def open_tracker(config: TrackerConfig, run: str) -> Tracker:
+    """Connects to a tracker.
+
+    Args:
+        config: Which one.
+        run: The run's name there.
+
+    Raises:
+        ImportError: If its library is not installed; others as the library raises them.
+    """
+    match config:
+        case JsonLinesTracker():
+            return JsonLines(Path(config.path))
+        case TensorBoardTracker():
+            return TensorBoard(Path(config.folder) / run)
+        case MlflowTracker():
+            return Mlflow(config, run)
+        case WandbTracker():
+            return Wandb(config, run)
+
+
+def _tags(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Services group by what stands before the slash."""
+    return {f"{stage}/{name}": value for name, value in metrics.items()}
+
+
+class JsonLines:
+    """Appends an object a step to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.expanduser()
+
+    def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one line.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        """Every line is written already."""
+
+
+class TensorBoard:
+    """Event files."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.expanduser()))
+
+    def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a scalar a metric."""
+        for name, value in _tags(stage, metrics).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._writer.close()
+
+
+class Mlflow:
+    """A run on an MLflow server or in its folder."""
+
+    def __init__(self, config: MlflowTracker, run: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=config.tracking_uri)
+        known = self._client.get_experiment_by_name(config.experiment)
+        experiment = (
+            known.experiment_id if known else self._client.create_experiment(config.experiment)
+        )
+        self._run = self._client.create_run(experiment, run_name=run).info.run_id
+
+    def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the step in one request."""
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        entities = [Metric(name, value, now, step) for name, value in _tags(stage, metrics).items()]
+        self._client.log_batch(self._run, metrics=entities)
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._run)
+
+
+class Wandb:
+    """A run on Weights & Biases."""
+
+    def __init__(self, config: WandbTracker, run: str) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=run,
+            mode=config.mode,
+            dir=str(Path(config.folder).expanduser()) if config.folder else None,
+            reinit="create_new",
+            # What the machine does is sampled here, once for all trackers; code stays at home.
+            settings=wandb.Settings(
+                silent=True, save_code=False, disable_git=True, x_disable_stats=True
+            ),
+        )
+        self._stages: set[str] = set()
+
+    def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the step against the steps of its own stage: every stage counts from its own."""
+        if stage not in self._stages:
+            self._stages.add(stage)
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+        self._run.log({**_tags(stage, metrics), f"{stage}/step": step})
+
+    def close(self) -> None:
+        """Sends the rest."""
+        self._run.finish()

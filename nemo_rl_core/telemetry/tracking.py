@@ -1,0 +1,46 @@
+"""A run that is tracked: every step that a trainer reports goes to every tracker."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from nemo_rl_core.config.tracking import TrackingConfig
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.events import Event, MachineSample, publish, subscribe
+from nemo_rl_core.telemetry.logger_facade import LoggerFacade, open_all
+from nemo_rl_core.telemetry.machine_sampler import MachineSampler
+from nemo_rl_core.telemetry.trackers import open_tracker
+from nemo_rl_core.types import StepReport
+
+MACHINE = "machine"
+"""The stage under which the machine's figures are logged; its steps are seconds."""
+
+
+@contextmanager
+def tracked(config: TrackingConfig, run: str) -> Iterator[None]:
+    """Tells the config's trackers of all that is reported meanwhile, and samples the machine.
+
+    Args:
+        config: Whom to tell.
+        run: The run's name there.
+    """
+    openers = open_all([(each.kind, partial(open_tracker, each, run)) for each in config.trackers])
+    with ExitStack() as stack:
+        log = stack.enter_context(LoggerFacade(openers))
+        stack.callback(subscribe(partial(_forward, log)))
+        if config.sample_machine_every_seconds:
+            sampler = MachineSampler(
+                config.sample_machine_every_seconds,
+                Store.default().root,
+                lambda second, figures: publish(MachineSample(second, figures)),
+            )
+            stack.callback(sampler.close)
+        yield
+
+
+def _forward(log: LoggerFacade, event: Event) -> None:
+    if isinstance(event, StepReport):
+        step = int(event.metrics.get("global_step", event.step))
+        log.log_metrics(event.stage, step, {**event.metrics, **event.timings})
+    elif isinstance(event, MachineSample):
+        log.log_metrics(MACHINE, event.second, event.figures)

@@ -1,0 +1,369 @@
+"""`gc` on real folders: what goes, what stays, beside others, and killed at any moment."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.history.database import path_of
+from nemo_rl_core.maintenance.collect import Removed, make_plan, remove
+from nemo_rl_core.maintenance.disk import Snapshot, allocated
+from nemo_rl_core.maintenance.retention import RetentionPolicy
+from nemo_rl_core.maintenance.survey import PINNED, survey
+from nemo_rl_core.store.store import Store
+
+DAY = 86400.0
+REPOSITORY = Path(__file__).resolve().parents[3]
+Small = Any
+
+
+def _collect(store: Store, policy: RetentionPolicy) -> Removed:
+    return remove(store, policy, make_plan(store, policy))
+
+
+def test_nothing_goes_while_every_run_is_kept(small: Small, lineage: dict[str, str]) -> None:
+    assert make_plan(small.store, RetentionPolicy()).is_empty
+
+
+def test_what_no_kept_run_reaches_goes(small: Small, lineage: dict[str, str]) -> None:
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=2))
+    assert (plan.runs, plan.artifacts) == (("run1",), (lineage["first"],))
+    before = small.artifacts()
+    done = remove(small.store, RetentionPolicy(keep_runs=2), plan)
+    assert before - small.artifacts() == {lineage["first"]}
+    assert small.runs() == {"run2", "run3"}
+    assert done.in_use == ()
+    # The third run alone needs what it went on from, and that needs its data.
+    _collect(small.store, RetentionPolicy(keep_runs=1))
+    assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
+    assert small.runs() == {"run3"}
+    assert make_plan(small.store, RetentionPolicy()).is_empty, (
+        "the history remembers runs that went"
+    )
+    _collect(small.store, RetentionPolicy(keep_runs=0))
+    assert (small.artifacts(), small.runs()) == (set(), set())
+
+
+def test_freed_bytes_are_what_du_says(small: Small, lineage: dict[str, str]) -> None:
+    def du() -> int:
+        listed = subprocess.run(
+            ["du", "-s", "-B1", small.store.root], capture_output=True, text=True, check=True
+        )
+        return int(listed.stdout.split()[0])
+
+    artifacts = small.store.artifacts
+    # A file with a second name comes free with the last of them only.
+    os.link(artifacts / lineage["first"] / "rows", artifacts / lineage["second"] / "again")
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=2))
+    before = du()  # reading the history has left its shared-memory file
+    assert plan.num_bytes == before
+    files = [artifacts / lineage["first"], small.store.runs / "run1"]
+    linked = allocated(artifacts / lineage["first"] / "rows")
+    assert plan.freed_bytes == sum(map(allocated, files)) - linked
+    # Records and locks in work/ go, too: they are empty or a block each.
+    done = remove(small.store, RetentionPolicy(keep_runs=2), plan).plan
+    assert 0 <= before - du() - done.freed_bytes <= 8192
+    assert Snapshot(small.store.root).num_bytes == du()
+
+
+def test_a_pinned_run_stays(small: Small, lineage: dict[str, str]) -> None:
+    (small.store.runs / "run1" / PINNED).touch()
+    _collect(small.store, RetentionPolicy(keep_runs=0))
+    assert small.runs() == {"run1"}
+    assert small.artifacts() == {lineage["data"], lineage["first"]}
+
+
+def test_max_size_drops_the_oldest_first(small: Small, lineage: dict[str, str]) -> None:
+    whole = make_plan(small.store, RetentionPolicy()).num_bytes
+    assert make_plan(small.store, RetentionPolicy(max_bytes=whole)).is_empty
+    plan = make_plan(small.store, RetentionPolicy(max_bytes=whole - 1))
+    assert (plan.runs, plan.artifacts) == (("run1",), (lineage["first"],))
+    plan = make_plan(small.store, RetentionPolicy(max_bytes=whole - 150 * 1024))
+    assert plan.runs == ("run1", "run2", "run3")
+    # What was made from another goes before it.
+    order = [plan.artifacts.index(lineage[name]) for name in ("third", "second", "data")]
+    assert order == sorted(order)
+
+
+def test_a_folder_named_by_a_config_or_by_a_runs_inputs_is_needed(small: Small) -> None:
+    given = small.artifact("export", days_old=50)
+    judge = small.artifact("export", days_old=50)
+    model = {"name": str(small.store.artifacts / given / "model")}
+    small.run("older", given, judge, days_old=50)
+    made = small.artifact("train_sft", days_old=1, model=model)
+    small.run("newer", made, days_old=1, config={"judge": str(small.store.artifacts / judge)})
+    small.store.release()
+    assert make_plan(small.store, RetentionPolicy(keep_runs=1)).artifacts == ()
+
+
+def test_in_a_store_that_was_moved_what_is_needed_stays(small: Small, tmp_path: Path) -> None:
+    given = small.artifact("export", days_old=50)
+    data = small.artifact("prepare_data", days_old=50)
+    small.run("older", given, data, days_old=50)
+    model = {"name": str(small.store.artifacts / given / "model")}
+    made = small.artifact("train_sft", data, days_old=1, model=model)
+    small.run("newer", made, days_old=1)
+    small.store.release()
+    moved = Store(small.store.root.rename(tmp_path / "elsewhere"))
+    plan = make_plan(moved, RetentionPolicy(keep_runs=1))
+    assert (plan.runs, plan.artifacts) == (("older",), ())
+
+
+def test_a_removed_artifact_is_made_again(small: Small) -> None:
+    small.artifact("train_sft", days_old=1)
+    small.store.release()
+    key = f"{0:032x}"
+    assert small.store.published("train_sft", key)
+    small.store.release()
+    _collect(small.store, RetentionPolicy(keep_runs=0))
+    assert small.store.published("train_sft", key) is None
+    assert list(small.store.work.iterdir()) == [], "its record and its lock went, too"
+
+
+def test_what_this_process_uses_stays(small: Small, lineage: dict[str, str]) -> None:
+    assert small.store.hold(small.store.artifacts / lineage["second"])
+    _collect(small.store, RetentionPolicy(keep_runs=0))
+    assert small.artifacts() == {lineage["second"], lineage["data"]}
+
+
+def test_what_is_taken_between_plan_and_removal_stays_with_its_ancestors(
+    small: Small, lineage: dict[str, str]
+) -> None:
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=0))
+    assert lineage["third"] in plan.artifacts
+    small.store.hold(small.store.artifacts / lineage["third"])
+    remove(small.store, RetentionPolicy(keep_runs=0), plan)
+    assert small.artifacts() == {lineage[name] for name in ("data", "second", "third")}
+
+
+def test_a_run_that_goes_on_stays(small: Small, lineage: dict[str, str], spawn: Any) -> None:
+    script = """
+import sys, time
+from pathlib import Path
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution
+from nemo_rl_core.store.store import Store
+store = Store(Path(sys.argv[1]))
+writer = HistoryWriter(store, "works")
+inputs = {"model": sys.argv[2]}
+log = store.runs / "works" / "run.log"
+writer.begin(NewExecution("grpo", "", [], inputs, log))
+print("begun", flush=True)
+time.sleep(60)
+"""
+    child = spawn(script, small.store.root, small.store.artifacts / lineage["first"])
+    assert child.stdout.readline() == "begun\n"
+    # So that it does not stay for being young.
+    (run,) = [run for run in survey(small.store).runs if run.name == "works"]
+    assert run.running
+    later = time.time() + 1000
+    plan = make_plan(small.store, RetentionPolicy(keep_runs=0), now=later)
+    assert "works" not in plan.runs
+    assert lineage["first"] not in plan.artifacts
+    assert lineage["data"] not in plan.artifacts
+    child.kill()
+    child.wait()
+
+
+def test_an_unreadable_history_stops_all_but_leftovers(
+    small: Small, lineage: dict[str, str]
+) -> None:
+    path_of(small.store).write_bytes(b"no database at all" * 100)
+    (small.store.artifacts / ".x-1.abc.discarded~").mkdir()
+    done = _collect(small.store, RetentionPolicy(keep_runs=0))
+    assert "cannot be read" in done.plan.problem
+    assert set(lineage.values()) == small.artifacts()
+
+
+def test_work_of_killed_runs_goes_when_it_is_old_and_free(small: Small, spawn: Any) -> None:
+    for name in ("sft-young", "sft-old", "sft-held"):
+        (small.store.work / name).mkdir()
+        (small.store.work / name / "checkpoint").write_text("x" * 5000)
+        (small.store.work / f"{name}.lock").touch()
+    long_ago = time.time() - 15 * DAY
+    for name in ("sft-old", "sft-held"):
+        for path in (small.store.work / name / "checkpoint", small.store.work / name):
+            os.utime(path, (long_ago, long_ago))
+    script = """
+import sys, time
+from pathlib import Path
+from nemo_rl_core.store.store import Store
+with Store(Path(sys.argv[1])).work_folder("sft", "held"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    holder = spawn(script, small.store.root)
+    assert holder.stdout.readline() == "held\n"
+    done = _collect(small.store, RetentionPolicy())
+    assert done.plan.work == ("sft-old",)
+    left = sorted(path.name for path in small.store.work.iterdir())
+    assert left == ["sft-held", "sft-held.lock", "sft-young", "sft-young.lock"]
+
+
+def test_leftovers_go_and_what_is_being_written_stays(small: Small) -> None:
+    half = small.store.artifacts / ".sft-1.0a.discarded~"
+    half.mkdir()
+    (half / "weights").write_text("x")
+    written = small.store.root / ".recipe.0a.aside~"
+    written.write_text("")
+    torn = small.store.root / ".recipe.0b.aside~"
+    torn.write_text("")
+    os.utime(torn, (time.time() - 7200,) * 2)
+    scratch = small.store.cache / "sandbox" / "local_flytekit" / "abc"
+    scratch.mkdir(parents=True)
+    os.utime(scratch, (time.time() - 15 * DAY,) * 2)
+    small.store.verified.mkdir()
+    made = small.artifact("train_sft")
+    kept, stale = (small.store.verified / f"{name}.json" for name in (made, "train_sft-gone"))
+    for memory in (kept, stale):
+        memory.write_text("{}")
+    small.store.hold(small.store.artifacts / made)
+    done = _collect(small.store, RetentionPolicy())
+    assert set(done.plan.leftovers) == {half, torn, scratch, stale}
+    assert not any(path.exists() for path in (half, torn, scratch, stale))
+    assert written.exists() and kept.exists()
+
+
+def test_a_waiter_for_a_removed_lock_takes_a_new_one(small: Small, spawn: Any) -> None:
+    """Two would otherwise work in one folder: one on the lock that is gone, one on the new."""
+    script = """
+import sys, time
+from pathlib import Path
+from nemo_rl_core.store import locks
+with locks.held(Path(sys.argv[1]), "sft"):
+    print(Path(sys.argv[1]).read_text(), flush=True)
+    time.sleep(60)
+"""
+    from nemo_rl_core.store import locks
+
+    lock = small.store.work / "sft-1.lock"
+    with locks.held(lock, "sft"):
+        waiter = spawn(script, lock)
+        assert "waiting for process" in waiter.stderr.readline()
+        lock.unlink()
+    assert int(waiter.stdout.readline()) == waiter.pid
+    with locks.held_if_free(lock) as free:
+        assert not free
+
+
+COLLECT = """
+import sys
+from pathlib import Path
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.maintenance.collect import make_plan, remove
+from nemo_rl_core.maintenance.retention import RetentionPolicy
+store = Store(Path(sys.argv[1]))
+policy = RetentionPolicy(keep_runs=1)
+"""
+
+
+KILLED = """
+sys.dont_write_bytecode = True
+from nemo_rl_core.maintenance.collect import make_plan, remove
+from nemo_rl_core.maintenance.retention import RetentionPolicy
+policy = RetentionPolicy(keep_runs=1)
+remove(Store(root), policy, make_plan(Store(root), policy))
+"""
+
+
+def test_killed_at_any_moment_every_artifact_is_whole_or_gone(
+    small: Small, lineage: dict[str, str], run_killed_at: Callable[[str, int, Path], bool]
+) -> None:
+    """Each kill is one more call on the same store: the last one ends what they left."""
+    needed = {lineage[name] for name in ("data", "second", "third")}
+    moment, killed = 0, True
+    while killed:
+        moment += 1
+        killed = run_killed_at(KILLED, moment, small.store.root)
+        visible = {name for name in small.artifacts() if name[0] != "."}
+        assert needed <= visible
+        for name in visible:
+            files = {path.name for path in (small.store.artifacts / name).iterdir()}
+            assert files == {"rows", "model", "summary.txt", "manifest.json"}
+        assert moment < 60
+    assert moment > 3
+    assert small.artifacts() == needed
+    assert small.runs() == {"run3"}
+
+
+@pytest.mark.slow
+def test_beside_processes_that_use_and_make_the_same_artifacts(small: Small, spawn: Any) -> None:
+    """Nobody sees an artifact vanish that it was given, while everything is collected in a loop."""
+    user = """
+import sys, time
+from pathlib import Path
+from nemo_rl_core.store import files
+from nemo_rl_core.store.store import Store
+store = Store(Path(sys.argv[1]))
+end = time.monotonic() + 4
+made = uses = 0
+while time.monotonic() < end:
+    for key in ("a", "b", "c"):
+        with store.work_folder("sft", key) as folder:
+            path = store.published("sft", key)
+            if path is None:
+                for part in range(20):
+                    (folder / str(part)).write_text(key * 100)
+                path = store.publish(folder, stage="sft", content_hash=key.encode().hex() * 8)
+                made += 1
+        for part in range(20):
+            assert (path / str(part)).read_text() == key * 100
+        uses += 1
+    store.release()
+print(made, uses)
+"""
+    users = [spawn(user, small.store.root) for _ in range(2)]
+    removed = 0
+    while any(child.poll() is None for child in users):
+        removed += len(_collect(small.store, RetentionPolicy(keep_runs=0)).plan.artifacts)
+    outcomes = [child.communicate() for child in users]
+    assert [error for _, error in outcomes if "Traceback" in error] == []
+    made = sum(int(output.split()[0]) for output, _ in outcomes)
+    assert removed > 3, "the loop did remove what others made"
+    assert made >= removed
+    _collect(small.store, RetentionPolicy(keep_runs=0))
+    assert list(small.store.artifacts.iterdir()) == []
+
+
+def test_two_collections_at_once(small: Small, lineage: dict[str, str], spawn: Any) -> None:
+    script = COLLECT + "print(len(remove(store, policy, make_plan(store, policy)).plan.runs))"
+    children = [spawn(script, small.store.root) for _ in range(3)]
+    outcomes = [child.communicate(timeout=500) for child in children]
+    assert [error for _, error in outcomes if error] == []
+    assert small.runs() == {"run3"}
+
+
+def test_the_plan_is_json(small: Small, lineage: dict[str, str]) -> None:
+    command = [sys.executable, "-c", "from tasks.cli import main; main()", "gc", "--json"]
+    command += ["--keep-runs", "2", "--yes"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=True
+    )
+    told = json.loads(done.stdout)
+    assert told["runs"] == ["run1"]
+    assert told["artifacts"] == [lineage["first"]]
+    assert told["left_bytes"] == told["num_bytes"] - told["freed_bytes"] > 0
+    assert small.runs() == {"run2", "run3"}
+
+
+def test_a_full_disk_is_what_it_is_for(small_disk: Path) -> None:
+    store = Store(small_disk)
+    for key in ("a", "b"):
+        with store.work_folder("sft", key) as folder:
+            (folder / "weights").write_bytes(b"x" * 300_000)
+            store.publish(folder, stage="sft", content_hash=key.encode().hex() * 8)
+    store.release()
+    filler = small_disk / "models.fill"
+    with suppress(OSError):
+        filler.write_bytes(b"x" * 2**20)
+    assert shutil.disk_usage(small_disk).free == 0
+    done = _collect(store, RetentionPolicy(keep_runs=0))
+    assert len(done.plan.artifacts) == 2
+    assert shutil.disk_usage(small_disk).free >= 600_000

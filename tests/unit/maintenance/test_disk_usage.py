@@ -1,0 +1,68 @@
+"""The account of the disk is held against `du`."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from nemo_rl_core.maintenance.disk import allocated
+from nemo_rl_core.maintenance.disk_usage import measure
+from tasks.cli.usage import usage
+
+Small = Any
+
+
+def _du(path: Path) -> int:
+    done = subprocess.run(["du", "-s", "-B1", path], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[0])
+
+
+def test_every_cut_sums_to_what_du_says(small: Small, lineage: dict[str, str]) -> None:
+    artifacts = small.store.artifacts
+    first, second, third = (artifacts / lineage[name] for name in ("first", "second", "third"))
+    # A second name, a sparse file, a link that leads out of the store, and one that leads nowhere.
+    os.link(first / "rows", third / "rows again")
+    with (second / "sparse").open("wb") as file:
+        file.truncate(50 * 2**20)
+    (second / "link").symlink_to("/usr")
+    (second / "dangling").symlink_to("nowhere")
+    found = measure(small.store)
+    whole = _du(small.store.root)
+    assert found.num_bytes == whole
+    assert whole < 2 * 2**20, "the sparse file counts by its blocks"
+    assert sum(area.num_bytes for area in found.areas) == whole
+    area = next(area for area in found.areas if area.name == "artifacts")
+    assert area.num_bytes == _du(artifacts)
+    for cut in (found.stages, found.kinds):
+        assert sum(share.num_bytes for share in cut) == _du(artifacts)
+    counts = {share.name: share.count for share in found.stages}
+    assert counts == {"train_sft": 2, "grpo_iteration": 1, "prepare_data": 1, ".": 1}
+
+
+def test_what_runs_need_and_what_is_theirs_alone(small: Small, lineage: dict[str, str]) -> None:
+    size = {name: _du(small.store.artifacts / folder) for name, folder in lineage.items()}
+    own = {run: _du(small.store.runs / run) for run in ("run1", "run2", "run3")}
+    newest, middle, oldest = measure(small.store).runs
+    assert (newest.name, middle.name, oldest.name) == ("run3", "run2", "run1")
+    assert newest.num_bytes == own["run3"] + size["third"] + size["second"] + size["data"]
+    assert newest.only_bytes == own["run3"] + size["third"]
+    assert middle.num_bytes == own["run2"] + size["second"] + size["data"]
+    assert middle.only_bytes == own["run2"]
+    assert oldest.only_bytes == own["run1"] + size["first"]
+
+
+def test_a_store_that_is_not_there_takes_nothing(tmp_path: Path) -> None:
+    assert allocated(tmp_path / "none") == 0
+
+
+def test_the_command(small: Small, lineage: dict[str, str]) -> None:
+    told = json.loads(CliRunner().invoke(usage, ["--json"]).output)
+    assert told["num_bytes"] == _du(small.store.root)
+    assert {share["name"] for share in told["kinds"]} == {"checkpoint", "."}
+    shown = CliRunner().invoke(usage).output
+    assert str(small.store.root) in shown
+    for word in ("artifacts by stage", "train_sft", "run3", "needs", "alone"):
+        assert word in shown

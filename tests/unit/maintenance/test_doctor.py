@@ -1,0 +1,245 @@
+"""The doctor on this machine, and on the same machine broken in one way after another."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from nemo_rl_core.maintenance.doctor import machine, services, software
+from nemo_rl_core.maintenance.doctor.check import Check, Result
+from nemo_rl_core.maintenance.doctor.diagnose import diagnose
+from nemo_rl_core.store.store import Store
+from tasks.cli.doctor import doctor
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def _diagnose(
+    tmp_path: Path,
+    *,
+    quick: bool = True,
+    before: Callable[[], None] | None = None,
+    **environment: str,
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The command in a process of its own: its exit code, and its checks by name."""
+    command = [sys.executable, "-c", "from tasks.cli import main; main()", "doctor", "--json"]
+    settings = {"NEMO_RL_HOME": str(tmp_path / "store"), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [*command, *(["--quick"] if quick else [])],
+        cwd=REPOSITORY,
+        env={**os.environ, **settings, **environment},
+        preexec_fn=before,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
+    assert sum(told["counts"].values()) == len(told["checks"])
+    return done.returncode, {check["name"]: check for check in told["checks"]}
+
+
+def _problems(checks: dict[str, dict[str, Any]]) -> set[str]:
+    """Without what other programs of this machine may cause."""
+    found = {name for name, check in checks.items() if check["state"] != "ok"}
+    return found - {"ports", "ray processes", "ray sessions", "memory", "disk"}
+
+
+def test_a_healthy_machine(tmp_path: Path) -> None:
+    code, checks = _diagnose(tmp_path)
+    assert (code, _problems(checks)) == (0, set())
+    assert "import torch" not in checks
+    assert not (tmp_path / "store").exists(), "to look is not to make"
+
+
+@pytest.mark.thorough
+def test_a_healthy_machine_imports_its_libraries(tmp_path: Path) -> None:
+    code, checks = _diagnose(tmp_path, quick=False)
+    assert (code, _problems(checks)) == (0, set())
+    assert {"import torch", "import vllm", "import ray", "sandbox"} <= set(checks)
+
+
+def test_every_problem_at_once_is_named_with_its_fix(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    info = tmp_path / "site" / "pandera-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pandera\nVersion: 0.1\n")
+    code, checks = _diagnose(
+        tmp_path,
+        before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+        NEMO_RL_HOME=str(in_the_way / "store"),
+        PATH="/nowhere",
+        PYTHONPATH=f"{REPOSITORY}:{tmp_path / 'site'}",
+        FLYTECTL_CONFIG=str(tmp_path / "none.yaml"),
+        HF_TOKEN="hf_secret",
+    )
+    assert code == 1
+    failed = {name for name, check in checks.items() if check["state"] == "fail"}
+    assert failed == {"packages", "store", "open files", "flyte"}
+    assert checks["git"]["state"] == "warn"
+    assert "pandera 0.1, not >=0.35" in checks["packages"]["found"]
+    assert "NEMO_RL_HOME" in checks["store"]["fix"]
+    assert "256" in checks["open files"]["found"]
+    assert checks["open files"]["fix"] == "`ulimit -n 65536`"
+    assert all(checks[name]["fix"] for name in {*failed, "git"})
+    assert "hf_secret" not in json.dumps(checks)
+    assert checks["hub token"]["found"] == "HF_TOKEN is set"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+def test_a_port_that_is_taken(tmp_path: Path, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    ports = {port: "`nemo-rl ui`"}
+    found = services.check_ports(Store(tmp_path), ports=ports)
+    assert (found.state, found.found) == ("warn", f"{port} (`nemo-rl ui`) taken")
+    listener.close()
+    found = services.check_ports(Store(tmp_path), ports=ports)
+    assert (found.state, found.found) == ("ok", f"{port} are free")
+
+
+def test_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcuda.so.1: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = software.check_vllm_import(Store(tmp_path))
+    assert (found.state, found.found) == (
+        "fail", "`import vllm`: ImportError: libcuda.so.1: cannot open",
+    )  # fmt: skip
+    (tmp_path / "vllm.py").write_text("import time\ntime.sleep(60)\n")
+    found = software.check_vllm_import(Store(tmp_path), max_seconds=0.5)
+    assert (found.state, found.found) == ("fail", "`import vllm` takes more than 0.5 s")
+
+
+def _program(folder: Path, text: str, *, name: str = "nvidia-smi") -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_gpus_that_are_taken_and_a_driver_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    rows = ["NVIDIA H200, 143771, 0, 570.1", "NVIDIA H200, 143771, 100000, 570.1"]
+    _program(tmp_path, f"echo '{rows[0]}'")
+    found = machine.check_gpus(Store(tmp_path))
+    assert (found.state, found.found) == ("ok", "1 x NVIDIA H200, 143771 MiB each, driver 570.1")
+    _program(tmp_path, f"echo '{rows[0]}'; echo '{rows[1]}'")
+    found = machine.check_gpus(Store(tmp_path))
+    assert found.state == "warn"
+    assert "the memory of 1 is taken" in found.found
+    _program(tmp_path, "echo 'driver/library version mismatch'; exit 18")
+    found = machine.check_gpus(Store(tmp_path))
+    assert found.state == "fail"
+    assert "version mismatch" in found.found
+
+
+def test_a_cluster_that_answers_and_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: socket.socket
+) -> None:
+    config = tmp_path / "config.yaml"
+    monkeypatch.setenv("FLYTECTL_CONFIG", str(config))
+    port = listener.getsockname()[1]
+    config.write_text(f"admin:\n  endpoint: dns:///127.0.0.1:{port}\n")
+    assert software.check_flyte(Store(tmp_path)).state == "ok"
+    listener.close()
+    found = software.check_flyte(Store(tmp_path))
+    assert found.state == "warn"
+    assert "does not answer" in found.found
+    config.write_text("admin: {}\n")
+    assert software.check_flyte(Store(tmp_path)).state == "fail"
+
+
+def test_a_clock_that_is_behind_its_own_files(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert machine.check_clock(store).state == "ok"
+    run = store.runs / "run"
+    run.mkdir(parents=True)
+    os.utime(run, (time.time() + 3600,) * 2)
+    found = machine.check_clock(store)
+    assert found.state == "warn"
+    assert "s ahead" in found.found
+
+
+def test_a_store_that_is_full_or_read_only(small_disk: Path) -> None:
+    store = Store(small_disk / "store")
+    assert machine.check_disk(store).state == "warn"
+    store.root.mkdir()
+    found = machine.check_store(store)
+    assert (found.state, "nearly full" in found.found) == ("fail", True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    found = machine.check_store(store)
+    assert (found.state, "read-only" in found.found) == ("fail", True)
+    assert machine.check_store(Store(small_disk / "other")).state == "fail"
+
+
+def test_files_that_rays_runtimes_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    folder = tmp_path / "ray"
+    session = folder / "session_2026-01-01_00-00-00_000000_1"
+    session.mkdir(parents=True)
+    (session / "log").write_bytes(b"x" * 2**20)
+    found = services.check_ray_sessions(Store(tmp_path))
+    assert (found.state, found.found) == ("ok", f"1 old sessions, 1 MiB, in {folder}")
+    found = services.check_ray_sessions(Store(tmp_path), max_left_bytes=2**19)
+    assert (found.state, found.found) == ("warn", f"1 old sessions, 1 MiB, in {folder}")
+    assert found.fix == f"remove them while no Ray runs: rm -r {folder}/session_2*"
+    # A runtime that goes on is known by its process, which names its session.
+    raylet = _program(tmp_path, "read _", name="raylet")
+    with subprocess.Popen([raylet, session], stdin=subprocess.PIPE) as running:
+        found = services.check_ray_sessions(Store(tmp_path), max_left_bytes=2**19)
+        running.communicate()
+    assert (found.state, found.found) == ("ok", "nothing")
+
+
+def test_a_process_that_a_ray_runtime_has_left(tmp_path: Path) -> None:
+    raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
+    start = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=2).pid)"
+    done = subprocess.run(
+        [sys.executable, "-c", start, raylet, "60"], stdout=subprocess.PIPE, check=True
+    )
+    orphan = int(done.stdout)
+    try:
+        found = services.check_ray_processes(Store(tmp_path))
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    assert found.state == "warn"
+    assert str(orphan) in found.found.partition("[")[2].rstrip("]").split(", ")
+
+
+def test_a_check_that_breaks_is_a_finding(tmp_path: Path) -> None:
+    def broken(_: Store) -> Result:
+        raise RuntimeError("no such thing")
+
+    (first,) = diagnose(Store(tmp_path), checks=[Check("broken", broken)])
+    assert (first.name, first.result.state) == ("broken", "warn")
+    assert "no such thing" in first.result.found
+
+
+def test_what_a_user_reads(own_store: Path) -> None:
+    told = CliRunner().invoke(doctor, ["--quick"])
+    assert told.exit_code == 0
+    assert "ok    python         3.1" in told.output
+    assert " 0 fail" in told.output.splitlines()[-1]

@@ -1,0 +1,179 @@
+"""Each tracker with its real library, and read back with that library's own reader."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from nemo_rl_core.config.tracking import TrackerConfig, TrackingConfig
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.telemetry.events import report
+from nemo_rl_core.telemetry.logger_facade import LoggerFacade, Tracker
+from nemo_rl_core.telemetry.trackers import open_tracker
+from nemo_rl_core.telemetry.tracking import tracked
+from nemo_rl_core.types import StepReport
+
+
+def _open(run: str = "run-1", **fields: object) -> Tracker:
+    return open_tracker(TypeAdapter(TrackerConfig).validate_python(fields), run)
+
+
+def _log_two_stages(tracker: Tracker) -> None:
+    tracker.log_metrics("train_sft", 1, {"loss": 0.5})
+    tracker.log_metrics("train_sft", 2, {"loss": 0.25})
+    tracker.log_metrics("grpo_iteration", 1, {"reward": 0.75, "kl": 0.0})
+    tracker.close()
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _log_two_stages(_open(kind="tensorboard", folder=str(tmp_path)))
+    events = EventAccumulator(str(tmp_path / "run-1"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "train_sft/loss",
+        "grpo_iteration/reward",
+        "grpo_iteration/kl",
+    }
+    assert [(e.step, e.value) for e in events.Scalars("train_sft/loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    address = f"file://{tmp_path}/mlruns"
+    _log_two_stages(_open(kind="mlflow", tracking_uri=address, experiment="e"))
+    _log_two_stages(_open(run="run-2", kind="mlflow", tracking_uri=address, experiment="e"))
+    client = MlflowClient(tracking_uri=address)
+    runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == ["run-1", "run-2"]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    history = client.get_metric_history(runs[0].info.run_id, "train_sft/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
+
+
+def _leveldb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log, the format of W&B's files behind their own 7 bytes.
+
+    A header is a checksum, a length and a type (1 whole, 2 first, 3 middle, 4 last part); blocks
+    have 32 KiB, the file's own bytes included, and their last bytes may be too few for a header.
+    """
+    place, parts = 0, b""
+    while place + 7 <= len(log):
+        left = 2**15 - (place + 7) % 2**15
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", log, place)
+        parts += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+def _wandb_records(path: Path) -> list[Any]:
+    """All records of a run, which W&B's own process may still be writing after `finish`."""
+    from wandb.proto import wandb_internal_pb2
+
+    for _ in range(600):
+        found = [
+            wandb_internal_pb2.Record.FromString(data)
+            for data in _leveldb_records(path.read_bytes()[7:])
+        ]
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(f"{path} has no last record after a minute")
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path: Path) -> None:
+    _log_two_stages(_open(kind="wandb", mode="offline", folder=str(tmp_path)))
+    (path,) = tmp_path.rglob("*.wandb")
+    rows = []
+    for record in _wandb_records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+            rows.append({key: value for key, value in row.items() if not key.startswith("_")})
+    assert rows == [
+        {"train_sft/loss": 0.5, "train_sft/step": 1},
+        {"train_sft/loss": 0.25, "train_sft/step": 2},
+        {"grpo_iteration/reward": 0.75, "grpo_iteration/kl": 0.0, "grpo_iteration/step": 1},
+    ]
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["refuses", "never answers"])
+def test_a_server_that_is_away_does_not_hold_up_training(
+    answers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers:
+            server.listen()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        config = TypeAdapter(TrackerConfig).validate_python(
+            {"kind": "mlflow", "tracking_uri": address}
+        )
+        slowest = 0.0
+        log = LoggerFacade({"mlflow": lambda: open_tracker(config, "r")}, close_seconds=0.5)
+        for step in range(20):
+            started = time.monotonic()
+            log.log_metrics("sft", step, {"loss": 1.0})
+            slowest = max(slowest, time.monotonic() - started)
+        log.close()
+    # Neither waits for an answer nor raises; a request alone would take minutes of retries.
+    assert slowest < 60
+    assert "steps or more are not there" in caplog.text
+
+
+def test_what_trainers_report_goes_to_all_trackers_at_once(tmp_path: Path) -> None:
+    config = TrackingConfig.model_validate(
+        {
+            "trackers": [
+                {"kind": "jsonl", "path": str(tmp_path / "a.jsonl")},
+                {"kind": "jsonl", "path": str(tmp_path / "b.jsonl")},
+                {"kind": "tensorboard", "folder": str(tmp_path / "board")},
+            ],
+            "sample_machine_every_seconds": 0.05,
+        }
+    )
+    with tracked(config, "run-1"):
+        report(StepReport("sft", 1, 2, {"loss": 0.5, "global_step": 31.0}, {"step_seconds": 0.1}))
+        time.sleep(0.3)
+    report(StepReport("sft", 2, 2, {"loss": 9.0}))  # after the end: told to nobody
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert sorted(lines) == sorted((tmp_path / "b.jsonl").read_text().splitlines())
+    first = '{"stage": "sft", "step": 31, "loss": 0.5, "global_step": 31.0, "step_seconds": 0.1}'
+    assert [line for line in lines if '"sft"' in line] == [first]
+    machine = [line for line in lines if '"machine"' in line]
+    assert len(machine) >= 2
+    assert all('"cpu_percent"' in line and '"memory_used_gib"' in line for line in machine)
+    assert list((tmp_path / "board" / "run-1").iterdir())
+    assert "machine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_machine_is_read_in_plausible_units(tmp_path: Path) -> None:
+    from nemo_rl_core.telemetry.machine_sampler import read_machine
+
+    figures = read_machine(tmp_path)
+    assert 0 < figures["memory_used_gib"] < figures["memory_total_gib"] < 2**14
+    assert 0 <= figures["cpu_percent"] <= 100
+    assert figures["disk_free_gib"] > 0
+
+
+def test_an_unknown_tracker_is_refused() -> None:
+    with pytest.raises((ConfigError, ValueError), match="comet"):
+        TrackingConfig.model_validate({"trackers": [{"kind": "comet"}]})
+    with pytest.raises(ConfigError, match="api_key"):
+        TrackingConfig.model_validate({"trackers": [{"kind": "wandb", "api_key": "secret"}]})
