@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-slow test-bare parity docs docs-serve lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-changed test-slow test-bare parity docs docs-serve lint format lock clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -40,6 +40,11 @@ test: setup ## Run the fast tests (COVERAGE=1: under coverage, of which there mu
 	$(bin)/pytest -n 2 --no-loadscope-reorder -m 'not slow and not gpu' \
 	  $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=85)
 	@$(bin)/python tests/benchmarks/machine.py
+
+test-changed: setup ## Run the fast tests that a change can reach (BASE=commit to compare with, HEAD; SLOW=1: slow ones too)
+	@files=$$($(bin)/python -m tests.changed $(BASE)) && if [ -n "$$files" ]; then \
+	  $(bin)/pytest -m '$(if $(SLOW),not gpu,not slow and not gpu)' $$files; \
+	else echo 'no test reaches what has changed'; fi
 
 parity: setup ## Show how both training backends agree with transformers, layout by layout
 	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py
