@@ -268,10 +268,19 @@ def test_two_runs_are_compared_field_by_field_and_prompt_by_prompt(client: TestC
 
 
 @pytest.mark.parametrize(
-    "query", ["", "run=", f"run={FIRST}", f"run={FIRST}&run={RERUN}&run={LIVE}"]
+    ("query", "said"),
+    [
+        ("", "Give two ids, or tick two rows"),
+        ("run=", "Give two ids, or tick two rows"),
+        (f"run={FIRST}", "Choose two executions; 1 came."),
+        (f"run={FIRST}&run={RERUN}&run={LIVE}", "Choose two executions; 3 came."),
+    ],
 )
-def test_a_comparison_needs_two(client: TestClient, query: str) -> None:
-    read(client, f"/compare?{query}")
+def test_a_comparison_needs_two(client: TestClient, query: str, said: str) -> None:
+    page = read(client, f"/compare?{query}")
+    assert said in page.text
+    assert "Both executions" not in page.text
+    assert "Fields of the inputs that differ" not in page.text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,11 @@ echo "GPU 1: NVIDIA H200 (UUID: GPU-2)"
 HERE = ResourceManager.of_this_machine()
 
 
-def test_this_machine_holds_what_it_has() -> None:
-    HERE.check({"CPU": CORES, "GPU": 0, "memory": total_memory_gib()})
+def test_this_machine_holds_what_it_has_and_no_more() -> None:
+    has = {"CPU": CORES, "GPU": 0, "memory": total_memory_gib()}
+    assert HERE.missing(has) == {}
+    more = {"CPU": CORES + 1, "GPU": 0, "memory": 1.01 * total_memory_gib()}
+    assert HERE.missing(more) == {"CPU": CORES, "memory": pytest.approx(total_memory_gib())}
 
 
 def test_all_that_is_missing_is_named_at_once() -> None:
@@ -52,8 +56,13 @@ def test_what_a_ray_cluster_lacks() -> None:
     assert caught.value.fix == "ask for none"
 
 
-def test_memory_is_a_plausible_amount() -> None:
-    assert 0.5 < total_memory_gib() < 2**16
+def test_memory_is_what_the_kernel_says_or_less_in_a_container() -> None:
+    (line,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    installed = int(line) * 1024 / 2**30
+    limit = Path("/sys/fs/cgroup/memory.max")
+    bound = limit.read_text().strip() if limit.is_file() else "max"
+    allowed = int(bound) / 2**30 if bound.isdecimal() else installed
+    assert total_memory_gib() == pytest.approx(min(installed, allowed))
 
 
 def test_an_imported_torch_is_asked() -> None:

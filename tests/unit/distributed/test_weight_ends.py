@@ -1,7 +1,6 @@
 """The ends of routes in workers: kept from transfer to transfer, and dropped after a failure."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,8 +151,6 @@ def test_whoever_waits_for_the_other_end_is_told_when_the_host_gives_up(end: Any
     route = host.route
     timer = threading.Timer(0.3, host.close)
     timer.start()
-    start = time.monotonic()
     with pytest.raises(TransferError, match="broke off"):
-        end(route)
-    assert time.monotonic() - start < 100
+        end(route)  # without the host's word it would wait until pytest ends it
     timer.join()

@@ -27,11 +27,16 @@ def test_the_record_says_how_to_go_on(
 
 
 def test_a_store_that_cannot_be_written_does_not_hide_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "file"))
-    record_failure(config=GRPORecipe(), err=None)
+    """The handler returns, so that Flyte shows the run's own error and not the handler's."""
+    store = tmp_path / "file"
+    store.write_text("")
+    monkeypatch.setenv("NEMO_RL_HOME", str(store))
+    record_failure(config=GRPORecipe(), err=FlyteError(message="lost", failed_node_id="n1"))
+    assert store.read_text() == ""
+    assert list(tmp_path.iterdir()) == [store]
+    assert "the record of the failure cannot be written" in caplog.text
 
 
 def test_every_workflow_has_its_handler() -> None:
