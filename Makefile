@@ -60,7 +60,7 @@ package: setup ## Write what a Flyte cluster would be given to build/flow.tgz
 	@mkdir -p build
 	bash deployment/register.sh --package build/flow.tgz
 
-register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; see deployment/README.md)
+register: setup ## Register everything on a Flyte cluster (CONFIG=flyte.yaml; see docs/clusters.md)
 	bash deployment/register.sh --config '$(CONFIG)' $(ARGUMENTS)
 
 images: setup ## Build the images that stages run in, and push them to NEMO_RL_REGISTRY

@@ -3,7 +3,7 @@
 flytekit's client registers and launches here as it would anywhere, over gRPC on loopback. Graphs
 are walked as Flyte walks them, and a task runs as the very command that its container would run,
 in a process with a folder, a home and an environment of its own. What is left out is Kubernetes:
-nobody schedules, and images are not pulled (`deployment/README.md` says what that leaves untried).
+nobody schedules, and images are not pulled (`docs/clusters.md` says what that leaves untried).
 """
 
 from tests.workflows.flyte_backend.admin import Backend

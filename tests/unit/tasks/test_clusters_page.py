@@ -1,0 +1,91 @@
+"""The tables of `docs/clusters.md` are what the code asks a cluster for."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS, shape_of
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of the table that begins with this header."""
+    lines = PAGE[PAGE.index(header) :].splitlines()[2:]
+    rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def shape_rows() -> list[tuple[dict[str, Any], int, str]]:
+    rows = table("| `cluster` | worker pods")
+    named = {yaml.safe_load(row[0].strip("`"))["shape"]: row[2] for row in rows}
+    found = []
+    for written, count, each in rows:
+        same_as = re.fullmatch(r"as `(\w+)`", each)
+        cluster = yaml.safe_load(written.strip("`"))
+        found.append((cluster, int(count), named[same_as[1]] if same_as else each))
+    return found
+
+
+def test_every_shape_is_shown() -> None:
+    shapes = set(ClusterConfig.model_fields["shape"].annotation.__args__)
+    assert {cluster["shape"] for cluster, _, _ in shape_rows()} == shapes
+
+
+@pytest.mark.parametrize(("cluster", "count", "each"), shape_rows())
+def test_a_shape_is_as_shown(cluster: dict[str, Any], count: int, each: str) -> None:
+    (nodes,) = shape_of(ClusterConfig.model_validate(cluster)).nodes
+    assert nodes.count == count
+    cores, memory = re.search(r"(\d+) cores, (\d+) GiB", each).groups()
+    assert (nodes.resources.cpu, nodes.resources.mem) == (cores, f"{memory}Gi")
+    gpus = re.match(r"(\d+) GPUs?", each)
+    assert nodes.num_gpus == (int(gpus[1]) if gpus else 0)
+    assert ("no GPU" in each) == (gpus is None)
+    shared = re.search(r"/dev/shm (\d+) GiB", each)
+    if shared:
+        assert nodes.shared_memory_gib == int(shared[1])
+
+
+KINDS = {
+    "compares, decides, reports": [PLAIN],
+    "reads and checks data": [DATA],
+    "holds whole weights: fetch, convert, export": [WEIGHTS],
+    "samples, scores": [GENERATE, SCORE],
+    "trains": [TRAIN],
+}
+
+
+def test_every_kind_of_stage_is_as_shown() -> None:
+    shown = {row[0]: row[1:] for row in table("| kind of stage | retries")}
+    assert shown.keys() == KINDS.keys()
+    for name, kinds in KINDS.items():
+        for kind in kinds:
+            amount, unit = shown[name][1].split()
+            assert kind.timeout == timedelta(**{unit: int(amount)})
+            assert kind.retries == int(shown[name][0])
+            assert ("yes" if kind.interruptible else "no") == shown[name][2]
+
+
+def test_every_launch_plan_is_as_shown() -> None:
+    from flytekit import LaunchPlan
+
+    from workflows import launch_plans
+
+    plans = {
+        name: plan for name, plan in vars(launch_plans).items() if isinstance(plan, LaunchPlan)
+    }
+    shown = {row[0].strip("`"): row[1] for row in table("| launch plan | when")}
+    assert shown.keys() == plans.keys()
+    for name, when in shown.items():
+        schedule = plans[name].schedule
+        if schedule is None:
+            assert when == "on request"
+        else:
+            minute, hour, _, _, weekday = schedule.cron_schedule.schedule.split()
+            day = {"*": "", "1": "Monday "}[weekday]
+            assert when == f"{day}{int(hour):02}:{int(minute):02}"
