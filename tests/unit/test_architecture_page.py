@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from generate import house
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
 
@@ -42,3 +44,9 @@ def test_the_layers_are_those_that_lint_checks() -> None:
     (layers,) = (each["layers"] for each in contracts if each["name"] == "Layers of the core")
     (shown,) = (block for block in blocks() if block.startswith(layers[0]))
     assert shown.splitlines() == layers
+
+
+def test_the_picture_shows_the_rooms_that_there_are() -> None:
+    drawn = (REPOSITORY / "docs" / "pictures" / "house.svg").read_text()
+    shown = set(re.findall(r">([\w/]+) [\d,]+</text>", drawn))
+    assert shown == {room.name for _, rooms in house.rows(REPOSITORY) for room in rooms}
