@@ -15,8 +15,8 @@ import torch
 from nemo_rl_core.data.chat import SupervisedExample, preference_example
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.loader import load_records, save_frame
-from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Rollout
 

@@ -1,24 +1,12 @@
 """A dictionary of columns with one row a sequence."""
 
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
-from nemo_rl_core.distributed.packing.microbatches import Microbatch
-from nemo_rl_core.distributed.packing.settings import (
-    DynamicBatching,
-    SequencePacking,
-    as_record,
-)
-from nemo_rl_core.distributed.sharding import (
-    Shards,
-    nth_part,
-    shard_dynamically,
-    shard_evenly,
-    shard_packed,
-)
+from nemo_rl_core.distributed.packing.plan import Microbatch
 
 MULTIMODAL_COLUMNS = frozenset(
     {
@@ -42,8 +30,9 @@ class BatchedDataDict(UserDict[str, Any]):
     """
 
     microbatches: list[Microbatch] | None = None
-    """How the rows are to be computed, where that is planned already; its indices count within this
-    batch. It goes along with copies, moves and pickles, and is dropped where rows change."""
+    """The plan by which the rows are computed, or None; its indices count within this batch.
+
+    Copies, moves and pickles keep it; a batch with other rows has none."""
 
     @classmethod
     def from_batches(
@@ -127,146 +116,27 @@ class BatchedDataDict(UserDict[str, Any]):
         return type(self)({key: value[start:end] for key, value in self.data.items()})
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Part `rank` of `chunks` consecutive parts whose sizes differ by one at most.
+        """Part `rank` of `chunks` consecutive parts; the first have one row more where need be.
 
         Raises:
-            ValueError: If there is no such part; one without rows there is.
+            ValueError: If `rank` is not below `chunks`. A part may be without rows.
+
+        Example:
+            >>> batch = BatchedDataDict({"x": [1, 2, 3, 4, 5]})
+            >>> [batch.chunk(rank, 3)["x"] for rank in range(3)]
+            [[1, 2], [3, 4], [5]]
         """
         if not 0 <= rank < chunks:
             raise ValueError(f"expected a rank from 0 to {chunks - 1}, got {rank}")
-        rows = nth_part(self.size, rank, chunks)
-        return self.slice(rows.start, rows.stop)
-
-    def get_batch(self, batch_idx: int, batch_size: int) -> Self:
-        """Batch `batch_idx` of consecutive batches of `batch_size` rows; the last may be shorter.
-
-        Raises:
-            ValueError: If there is no such batch.
-        """
-        _refuse_non_positive("batch_size", batch_size)
-        start = batch_idx * batch_size
-        if not 0 <= start < max(1, self.size):
-            raise ValueError(
-                f"there is no batch {batch_idx} of {batch_size} rows: expected one from 0 to "
-                f"{max(0, self.size - 1) // batch_size}"
-            )
-        return self.slice(start, start + batch_size)
-
-    def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times, one after the other; items of lists are not copied."""
-        return self.select_indices([row for row in range(self.size) for _ in range(num_repeats)])
-
-    def truncate_tensors(self, dim: int, length: int) -> Self:
-        """The same rows, with at most `length` entries in dimension `dim` of every tensor.
-
-        Images, whose dimensions are not those of tokens, and tensors without this dimension stay
-        as they are.
-
-        Raises:
-            ValueError: If the dimension is that of the rows, or counted from the end.
-        """
-        if dim < 1:
-            raise ValueError(f"expected a dimension from 1, which leaves the rows alone, got {dim}")
-        truncated = self.copy()
-        for key, value in self.data.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim() > dim
-                and key not in MULTIMODAL_COLUMNS - {"mm_token_type_ids"}
-            ):
-                truncated[key] = value.narrow(dim, 0, min(length, value.shape[dim]))
-        return truncated
-
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        *,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: DynamicBatching | Mapping[str, Any] | None = None,
-        sequence_packing_args: SequencePacking | Mapping[str, Any] | None = None,
-    ) -> Shards:
-        """Divides the rows over data-parallel ranks.
-
-        Args:
-            shards: How many.
-            batch_size: Rows are taken in consecutive batches of this many, and each shard gets its
-                part of every batch, batch after batch. None takes all rows as one.
-            allow_uneven_shards: Whether shards, and the last batch, may differ in size; shards may
-                then be empty. Batching and packing are always free to.
-            dynamic_batching_args: Shares rows out by cost, with a plan of micro-batches of rows of
-                like length; a mapping has the fields of `DynamicBatching`.
-            sequence_packing_args: Shares rows out by cost, with a plan of micro-batches that are
-                one packed row each; a mapping has the fields of `SequencePacking`.
-
-        Returns:
-            The shards, as a sequence of batches, with the rows that each had before.
-            `Shards.restored` puts results back. With batching or packing, each carries as many
-            `microbatches` as the others, or fewer where its rows are too few for that, and rows of
-            equal `pair_ids` are in one of them.
-
-        Raises:
-            ValueError: If the rows do not divide evenly, or arguments contradict each other.
-            DataError: If a row is longer than a micro-batch.
-
-        Example:
-            >>> batch = BatchedDataDict({"x": [1, 2, 3, 4]})
-            >>> [shard["x"] for shard in batch.shard_by_batch_size(2)]
-            [[1, 2], [3, 4]]
-            >>> [shard["x"] for shard in batch.shard_by_batch_size(2, batch_size=2)]
-            [[1, 3], [2, 4]]
-        """
-        _refuse_non_positive("shards", shards)
-        planned = dynamic_batching_args is not None or sequence_packing_args is not None
-        if planned and batch_size is not None:
-            raise ValueError(
-                "batch_size cannot be given with dynamic batching or sequence packing; "
-                "shard each get_batch(batch_idx, batch_size) instead"
-            )
-        if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise ValueError("expected dynamic batching or sequence packing, got both")
-        if dynamic_batching_args is not None:
-            return shard_dynamically(
-                self, shards, as_record(DynamicBatching, dynamic_batching_args)
-            )
-        if sequence_packing_args is not None:
-            return shard_packed(self, shards, as_record(SequencePacking, sequence_packing_args))
-        if batch_size is not None:
-            _refuse_non_positive("batch_size", batch_size)
-        return shard_evenly(
-            self, shards, batch_size=batch_size, allow_uneven_shards=allow_uneven_shards
-        )
-
-    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
-        """Consecutive micro-batches of `microbatch_size` rows; the last may be shorter."""
-        _refuse_non_positive("microbatch_size", microbatch_size)
-        for start in range(0, self.size, microbatch_size):
-            yield self.slice(start, start + microbatch_size)
-
-    def make_planned_microbatch_iterator(self) -> Iterator[tuple[Self, Microbatch]]:
-        """Rows of each of `microbatches`, in its order, and how they share rows of tokens.
-
-        Raises:
-            ValueError: If nothing is planned.
-        """
-        if self.microbatches is None:
-            raise ValueError(
-                "the batch has no planned micro-batches: shard it with dynamic batching or "
-                "sequence packing, or take make_microbatch_iterator"
-            )
-        for microbatch in self.microbatches:
-            yield self.select_indices(microbatch.indices), microbatch
+        rows, left_over = divmod(self.size, chunks)
+        start = rank * rows + min(rank, left_over)
+        return self.slice(start, start + rows + (rank < left_over))
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on `device`."""
         moved = self.copy()
         moved.update({key: _moved(value, device) for key, value in self.data.items()})
         return moved
-
-
-def _refuse_non_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

@@ -1,18 +1,11 @@
 """A batch divided over data-parallel ranks, and what they return put back in order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-
-from nemo_rl_core.distributed.packing.flops import sequence_flops
-from nemo_rl_core.distributed.packing.microbatches import NO_SEQUENCES, Microbatch
-from nemo_rl_core.distributed.packing.ranks import pack_for_ranks, plan_for_ranks
-from nemo_rl_core.distributed.packing.settings import DynamicBatching, SequencePacking
-
-if TYPE_CHECKING:
-    from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.plan import NO_SEQUENCES, Microbatch
+from nemo_rl_core.distributed.packing.ranks import plan_for_ranks
 
 
 @dataclass(frozen=True)
@@ -25,7 +18,6 @@ class Shards:
 
     Example:
         >>> import torch
-        >>> from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
         >>> batch = BatchedDataDict({"input_lengths": torch.tensor([4, 3, 2, 1])})
         >>> shards = shard_for_training(batch, num_ranks=2, max_tokens=8)
         >>> shards.indices
@@ -35,16 +27,16 @@ class Shards:
         [8, 6, 4, 2]
     """
 
-    batches: tuple["BatchedDataDict", ...]
+    batches: tuple[BatchedDataDict, ...]
     indices: tuple[tuple[int, ...], ...]
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator["BatchedDataDict"]:
+    def __iter__(self) -> Iterator[BatchedDataDict]:
         return iter(self.batches)
 
-    def __getitem__(self, rank: int) -> "BatchedDataDict":
+    def __getitem__(self, rank: int) -> BatchedDataDict:
         return self.batches[rank]
 
     @property
@@ -52,7 +44,7 @@ class Shards:
         """`indices` of one rank after the other: what `reorder_data` undoes."""
         return [index for indices in self.indices for index in indices]
 
-    def restored(self, results: Sequence["BatchedDataDict"]) -> "BatchedDataDict":
+    def restored(self, results: Sequence[BatchedDataDict]) -> BatchedDataDict:
         """Joins one result a rank, and puts the rows where they stood in the whole batch.
 
         Args:
@@ -63,12 +55,11 @@ class Shards:
 
 
 def shard_for_training(
-    batch: "BatchedDataDict",
+    batch: BatchedDataDict,
     *,
     num_ranks: int,
     max_tokens: int,
     share_rows: bool = True,
-    cost: Callable[[int], int] = sequence_flops,
 ) -> Shards:
     """Gives each data-parallel rank rows and a plan of micro-batches; see `plan_for_ranks`.
 
@@ -81,7 +72,6 @@ def shard_for_training(
         num_ranks: Data-parallel ranks. Those past the rows get a shard without rows.
         max_tokens: The budget of one micro-batch: rows times row length.
         share_rows: Whether a row may hold several sequences.
-        cost: What a sequence of this length costs.
 
     Returns:
         One shard a rank. Its rows are in the order of the batch, and the indices in its
@@ -96,74 +86,11 @@ def shard_for_training(
         max_tokens=max_tokens,
         bundles=_pairs(batch),
         share_rows=share_rows,
-        cost=cost,
     )
     return _planned(batch, plans)
 
 
-def shard_evenly(
-    batch: "BatchedDataDict", num_shards: int, *, batch_size: int | None, allow_uneven_shards: bool
-) -> Shards:
-    """Consecutive rows of each batch to each shard; see `BatchedDataDict.shard_by_batch_size`."""
-    step = max(1, batch.size if batch_size is None else batch_size)
-    if not allow_uneven_shards and batch.size and (batch.size % step or step % num_shards):
-        raise ValueError(
-            f"{batch.size} rows in batches of {step} cannot be divided into {num_shards} equal "
-            "shards: expected a multiple of the batch size, and a batch size that is a multiple of "
-            "the shards; choose such sizes, or pass allow_uneven_shards=True"
-        )
-    indices = tuple(
-        tuple(
-            start + row
-            for start in range(0, batch.size, step)
-            for row in nth_part(min(step, batch.size - start), shard, num_shards)
-        )
-        for shard in range(num_shards)
-    )
-    return Shards(tuple(batch.select_indices(rows) for rows in indices), indices)
-
-
-def shard_dynamically(
-    batch: "BatchedDataDict", num_shards: int, batching: DynamicBatching
-) -> Shards:
-    """Shards with micro-batches under a token budget, one sequence a row."""
-    lengths = _rounded(batch[batching.input_lengths_key], batching.sequence_length_round)
-    plans = plan_for_ranks(
-        lengths,
-        num_ranks=num_shards,
-        max_tokens=batching.max_tokens_per_microbatch,
-        bundles=_pairs(batch),
-        share_rows=False,
-    )
-    return _planned(batch, plans)
-
-
-def shard_packed(batch: "BatchedDataDict", num_shards: int, packing: SequencePacking) -> Shards:
-    """Shards with micro-batches of one packed row."""
-    lengths = _rounded(batch[packing.input_lengths_key], packing.sequence_length_pad_multiple)
-    plans = pack_for_ranks(
-        lengths,
-        num_ranks=num_shards,
-        capacity=packing.max_tokens_per_microbatch,
-        algorithm=packing.algorithm,
-        bundles=_pairs(batch),
-    )
-    return _planned(batch, plans)
-
-
-def nth_part(size: int, part: int, num_parts: int) -> range:
-    """Which of `size` rows are in a part of nearly equal parts; the first parts are the larger.
-
-    Example:
-        >>> [list(nth_part(5, part, 3)) for part in range(3)]
-        [[0, 1], [2, 3], [4]]
-    """
-    rows, left_over = divmod(size, num_parts)
-    start = part * rows + min(part, left_over)
-    return range(start, start + rows + (part < left_over))
-
-
-def _planned(batch: "BatchedDataDict", plans: Sequence[Sequence[Microbatch]]) -> Shards:
+def _planned(batch: BatchedDataDict, plans: Sequence[Sequence[Microbatch]]) -> Shards:
     indices = tuple(tuple(sorted(i for part in plan for i in part.indices)) for plan in plans)
     batches = []
     for rows, plan in zip(indices, plans, strict=True):
@@ -176,10 +103,5 @@ def _planned(batch: "BatchedDataDict", plans: Sequence[Sequence[Microbatch]]) ->
     return Shards(tuple(batches), indices)
 
 
-def _pairs(batch: "BatchedDataDict") -> list[int] | None:
+def _pairs(batch: BatchedDataDict) -> list[int] | None:
     return batch["pair_ids"].tolist() if "pair_ids" in batch else None
-
-
-def _rounded(lengths: torch.Tensor, multiple: int) -> list[int]:
-    rounded: list[int] = (-(-lengths // multiple) * multiple).tolist()
-    return rounded

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
-from nemo_rl_core.data.packing import plan_microbatches
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
+from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
 from nemo_rl_core.rollouts.post_processing import mean_metrics

@@ -9,9 +9,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-from nemo_rl_core.distributed.packing.bins import Algorithm, pack_into_bins
 from nemo_rl_core.distributed.packing.flops import sequence_flops
-from nemo_rl_core.distributed.packing.microbatches import (
+from nemo_rl_core.distributed.packing.plan import (
     NO_SEQUENCES,
     Microbatch,
     bundled,
@@ -60,50 +59,6 @@ def plan_for_ranks(
         return [work.plan(range(len(lengths)))]
     ways = (work.packed_then_shared(num_ranks), work.shared_then_packed(num_ranks))
     return min(ways, key=work.step_cost)
-
-
-def pack_for_ranks(
-    lengths: Sequence[int],
-    *,
-    num_ranks: int,
-    capacity: int,
-    algorithm: Algorithm = "first_fit_decreasing",
-    bundles: Sequence[int] | None = None,
-    cost: Callable[[int], int] = sequence_flops,
-) -> list[list[Microbatch]]:
-    """Packs sequences into bins, each a micro-batch of one row, and distributes them over ranks.
-
-    Args:
-        lengths: Tokens of each sequence, at least 1.
-        num_ranks: Data-parallel ranks.
-        capacity: Tokens that one row holds.
-        algorithm: Of `pack_into_bins`.
-        bundles: For each sequence an id; sequences of one id go into the same row.
-        cost: What a sequence of this length costs.
-
-    Returns:
-        For each rank its micro-batches, equally many on all, the costliest first; rows are as long
-        as what they hold.
-
-    Raises:
-        DataError: If one sequence, or one bundle, alone is more than a row holds.
-
-    Example:
-        >>> plans = pack_for_ranks([5, 4, 3, 2], num_ranks=2, capacity=8)
-        >>> [[part.rows for part in plan] for plan in plans]
-        [[((0, 2),)], [((1, 3),)]]
-    """
-    units = bundled(longest_first(lengths), bundles)
-    totals = [sum(lengths[index] for index in unit) for unit in units]
-    bins = pack_into_bins(totals, capacity, algorithm, min_bins_multiple=num_ranks)
-    packed = [[index for unit in items for index in units[unit]] for items in bins]
-    parts = [
-        Microbatch((tuple(row),), sum(lengths[index] for index in row)) if row else NO_SEQUENCES
-        for row in packed
-    ]
-    costs = [sum(cost(lengths[index]) for index in row) for row in packed]
-    shares = share_out(costs, num_ranks, max_items=len(bins) // num_ranks)
-    return [[parts[place] for place in share] for share in shares]
 
 
 def share_out(

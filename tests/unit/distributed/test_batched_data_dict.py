@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.microbatches import Microbatch
+from nemo_rl_core.distributed.packing.plan import Microbatch
 
 
 def make_batch() -> BatchedDataDict:
@@ -122,70 +122,15 @@ def test_reordering_by_hand() -> None:
             make_batch().reorder_data(wrong)
 
 
-def test_batches_one_after_the_other() -> None:
-    assert [make_batch().get_batch(number, 2)["name"] for number in (0, 1)] == [["a", "b"], ["c"]]
-    assert [part["name"] for part in make_batch().make_microbatch_iterator(2)] == [
-        ["a", "b"],
-        ["c"],
-    ]
-    assert make_batch().slice(0, 0).get_batch(0, 4).size == 0
-    for number in (-1, 2):
-        with pytest.raises(ValueError, match=f"no batch {number} of 2 rows: .* from 0 to 1"):
-            make_batch().get_batch(number, 2)
-    with pytest.raises(ValueError, match="microbatch_size must be at least 1, got 0"):
-        next(make_batch().make_microbatch_iterator(0))
-
-
-def test_each_row_is_repeated_beside_itself() -> None:
-    repeated = make_batch().repeat_interleave(2)
-    assert repeated["ids"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6], [5, 6]]
-    assert repeated["name"] == ["a", "a", "b", "b", "c", "c"]
-    assert make_batch().repeat_interleave(0).size == 0
-
-
-def test_tensors_are_cut_in_one_dimension() -> None:
-    batch = BatchedDataDict(
-        {
-            "ids": torch.tensor([[1, 2, 3], [4, 5, 6]]),
-            "length": torch.tensor([1, 2]),
-            "topk": torch.arange(12).view(2, 3, 2),
-            "narrow": torch.tensor([[1], [2]]),
-            "pixel_values": torch.zeros(2, 5),
-            "name": ["abc", "def"],
-        }
-    )
-    cut = batch.truncate_tensors(1, 2)
-    assert cut["ids"].tolist() == [[1, 2], [4, 5]]
-    assert cut["topk"].tolist() == [[[0, 1], [2, 3]], [[6, 7], [8, 9]]]
-    assert cut["narrow"].shape == (2, 1)
-    assert cut["pixel_values"].shape == (2, 5)
-    assert cut["name"] == ["abc", "def"]
-    assert batch["ids"].shape == (2, 3)
-    assert batch.truncate_tensors(2, 1)["topk"].tolist() == [[[0], [2], [4]], [[6], [8], [10]]]
-    with pytest.raises(ValueError, match="got 0"):
-        batch.truncate_tensors(0, 1)
-
-
 def test_a_plan_goes_along_until_rows_change() -> None:
     batch = make_batch()
     batch.microbatches = [Microbatch(((0, 2),), 4), Microbatch(((1,),), 2)]
     kept = [pickle.loads(pickle.dumps(batch)), batch.to("cpu"), batch.copy(), copy.copy(batch)]  # noqa: S301
-    kept += [copy.deepcopy(batch), batch.truncate_tensors(1, 1)]
-    for same in kept:
+    for same in [*kept, copy.deepcopy(batch)]:
         assert same.microbatches == batch.microbatches
         assert same["name"] == batch["name"]
     changed = [batch.slice(0, 3), batch.select_indices([0, 1, 2]), batch.chunk(0, 1)]
-    changed += [batch.repeat_interleave(1), batch.reorder_data([0, 1, 2])]
-    for other in [*changed, BatchedDataDict.from_batches([batch])]:
+    changed += [batch.reorder_data([0, 1, 2]), BatchedDataDict.from_batches([batch])]
+    for other in changed:
         assert other.microbatches is None
     assert make_batch().microbatches is None
-
-
-def test_planned_microbatches_in_row_order() -> None:
-    batch = make_batch()
-    with pytest.raises(ValueError, match="no planned micro-batches"):
-        next(batch.make_planned_microbatch_iterator())
-    batch.microbatches = [Microbatch(((2, 0),), 4), Microbatch(((1,),), 2)]
-    parts = list(batch.make_planned_microbatch_iterator())
-    assert [part["name"] for part, _ in parts] == [["c", "a"], ["b"]]
-    assert [plan for _, plan in parts] == batch.microbatches

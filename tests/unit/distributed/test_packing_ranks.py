@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.packing.flops import TYPICAL_SHAPE, ModelShape, sequence_flops
-from nemo_rl_core.distributed.packing.microbatches import (
+from nemo_rl_core.distributed.packing.plan import (
     NO_SEQUENCES,
     Microbatch,
     plan_microbatches,
 )
-from nemo_rl_core.distributed.packing.ranks import pack_for_ranks, plan_for_ranks, share_out
+from nemo_rl_core.distributed.packing.ranks import plan_for_ranks, share_out
 from nemo_rl_core.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
@@ -150,25 +150,6 @@ def test_a_step_over_a_long_tail_is_nearly_even(share_rows: bool) -> None:
         for at in range(0, 1024, 128)
     ]
     assert step_cost(alone) > 1.15 * even
-
-
-@settings(deadline=None)
-@given(bundled(), NUM_RANKS)
-def test_packed_rows_keep_bundles_and_capacity(
-    drawn: tuple[list[int], list[int] | None, int], num_ranks: int
-) -> None:
-    lengths, bundles, capacity = drawn
-    plans = pack_for_ranks(lengths, num_ranks=num_ranks, capacity=capacity, bundles=bundles)
-    assert len(plans) == num_ranks
-    assert len({len(plan) for plan in plans}) == 1
-    assert all_indices(plans) == list(range(len(lengths)))
-    parts = [part for plan in plans for part in plan if part != NO_SEQUENCES]
-    assert all(len(part.rows) == 1 for part in parts)
-    assert all(sum(lengths[i] for i in part.indices) == part.row_length for part in parts)
-    assert all(part.row_length <= capacity for part in parts)
-    if bundles is not None:
-        homes = [{bundles[index] for index in part.indices} for part in parts]
-        assert sum(len(home) for home in homes) == len(set(bundles))
 
 
 def test_what_is_too_long_is_refused_for_ranks_too() -> None:

@@ -14,7 +14,7 @@ from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
 from nemo_rl_core.backends.training.dtensor.model import ScoreModel
 from nemo_rl_core.config.environment import RewardModelScore, WeightedSum
 from nemo_rl_core.data.collate import collate
-from nemo_rl_core.data.packing import Microbatch
+from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.reward_model import RewardModelScorer, batches_by_length
 from nemo_rl_core.errors import ConfigError, ModelError, RewardError

@@ -39,9 +39,9 @@ from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_
 from nemo_rl_core.checkpoints.weights import refuse_wrong_weights
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError

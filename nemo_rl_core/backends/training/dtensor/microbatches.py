@@ -7,8 +7,8 @@ import torch
 
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.padded import cropped
-from nemo_rl_core.data.packing import Microbatch, plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.plan import Microbatch, plan_microbatches
 from nemo_rl_core.errors import DataError
 
 _REFUSED = 2**62

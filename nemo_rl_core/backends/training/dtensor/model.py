@@ -13,8 +13,8 @@ from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tok
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.data.packing import Microbatch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.functional.logprobs import logprobs_from_logits
 
 _LOGPROB_CHUNK_TOKENS = 1024

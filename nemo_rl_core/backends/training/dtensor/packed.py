@@ -19,9 +19,10 @@ from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.saving import save_model
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.data.packing import Microbatch, pack
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.layout import pack
+from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.errors import ModelError
 
 

@@ -7,8 +7,9 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.padded import cropped
-from nemo_rl_core.data.packing import Microbatch, PackedRows, pack, plan_microbatches
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.layout import PackedRows, pack
+from nemo_rl_core.distributed.packing.plan import Microbatch, plan_microbatches
 from nemo_rl_core.errors import DataError
 
 

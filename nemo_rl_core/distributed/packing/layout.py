@@ -1,16 +1,13 @@
-"""Tokens of a planned micro-batch in rows, and where each of them lies.
+"""The layout of a planned micro-batch: its tokens in rows, and the row and column of each.
 
-Plans themselves are made from lengths alone, in `nemo_rl_core.distributed.packing`: the controller
-shards by them, and has no tokens to lay out.
+A worker lays out the tokens; the plan (`plan.py`, `ranks.py`) needs lengths alone.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_core.distributed.packing.microbatches import Microbatch, plan_microbatches
-
-__all__ = ["Microbatch", "PackedRows", "pack", "plan_microbatches"]
+from nemo_rl_core.distributed.packing.plan import Microbatch
 
 
 @dataclass(frozen=True)
