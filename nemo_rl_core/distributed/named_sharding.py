@@ -28,7 +28,7 @@ class NamedSharding:
         >>> grid = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
         >>> grid.coordinates(2)
         {'data_parallel': 1, 'tensor_parallel': 0}
-        >>> grid.ranks_along("data_parallel", 3)
+        >>> grid.ranks(tensor_parallel=1)
         [1, 3]
     """
 
@@ -81,13 +81,6 @@ class NamedSharding:
         for name, coordinate in coordinates.items():
             index[self._axis(name)] = coordinate
         return [int(rank) for rank in self._layout[tuple(index)].flat]
-
-    def ranks_along(self, name: str, rank: int) -> list[int]:
-        """The ranks that differ from `rank` in no coordinate but this one, itself included."""
-        others = self.coordinates(rank)
-        self._axis(name)
-        del others[name]
-        return self.ranks(**others)
 
     def _axis(self, name: str) -> int:
         if name not in self.names:

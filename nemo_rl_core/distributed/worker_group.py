@@ -104,20 +104,6 @@ class RayWorkerGroup:
         """Calls every worker with the same arguments; answers in rank order."""
         return self.finish([getattr(w, method).remote(*args, **kwargs) for w in self._workers])
 
-    def run_all_workers_multiple_data(
-        self, method: str, data: Sequence[Any], *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        """Calls every worker with its own first argument; answers in rank order.
-
-        Args:
-            method: Of the workers.
-            data: One item a rank.
-            *args: The same for all, after the item.
-            **kwargs: The same for all.
-        """
-        calls = zip(self._workers, data, strict=True)
-        return self.finish([getattr(w, method).remote(item, *args, **kwargs) for w, item in calls])
-
     def run_all_workers_sharded_data(
         self,
         method: str,

@@ -21,26 +21,6 @@ def logprobs_from_logits(logits: Tensor, targets: Tensor, *, temperature: float)
     return torch.log_softmax(scaled, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
 
 
-def next_token_logprobs_from_hidden(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk_size: int,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Logprobs of one token a row: `token_logprobs_from_hidden` with `targets [N]`, to `[N]`."""
-    return token_logprobs_from_hidden(
-        hidden,
-        lm_head_weight,
-        targets[:, None],
-        temperature=temperature,
-        chunk_size=chunk_size,
-        bias=bias,
-    ).squeeze(-1)
-
-
 def token_logprobs_from_hidden(
     hidden: Tensor,
     lm_head_weight: Tensor,

@@ -151,11 +151,6 @@ def hash_folder(
     return digest.hexdigest()
 
 
-def folder_bytes(folder: Path) -> int:
-    """The summed size of a folder's finished files, in bytes."""
-    return sum((folder / name).stat().st_size for name in list_files(folder))
-
-
 def discard(path: Path) -> None:
     """Deletes a folder so that it is gone at once: killed half-way, no half folder is left.
 

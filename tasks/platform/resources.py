@@ -92,18 +92,6 @@ def one_gpu(accelerator: AcceleratorName | None = None) -> Shape:
     return shape_of(ClusterConfig(shape="one_gpu", accelerator=accelerator))
 
 
-def node_8gpu(accelerator: AcceleratorName | None = None) -> Shape:
-    """One machine with eight GPUs."""
-    return shape_of(ClusterConfig(shape="node_8gpu", accelerator=accelerator))
-
-
-def cluster(num_nodes: int, accelerator: AcceleratorName | None = None) -> Shape:
-    """`num_nodes` machines with eight GPUs each."""
-    return shape_of(
-        ClusterConfig(shape="cluster", num_workers=8 * num_nodes, accelerator=accelerator)
-    )
-
-
 def shape_of(config: ClusterConfig) -> Shape:
     """What a recipe's `cluster` section asks for.
 

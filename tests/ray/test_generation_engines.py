@@ -15,12 +15,14 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync import RouteHost
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import (
     HuggingFaceGeneration,
     MegatronGeneration,
     VllmConfig,
     VllmGeneration,
+    VllmGenerationWorker,
 )
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.types import Prompt
@@ -151,7 +153,7 @@ def test_a_killed_workers_batch_is_the_same(
     policy = make_policy()
     train_once(policy, engine.generate(batch, greedy=False))
     engine.update_weights(policy)
-    many = batch.repeat_interleave(40)
+    many = batch.select_indices([row for row in range(batch.size) for _ in range(40)])
     many["seeds"] = torch.arange(many.size)
     expected = engine.generate(many, greedy=False)
     pid = worker_pid(engine)
@@ -247,6 +249,41 @@ def test_the_documents_words_start_an_engine_a_bundle(
     plain = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     assert generator.generate(plain, greedy=True)["output_ids"][0, :4].tolist() == [1, 2, 3, 4]
     generator.shutdown()
+
+
+@pytest.mark.thorough
+def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
+    engine: VllmGeneration, tiny_model: Path, batch: BatchedDataDict, make_policy: Callable
+) -> None:
+    import ray
+
+    worker = ray.remote(VllmGenerationWorker).options(num_cpus=0)
+    actor = worker.remote(
+        str(tiny_model), max_new_tokens=6, max_model_len=22, kv_cache_gib=1, max_num_seqs=64
+    )
+    columns = {name: batch[name] for name in ("input_lengths", "seeds")}
+
+    def complete(*, greedy: bool) -> BatchedDataDict:
+        return ray.get(actor.generate.remote(batch["input_ids"], greedy=greedy, **columns))
+
+    drawn = complete(greedy=False)
+    assert agree(drawn, engine.generate(batch, greedy=False))
+    policy = make_policy()
+    train_once(policy, drawn)
+    host = RouteHost(num_receivers=1, carrier="shared_memory")
+    received = actor.update_weights.remote(host.route)
+    assert policy.workers.run_single_worker("send_weights", host.route) == ray.get(received)
+    engine.update_weights(policy)
+    trained = complete(greedy=False)
+    assert not agree(trained, drawn)
+    assert agree(trained, engine.generate(batch, greedy=False))
+    # Rows without lengths are whole, and draw the same from call to call.
+    ids = batch["input_ids"][:2, :3]
+    once, again = (ray.get(actor.generate.remote(ids)) for _ in range(2))
+    assert once["output_ids"][:, :3].tolist() == ids.tolist()
+    assert_equal(once, again)
+    ray.get(actor.shutdown.remote())
+    ray.kill(actor)
 
 
 @pytest.mark.thorough

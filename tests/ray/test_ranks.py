@@ -62,7 +62,10 @@ def ranks(session: ClusterSession, cluster: RayVirtualCluster) -> Iterator[RayWo
 def test_ranks_meet(ranks: RayWorkerGroup) -> None:
     places = ranks.run_all_workers_single_data("place")
     assert places == [(place, 4, str(place)) for place in range(4)]
-    assert ranks.run_all_workers_multiple_data("sum_of", [1.0, 2.0, 3.0, 4.0]) == [10.0] * 4
+    totals = ranks.run_all_workers_sharded_data(
+        "sum_of", in_sharded_axes=GRID.names, value=[[1.0, 2.0], [3.0, 4.0]]
+    )
+    assert totals == [10.0] * 4
 
 
 def test_shards_go_where_their_axis_says(ranks: RayWorkerGroup) -> None:

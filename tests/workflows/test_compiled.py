@@ -347,10 +347,13 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
     from flytekit.core.base_task import TaskResolverMixin
     from flytekit.tools.module_loader import load_object_from_module
 
+    from nemo_rl_core.config.cluster import ClusterConfig
     from tasks.evaluate import evaluate
-    from tasks.platform.resources import cluster, laptop, node_8gpu, one_gpu
+    from tasks.platform.resources import laptop, one_gpu, shape_of
 
-    for shape in (one_gpu("nvidia-h100"), node_8gpu(), cluster(128, "nvidia-h200"), laptop(4)):
+    node = ClusterConfig(shape="node_8gpu")
+    nodes = ClusterConfig(shape="cluster", num_workers=1024, accelerator="nvidia-h200")
+    for shape in (one_gpu("nvidia-h100"), shape_of(node), shape_of(nodes), laptop(4)):
         stage = evaluate.on_shape(shape)
         command = stage.get_default_command(SETTINGS)
         location, arguments = command[command.index("--resolver") + 1], command[-6:]
@@ -360,7 +363,7 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
         assert resolver.load_task(arguments) is stage
         assert stage.shape == shape
         assert stage.metadata.cache_version == evaluate.metadata.cache_version
-    assert cluster(128).num_gpus == 1024
+    assert shape_of(nodes).num_gpus == 1024
     assert evaluate.shape == laptop()
 
 

@@ -19,9 +19,6 @@ def test_a_grid_by_hand() -> None:
     assert grid.coordinates(5) == dict(zip(AXES, (1, 0, 0, 1), strict=True))
     assert grid.ranks(data_parallel=0) == [0, 1, 4, 5]
     assert grid.ranks(data_parallel=1, tensor_parallel=0) == [2, 6]
-    assert grid.ranks_along("tensor_parallel", 5) == [4, 5]
-    assert grid.ranks_along("data_parallel", 5) == [5, 7]
-    assert grid.ranks_along("pipeline_parallel", 5) == [1, 5]
     assert grid.axis_size("data_parallel") == 2
     assert "data_parallel=2" in repr(grid)
 
@@ -32,7 +29,8 @@ def test_every_rank_is_where_its_coordinates_say(sizes: list[int]) -> None:
     for rank in range(grid.world_size):
         assert grid.ranks(**grid.coordinates(rank)) == [rank]
         for name in AXES:
-            line = grid.ranks_along(name, rank)
+            others = {axis: at for axis, at in grid.coordinates(rank).items() if axis != name}
+            line = grid.ranks(**others)
             assert len(line) == grid.axis_size(name)
             assert line[grid.coordinates(rank)[name]] == rank
 

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
-    next_token_logprobs_from_hidden,
     token_logprobs_from_hidden,
     topk_logprobs_from_hidden,
 )
@@ -29,6 +28,11 @@ def head(num_rows, width, vocab, dtype=torch.float64, seed=0):
     return normal(num_rows, width), normal(vocab, width), targets, normal(vocab)
 
 
+def next_token_logprobs(hidden, weight, targets, **options):
+    """One token a row: `targets [N]`, to `[N]`."""
+    return token_logprobs_from_hidden(hidden, weight, targets[:, None], **options).squeeze(-1)
+
+
 def test_plain_logprobs_by_hand():
     # logits / T = [ln 1, ln 2, ln 5] -> probabilities 1/8, 2/8, 5/8
     logits = 2 * torch.tensor([[1.0, 2.0, 5.0]]).log()
@@ -39,7 +43,7 @@ def test_plain_logprobs_by_hand():
 def test_chunked_logprobs_by_hand():
     # The head is the identity, so the hidden state is the logits: probabilities 1/4 and 3/4.
     hidden = torch.tensor([[1.0, 3.0], [3.0, 1.0]]).log()
-    result = next_token_logprobs_from_hidden(
+    result = next_token_logprobs(
         hidden, torch.eye(2), torch.tensor([0, 0]), temperature=1.0, chunk_size=1
     )
     assert result.exp().tolist() == pytest.approx([0.25, 0.75])
@@ -55,7 +59,7 @@ def test_chunked_logprobs_by_hand():
 def test_equals_the_plain_computation_with_gradients(num_rows, chunk_size, temperature, with_bias):
     hidden, weight, targets, bias = head(num_rows, 4, 7)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
-    chunked = next_token_logprobs_from_hidden(
+    chunked = next_token_logprobs(
         hidden,
         weight,
         targets,
@@ -79,7 +83,7 @@ def test_gradients_by_finite_differences():
     hidden, weight, targets, bias = head(5, 3, 4)
 
     def compute(hidden, weight, bias):
-        return next_token_logprobs_from_hidden(
+        return next_token_logprobs(
             hidden, weight, targets, temperature=0.7, chunk_size=2, bias=bias
         )
 
@@ -88,7 +92,7 @@ def test_gradients_by_finite_differences():
 
 def test_bfloat16_is_normalized_in_float32():
     hidden, weight, targets, _ = head(6, 8, 300, dtype=torch.bfloat16)
-    result = next_token_logprobs_from_hidden(hidden, weight, targets, temperature=1.0, chunk_size=4)
+    result = next_token_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=4)
     # The product is bfloat16, as in the model; everything behind it must not be.
     logits = (hidden @ weight.T).double()
     expected = torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None]).squeeze(-1)
@@ -98,7 +102,7 @@ def test_bfloat16_is_normalized_in_float32():
 
 def test_logits_of_any_size_stay_finite():
     hidden = torch.tensor([[1e4, -1e4]])
-    result = next_token_logprobs_from_hidden(
+    result = next_token_logprobs(
         hidden.expand(2, 2), torch.eye(2), torch.tensor([0, 1]), temperature=1.0, chunk_size=1
     )
     assert result.tolist() == [0.0, -2e4]
@@ -132,7 +136,7 @@ def test_whole_logits_never_exist_forward_or_backward():
     num_rows, vocab, chunk_size = 64, 1000, 4
     hidden, weight, targets, _ = head(num_rows, 8, vocab, dtype=torch.float32)
     chunked = peak_of(
-        lambda: next_token_logprobs_from_hidden(
+        lambda: next_token_logprobs(
             hidden, weight, targets, temperature=0.5, chunk_size=chunk_size
         ),
         vocab,
@@ -148,9 +152,7 @@ def test_whole_logits_never_exist_forward_or_backward():
 def test_without_gradients_nothing_is_kept():
     hidden, weight, targets, _ = head(8, 4, 50, dtype=torch.float32)
     with torch.no_grad():
-        result = next_token_logprobs_from_hidden(
-            hidden, weight, targets, temperature=1.0, chunk_size=3
-        )
+        result = next_token_logprobs(hidden, weight, targets, temperature=1.0, chunk_size=3)
     assert not result.requires_grad
     expected = logprobs_from_logits(hidden @ weight.T, targets, temperature=1.0)
     torch.testing.assert_close(result, expected)

@@ -7,7 +7,8 @@ import torch
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConsistencyError
-from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_core.models.generation.interfaces import GenerationInterface
+from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.validation import (
     log_probability_error,
     validate_log_probability_consistency,

@@ -11,15 +11,20 @@ from nemo_rl_core.errors import ConfigError, DataError, ResourceError
 from tasks.artifacts import CompareReport
 from tasks.evaluate import evaluate
 from tasks.platform.ray_stage import CLUSTER_GPUS, await_workers, check_offered
-from tasks.platform.resources import cluster, laptop, node_8gpu, one_gpu
+from tasks.platform.resources import Shape, laptop, one_gpu, shape_of
 from tasks.refuse_regression import refuse_worse
+
+
+def nodes(count: int) -> Shape:
+    """Machines with eight GPUs each."""
+    return shape_of(ClusterConfig(shape="cluster", num_workers=8 * count))
 
 
 def test_what_the_cluster_never_has_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CLUSTER_GPUS, "16")
-    check_offered(cluster(2))
+    check_offered(nodes(2))
     with pytest.raises(ResourceError, match="smaller than the cluster") as caught:
-        check_offered(cluster(3))
+        check_offered(nodes(3))
     assert (caught.value.expected, caught.value.got) == ("24 GPUs", "16 GPUs")
     assert CLUSTER_GPUS in caught.value.fix
     monkeypatch.setenv(CLUSTER_GPUS, "0")
@@ -27,18 +32,18 @@ def test_what_the_cluster_never_has_is_refused_at_once(monkeypatch: pytest.Monke
     with pytest.raises(ResourceError):
         check_offered(one_gpu())
     monkeypatch.delenv(CLUSTER_GPUS)
-    check_offered(cluster(100))
+    check_offered(nodes(100))
 
 
 def test_workers_may_come_late() -> None:
     joined = iter([{"CPU": 0.0}, {"CPU": 88.0, "GPU": 7.0}, {"CPU": 88.0, "GPU": 8.0}])
-    await_workers(node_8gpu(), lambda: next(joined), wait_seconds=5, pause_seconds=0)
+    await_workers(nodes(1), lambda: next(joined), wait_seconds=5, pause_seconds=0)
     assert next(joined, None) is None
 
 
 def test_workers_that_never_come_are_given_up_on() -> None:
     with pytest.raises(ResourceError, match="the stage's Ray cluster") as caught:
-        await_workers(node_8gpu(), lambda: {"CPU": 88.0}, wait_seconds=0.05, pause_seconds=0.01)
+        await_workers(nodes(1), lambda: {"CPU": 88.0}, wait_seconds=0.05, pause_seconds=0.01)
     assert caught.value.expected == "8 GPUs"
     assert "kubectl describe pod" in caught.value.fix
 

@@ -43,11 +43,6 @@ class RankMesh:
         return self.tokens["context"].get_group()
 
     @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        """Ranks with other columns of the same layers."""
-        return self.tokens["tensor"].get_group()
-
-    @property
     def context_size(self) -> int:
         """Ranks of context parallelism."""
         return self.tokens["context"].size()
