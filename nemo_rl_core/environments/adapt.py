@@ -65,7 +65,7 @@ class EnvironmentScorer(Scorer):
     def __init__(self, environment: EnvironmentInterface) -> None:
         self.environment = environment
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; an environment that wants another turn counts as a failure.
 
         Where the environment raises, it is asked again for each rollout alone, so that only those
@@ -113,7 +113,7 @@ class ScorerEnvironment:
     ) -> EnvironmentReturn:
         """Scores the last turn of each of `B` conversations, and ends them."""
         pairs = zip(message_log_batch, metadata, strict=True)
-        outcomes = self._scorer.outcomes([_rollout(log, about) for log, about in pairs])
+        outcomes = self._scorer.score([_rollout(log, about) for log, about in pairs])
         return joined(
             [failed(each) if isinstance(each, RewardError) else Reply(each) for each in outcomes]
         )

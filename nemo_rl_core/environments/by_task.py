@@ -17,7 +17,7 @@ from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
 Row = TypeVar("Row")
-Judged = TypeVar("Judged")
+Result = TypeVar("Result")
 
 
 class ByTaskScorer(Scorer):
@@ -30,16 +30,16 @@ class ByTaskScorer(Scorer):
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self._scorers = dict(scorers)
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
 
-        def score(task: str, rows: list[Rollout]) -> list[float | RewardError]:
+        def score_task(task: str, rows: list[Rollout]) -> list[float | RewardError]:
             scorer = self._scorers.get(task)
             if scorer is None:
                 return [_unknown(task, self._scorers)] * len(rows)
-            return scorer.outcomes(rows)
+            return scorer.score(rows)
 
-        return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], score)
+        return _routed(rollouts, [rollout.prompt.task for rollout in rollouts], score_task)
 
     def close(self) -> None:
         """Closes every scorer, also when one of them fails to."""
@@ -110,10 +110,10 @@ class ByTaskEnvironment:
 
 
 def _routed(
-    rows: Sequence[Row], tasks: Sequence[str], ask_task: Callable[[str, list[Row]], list[Judged]]
-) -> list[Judged]:
+    rows: Sequence[Row], tasks: Sequence[str], ask_task: Callable[[str, list[Row]], list[Result]]
+) -> list[Result]:
     """What `ask_task` says of the rows of each task, in the order of the rows."""
-    found: dict[int, Judged] = {}
+    found: dict[int, Result] = {}
     for task in dict.fromkeys(tasks):
         places = [place for place, each in enumerate(tasks) if each == task]
         found |= zip(places, ask_task(task, [rows[place] for place in places]), strict=True)

@@ -137,7 +137,7 @@ class CodeScorer(Scorer):
         limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mib)
         return cls(limits, reward=config.reward, num_parallel=config.num_parallel)
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; equal programs with equal tests run once."""
         asked = {(extract_program(r.text), r.prompt.metadata): r for r in rollouts}
         with ThreadPoolExecutor(self._num_parallel) as pool:

@@ -26,7 +26,7 @@ class ExactScorer(Scorer):
         self._trimmed = _WHITE_SPACE[config.white_space]
         self._ignore_case = config.ignore_case
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One score a rollout; comparing text cannot fail."""
         return [
             float(self._normal(each.text) == self._normal(each.prompt.answer)) for each in rollouts

@@ -21,7 +21,7 @@ class _FormScorer(Scorer):
     _source: ClassVar[str]
     """Who scores, in messages."""
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
         return [
             attempt(

@@ -60,7 +60,7 @@ class FunctionalRewardWrapper(Scorer):
         """Wraps the function that `module:function` names; see `load_function`."""
         return cls(load_function(target), name=target)
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
         prompts = [rollout.prompt.text for rollout in rollouts]
         return self._outcomes(prompts, [rollout.text for rollout in rollouts])

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -21,44 +22,27 @@ Message = Mapping[str, str]
 """One turn of a conversation: `role` (`user`, `assistant` or `environment`) and `content`."""
 
 
+class Scorer(ABC):
+    """Gives each completion a reward; a subclass implements `score`."""
+
+    @abstractmethod
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        """One outcome a rollout, in order: a finite reward, or why there is none.
+
+        An error is not a reward of 0: the rollout is counted, and not trained on.
+        """
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to release)
+        """Releases what the scorer has started."""
+
+
 @runtime_checkable
-class Scorer(Protocol):
-    """Gives completions a score each; a class that inherits from it only has to say `outcomes`."""
+class RolloutScorer(Protocol):
+    """A scorer that knows more of a rollout than one number, such as the parts of a sum."""
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One outcome a rollout, in order: a finite score, or why there is none.
-
-        For a caller that sets failures aside (quarantine) instead of stopping.
-        """
+    def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts, each with its reward and components, or with an error."""
         ...
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One finite score a rollout, in order.
-
-        Raises:
-            RewardError: If a completion cannot be scored; an error is not a score of 0.
-        """
-        return raise_first(self.outcomes(rollouts))
-
-    def scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with their rewards, and what these are made of, if of several.
-
-        Raises:
-            RewardError: As `score`.
-        """
-        scores = self.score(rollouts)
-        return [each.scored(value) for each, value in zip(rollouts, scores, strict=True)]
-
-    def judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with their rewards; one that cannot be scored says why."""
-        return [
-            with_outcome(each, outcome)
-            for each, outcome in zip(rollouts, self.outcomes(rollouts), strict=True)
-        ]
-
-    def close(self) -> None:
-        """Ends what the scorer has started; most have started nothing."""
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +128,19 @@ def raise_first(outcomes: Iterable[T | RewardError]) -> list[T]:
     return good
 
 
-def with_outcome(rollout: Rollout, outcome: float | RewardError) -> Rollout:
-    """The rollout with its reward, or with the error for which it has none."""
-    if isinstance(outcome, RewardError):
-        return rollout.failed(outcome.in_one_line)
-    return rollout.scored(outcome)
+def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The same rollouts, each with its reward, or with the error for which it has none.
+
+    Where the scorer adds several rewards, `components` has them, unweighted.
+    """
+    if isinstance(scorer, RolloutScorer):
+        return scorer.score_rollouts(rollouts)
+    return [
+        rollout.failed(outcome.in_one_line)
+        if isinstance(outcome, RewardError)
+        else rollout.scored(outcome)
+        for rollout, outcome in zip(rollouts, scorer.score(rollouts), strict=True)
+    ]
 
 
 def attempt(

@@ -53,7 +53,7 @@ class LLMJudgeScorer(Scorer):
         self._config = config
         self._model = model
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; equal questions are asked once."""
         questions = [question(self._config, rollout) for rollout in rollouts]
         asked = list(dict.fromkeys(questions))

@@ -43,7 +43,7 @@ class MathScorer(Scorer):
             self._idle.put(None)
         self._references: dict[str, str | None] = {}
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; equal completions of equal answers are compared once."""
         asked = {(r.prompt.answer, r.text): r for r in rollouts}
         answers = {r.prompt.answer for r in rollouts} - self._references.keys()

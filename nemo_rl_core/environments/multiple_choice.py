@@ -92,7 +92,7 @@ class MultipleChoiceScorer(Scorer):
     def __init__(self, *, num_choices: int) -> None:
         self._num_choices = num_choices
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
         return [self._outcome(rollout) for rollout in rollouts]
 

@@ -49,7 +49,7 @@ class ReasoningGymScorer(Scorer):
     the score is 0. Where it does not, it is an error.
     """
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; a prompt without a reasoning-gym entry is an error."""
         return [
             attempt(

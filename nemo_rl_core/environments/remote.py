@@ -1,7 +1,7 @@
 """Scorers and environments in Ray actors: one that hangs or dies costs the rows that it fails on.
 
 What runs in an actor must hold nothing between two calls: any actor may get any rows, and a row
-may be judged twice.
+may be scored twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from nemo_rl_core.environments.interfaces import (
     Message,
     Scorer,
     failure,
-    raise_first,
+    score_rollouts,
 )
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.environments.replies import Reply, ask, failed, joined
@@ -45,22 +45,12 @@ class RemoteScorer(Scorer):
     def __init__(self, make: Callable[[], Scorer], workers: EnvironmentWorkers) -> None:
         self._pool = ActorPool(_ScoringActor, make, workers)
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
-        return [_outcome(each) for each in self.judged(rollouts)]
+        return [_outcome(each) for each in self.score_rollouts(rollouts)]
 
-    def scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with their rewards, and what these are made of, if of several.
-
-        Raises:
-            RewardError: If a completion cannot be scored.
-        """
-        judged = self.judged(rollouts)
-        raise_first(map(_outcome, judged))
-        return judged
-
-    def judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """As `scored`; a rollout that cannot be scored says why."""
+    def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with their rewards and components, or with errors."""
         pairs = zip(rollouts, self._pool.run(rollouts), strict=True)
         return [
             given.failed(_error(given.prompt.text, given.text, found).in_one_line)
@@ -154,7 +144,7 @@ class _ScoringActor:
         self._scorer = self._make()
 
     def run(self, rows: list[Rollout]) -> list[Rollout]:
-        return self._scorer.judged(rows)
+        return score_rollouts(self._scorer, rows)
 
     def close(self) -> None:
         self._scorer.close()
@@ -196,10 +186,10 @@ class _EnvironmentActor:
             end()
 
 
-def _outcome(judged: Rollout) -> float | RewardError:
-    if judged.reward is not None:
-        return judged.reward
-    return RewardError(judged.error or "the scorer gave neither a reward nor an error")
+def _outcome(scored: Rollout) -> float | RewardError:
+    if scored.reward is not None:
+        return scored.reward
+    return RewardError(scored.error or "the scorer gave neither a reward nor an error")
 
 
 def _error(prompt: str, completion: str, found: CallError) -> RewardError:

@@ -49,7 +49,7 @@ class RewardModelScorer(Scorer):
         refuse_other_vocabulary(self._name, policy)
         self._loaded: Any = None
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout; a sequence beyond the model's context has no score."""
         sequences = [[*each.prompt.token_ids, *each.completion.token_ids] for each in rollouts]
         fits = [index for index, ids in enumerate(sequences) if len(ids) <= self._context_length]

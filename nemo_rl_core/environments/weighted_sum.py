@@ -21,27 +21,18 @@ class WeightedSumScorer(Scorer):
         self._scorers = list(scorers)
         self._weights = list(weights)
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout: the sum, or the failure of the first part that fails."""
         return [
             parts if isinstance(parts, RewardError) else self._sum(parts)
             for parts in self._components(rollouts)
         ]
 
-    def scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts with the sum as reward and the K parts, unweighted, as components.
 
-        Raises:
-            RewardError: If a part of a reward fails.
+        Where a part has no score, the rollout has its error.
         """
-        components = raise_first(self._components(rollouts))
-        return [
-            replace(rollout, reward=self._sum(parts), components=parts)
-            for rollout, parts in zip(rollouts, components, strict=True)
-        ]
-
-    def judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """As `scored`; a rollout whose parts cannot all be scored says why."""
         return [
             rollout.failed(parts.in_one_line)
             if isinstance(parts, RewardError)
@@ -56,7 +47,7 @@ class WeightedSumScorer(Scorer):
                 stack.callback(scorer.close)
 
     def _components(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...] | RewardError]:
-        columns = [scorer.outcomes(rollouts) for scorer in self._scorers]
+        columns = [scorer.score(rollouts) for scorer in self._scorers]
         rows = map(_all_or_first_failure, zip(*columns, strict=True))
         return [self._whole(parts, each) for parts, each in zip(rows, rollouts, strict=True)]
 

@@ -10,7 +10,7 @@ from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
-from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
+from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, score_rollouts
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
@@ -98,9 +98,9 @@ class Sampler(AbstractContextManager["Sampler"]):
         Raises:
             RewardError: If more of them failed than the settings accept, or all.
         """
-        # An environment that answered has judged on the way.
-        is_judged = self.environment is not None
-        scored = list(rollouts) if is_judged else self._judged(rollouts)
+        # The turns of an episode are rewarded while it goes on.
+        has_turns = self.environment is not None
+        scored = list(rollouts) if has_turns else self._scored(rollouts)
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored
 
@@ -113,9 +113,10 @@ class Sampler(AbstractContextManager["Sampler"]):
         environment = self._scorer if self.environment is None else self.environment
         return post_processed(environment, rollouts)
 
-    def _judged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Those that have not failed before are scored, in their places."""
-        scored = iter(self._scorer.judged([each for each in rollouts if each.error is None]))
+    def _scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts in their places; those that have not failed before are scored."""
+        valid = [each for each in rollouts if each.error is None]
+        scored = iter(score_rollouts(self._scorer, valid))
         return [next(scored) if each.error is None else each for each in rollouts]
 
     def __exit__(self, kind: object = None, *_: object) -> None:

@@ -23,7 +23,7 @@ from nemo_rl_core.config.environment import (
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import actor_pool
 from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
-from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.interfaces import Scorer, score_rollouts
 from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
@@ -90,7 +90,7 @@ def test_an_actor_that_dies_costs_the_row_that_kills_it(make: Callable[..., Scor
     rows = rollouts("a", "bb", "die", "cccc", "raise", "d", "ee")
     scorer = make(num_workers=2)
     for _ in range(2):  # what has been replaced works as what was there
-        outcomes = scorer.outcomes(rows)
+        outcomes = scorer.score(rows)
         assert_only(outcomes, {2: "the environment's actor died", 4: "no answer sheet"}, rows)
 
 
@@ -101,10 +101,10 @@ def test_an_environment_that_fails_all_the_time_stops_the_run(
     monkeypatch.setattr(actor_pool, "_MAX_FAILED_IN_A_ROW", 3)
     scorer = make()
     with pytest.raises(WorkerError, match="3 calls after one another") as stopped:
-        scorer.outcomes(rollouts(*["die"] * 6))
+        scorer.score(rollouts(*["die"] * 6))
     assert "the last one died" in stopped.value.got
     rows = rollouts("a", "bb", "die")  # a piece and a row alone: two failures
-    assert_only(scorer.outcomes(rows), {2: "the environment's actor died"}, rows)
+    assert_only(scorer.score(rows), {2: "the environment's actor died"}, rows)
 
 
 @pytest.mark.thorough
@@ -120,7 +120,7 @@ def test_an_actor_that_is_killed_from_outside_costs_nothing(
     killer = threading.Thread(target=kill)
     killer.start()
     rows = rollouts("a", "wait", "bb", "cccc")
-    outcomes = make(num_workers=2).outcomes(rows)
+    outcomes = make(num_workers=2).score(rows)
     killer.join()
     assert_only(outcomes, {}, rows)
 
@@ -128,7 +128,7 @@ def test_an_actor_that_is_killed_from_outside_costs_nothing(
 @pytest.mark.slow
 def test_a_reward_that_hangs_costs_its_row(make: Callable[..., Scorer]) -> None:
     rows = rollouts("a", "hang", "bb", "cccc", "d", "ee", "f")
-    outcomes = make(num_workers=2, timeout_seconds=8).outcomes(rows)
+    outcomes = make(num_workers=2, timeout_seconds=8).score(rows)
     assert_only(outcomes, {1: "gave no answer"}, rows)
     assert "nothing within 8 s" in str(outcomes[1])
 
@@ -155,8 +155,9 @@ def test_what_a_reward_is_made_of_comes_back(make: Callable[..., Scorer]) -> Non
     parts = [{"environment": ExactMatch()}, {"environment": RegexMatch(pattern="[0-9]+")}]
     config = WeightedSum.model_validate({"parts": parts})
     rows = rollouts("46", "47", "x")
-    assert make(config).judged(rows) == make_scorer(config).judged(rows)
-    assert [each.components for each in make(config).scored(rows)] == [(1, 1), (0, 1), (0, 0)]
+    scored = score_rollouts(make(config), rows)
+    assert scored == score_rollouts(make_scorer(config), rows)
+    assert [each.components for each in scored] == [(1, 1), (0, 1), (0, 0)]
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_judge_has_workers_of_its_own(
         Prompt("0", "12+34=", (1,), "46", "sums"), Completion((), (), truncated=False), "46"
     )
     # A model that knows digits alone can give no mark: an error, and no zero.
-    (outcome,) = scorer.outcomes([rollout])
+    (outcome,) = scorer.score([rollout])
     assert isinstance(outcome, RewardError)
     assert make_scorer(config, start_judge=lambda *_: Says()).score([rollout]) == [0.8]
     session.discard("judge")

@@ -84,14 +84,12 @@ class ToolEnvironment:
         left = [self._config.max_calls - each for each in made]
         ended = [call is None or room <= 0 for call, room in zip(calls, left, strict=True)]
         last = [i for i in range(num) if ended[i]]
-        judged = self._scorer.outcomes(
-            [_as_rollout(message_log_batch[i], metadata[i]) for i in last]
-        )
+        scored = self._scorer.score([_as_rollout(message_log_batch[i], metadata[i]) for i in last])
         waiting = [call for call, over in zip(calls, ended, strict=True) if call and not over]
         # Programs run in processes of their own; how many at once is their sandbox's affair.
         with ThreadPoolExecutor() as pool:
             answers = pool.map(self._answer, waiting)
-        scores = iter(judged)
+        scores = iter(scored)
         outcomes = [next(scores) if over else next(answers) for over in ended]
         return EnvironmentReturn(
             observations=[

@@ -6,7 +6,7 @@ from nemo_rl_core.config.environment import ExactMatch
 from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment, as_scorer
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
-from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts
 from nemo_rl_core.environments.replies import Reply, joined
 from nemo_rl_core.errors import ConfigError, RewardError
 
@@ -20,13 +20,16 @@ def test_a_scorer_is_taken_as_it_is():
         assert as_scorer(scorer) is scorer
 
 
-def test_a_class_of_ones_own_only_says_outcomes(rollout):
+def test_a_class_of_ones_own_implements_score_alone(rollout):
     class Halves(Scorer):
-        def outcomes(self, rollouts):
+        def score(self, rollouts):
             return [0.5] * len(rollouts)
 
     scorer = as_scorer(Halves())
-    assert [each.reward for each in scorer.scored([rollout("a"), rollout("b")])] == [0.5, 0.5]
+    assert [each.reward for each in score_rollouts(scorer, [rollout("a"), rollout("b")])] == [
+        0.5,
+        0.5,
+    ]
     scorer.close()
 
 
@@ -37,7 +40,7 @@ def test_a_function_and_an_environment_reach_the_rollouts(rollout):
         step = FunctionalRewardWrapper(length).step
 
     for reward in (length, Environment()):
-        (scored,) = as_scorer(reward).scored([rollout("four")])
+        (scored,) = score_rollouts(as_scorer(reward), [rollout("four")])
         assert (scored.reward, scored.components) == (4.0, ())
 
 
@@ -74,12 +77,12 @@ class QuarantiningEnvironment:
 )
 def test_a_row_that_cannot_be_judged_costs_no_other_its_score(rollout, reward):
     scorer = as_scorer(reward)
-    outcomes = scorer.outcomes([rollout(text) for text in ("a", "bad", "ccc")])
+    outcomes = scorer.score([rollout(text) for text in ("a", "bad", "ccc")])
     assert (outcomes[0], outcomes[2]) == (1.0, 3.0)
     assert isinstance(outcomes[1], RewardError)
     assert "LookupError: cannot read it" in outcomes[1].got
     with pytest.raises(RewardError, match="'bad'"):
-        scorer.score([rollout("a"), rollout("bad")])
+        raise_first(scorer.score([rollout("a"), rollout("bad")]))
 
 
 def test_a_wrong_number_of_replies_is_nobodys_score(rollout):
@@ -87,7 +90,7 @@ def test_a_wrong_number_of_replies_is_nobodys_score(rollout):
         def step(self, logs, metadata):
             return joined([Reply(1.0)] * 2)
 
-    outcomes = as_scorer(One()).outcomes([rollout(text) for text in "abc"])
+    outcomes = as_scorer(One()).score([rollout(text) for text in "abc"])
     assert all(isinstance(each, RewardError) for each in outcomes)
 
 
@@ -95,7 +98,7 @@ def test_a_scorer_as_an_environment_sees_prompt_answer_task_and_metadata(rollout
     seen = []
 
     class Remembers(Scorer):
-        def outcomes(self, rollouts):
+        def score(self, rollouts):
             seen.extend(rollouts)
             failure = RewardError("no score", got="a reason")
             return [failure if each.text == "bad" else 0.5 for each in rollouts]
@@ -103,7 +106,7 @@ def test_a_scorer_as_an_environment_sees_prompt_answer_task_and_metadata(rollout
     environment = as_environment(Remembers())
     rows = [rollout(text, task="t", metadata='{"own": 1}') for text in ("good", "bad")]
     # As a scorer again: there and back, texts and metadata are the same.
-    outcomes = EnvironmentScorer(environment).outcomes(rows)
+    outcomes = EnvironmentScorer(environment).score(rows)
     assert outcomes[0] == 0.5
     assert "no score; got: a reason" in outcomes[1].got
     for given, found in zip(rows, seen, strict=True):

@@ -35,11 +35,11 @@ def test_each_row_goes_to_its_own_environment_in_any_order(rollout):
         rollout("46", task="both"),
     ]
     assert scorer.score(rows) == [1.0, 1.0, 0.0, 0.0, 1.0]
-    assert scorer.outcomes([]) == []
+    assert scorer.score([]) == []
 
 
 def test_an_unknown_task_is_an_error_of_its_rows(rollout):
-    outcomes = make_scorer(by_task(*SINGLE)).outcomes(
+    outcomes = make_scorer(by_task(*SINGLE)).score(
         [rollout("46", task="sums"), rollout("46", task="poems")]
     )
     assert outcomes[0] == 1.0

@@ -32,7 +32,7 @@ def scorer(namespaces: None) -> CodeScorer:
 def judge(scorer: CodeScorer, rollout: Make) -> Callable[..., float | RewardError]:
     def go(program: str, tests: list[Any], **metadata: str) -> float | RewardError:
         row = json.dumps({"tests": tests, **metadata})
-        return scorer.outcomes([rollout(program, metadata=row)])[0]
+        return scorer.score([rollout(program, metadata=row)])[0]
 
     return go
 
@@ -365,7 +365,7 @@ def test_a_test_that_has_asked_is_failed_and_not_broken(judge: Judge, test: str)
 def test_the_reports_of_many_tests_are_not_cut_off(namespaces: None, rollout: Make) -> None:
     patient = make_scorer(CodeTests(cpu_seconds=300, wall_seconds=500))
     row = json.dumps({"tests": ["assert add(1, 2) == 3"] * 6000})
-    assert patient.outcomes([rollout("def add(a, b): return a + b", metadata=row)]) == [1.0]
+    assert patient.score([rollout("def add(a, b): return a + b", metadata=row)]) == [1.0]
 
 
 @pytest.mark.thorough
@@ -378,7 +378,7 @@ def test_a_row_of_many_tests_that_reach_the_limits_together_is_not_broken(judge:
 
 def test_one_broken_row_does_not_fail_the_others(scorer: CodeScorer, rollout: Make) -> None:
     good = json.dumps({"tests": ADD})
-    outcomes = scorer.outcomes(
+    outcomes = scorer.score(
         [
             rollout("def add(a, b): return a + b", metadata=good),
             rollout("def add(a, b): return a + b"),
@@ -390,4 +390,4 @@ def test_one_broken_row_does_not_fail_the_others(scorer: CodeScorer, rollout: Ma
 
 
 def test_no_rollouts_need_no_sandbox(scorer: CodeScorer) -> None:
-    assert scorer.outcomes([]) == []
+    assert scorer.score([]) == []

@@ -10,5 +10,5 @@ def test_only_the_answer_itself_scores(rollout: Callable[..., Rollout]) -> None:
     texts = ["46", " 46\n", "47", "046", "", "46 ", "4 6", "\u06f4\u06f6", "46" * 500_000]
     scores = scorer.score([rollout(text) for text in texts])
     assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert scorer.outcomes([rollout("46"), rollout("4")]) == [1.0, 0.0]
+    assert scorer.score([rollout("46"), rollout("4")]) == [1.0, 0.0]
     scorer.close()

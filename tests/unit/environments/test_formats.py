@@ -40,7 +40,7 @@ def test_a_regular_expression_matches_or_does_not(rollout, config, completion, s
 
 def test_an_expression_that_backtracks_for_ever_fails_on_its_row_alone(rollout):
     scorer = make_scorer(RegexMatch(pattern="(a|aa)+b?", timeout_seconds=0.2))
-    outcomes = scorer.outcomes([rollout("aab"), rollout("a" * 60 + "!"), rollout("c")])
+    outcomes = scorer.score([rollout("aab"), rollout("a" * 60 + "!"), rollout("c")])
     assert (outcomes[0], outcomes[2]) == (1.0, 0.0)
     assert isinstance(outcomes[1], RewardError)
     assert "TimeoutError" in outcomes[1].got
@@ -93,6 +93,6 @@ def test_what_is_no_schema_is_refused(schema):
 def test_a_schema_elsewhere_is_never_fetched(rollout):
     # Only what comes to the reference fails: port 9 would refuse, and the message would say so.
     scorer = make_scorer(JsonSchemaMatch(json_schema='{"$ref": "http://127.0.0.1:9/schema.json"}'))
-    (outcome,) = scorer.outcomes([rollout("{}")])
+    (outcome,) = scorer.score([rollout("{}")])
     assert isinstance(outcome, RewardError)
     assert "Unresolvable" in outcome.got

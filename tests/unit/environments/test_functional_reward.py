@@ -82,7 +82,7 @@ def test_only_the_completion_that_fails_is_an_error(rollout: Callable[..., Rollo
     def reward(prompt: str, response: str) -> float:
         return float(response)
 
-    outcomes = FunctionalRewardWrapper(reward).outcomes([rollout("1"), rollout("one")])
+    outcomes = FunctionalRewardWrapper(reward).score([rollout("1"), rollout("one")])
     assert outcomes[0] == 1.0
     assert isinstance(outcomes[1], RewardError)
     assert "'one'" in str(outcomes[1])

@@ -112,7 +112,7 @@ def test_the_question_holds_all_three_texts_and_no_forged_tags(rollout):
 )
 def test_a_verdict_that_cannot_be_read_is_an_error_and_no_zero(rollout, reply):
     with serving(lambda *_: reply) as server:
-        (outcome,) = judge(server).outcomes([rollout("46")])
+        (outcome,) = judge(server).score([rollout("46")])
         assert isinstance(outcome, RewardError)
         assert "no mark at the end" in outcome.problem
         assert len(server.requests) == 1
@@ -123,7 +123,7 @@ def test_a_verdict_that_cannot_be_read_is_an_error_and_no_zero(rollout, reply):
 )
 def test_rubbish_is_an_error(rollout, body):
     with serving(lambda *_: body) as server:
-        (outcome,) = judge(server).outcomes([rollout("46")])
+        (outcome,) = judge(server).score([rollout("46")])
         assert isinstance(outcome, RewardError)
         assert "EndpointError" in outcome.got
         assert len(server.requests) == 1
@@ -139,7 +139,7 @@ def test_what_may_pass_is_tried_again(rollout, trouble):
 @pytest.mark.parametrize(("status", "num_requests"), [(500, 2), (401, 1), (302, 1)])
 def test_a_server_that_keeps_refusing_is_an_error(rollout, status, num_requests):
     with serving(lambda *_: status) as server:
-        (outcome,) = judge(server, num_retries=1).outcomes([rollout("46")])
+        (outcome,) = judge(server, num_retries=1).score([rollout("46")])
         assert isinstance(outcome, RewardError)
         assert f"HTTP {status}" in outcome.got
         assert len(server.requests) == num_requests
@@ -155,7 +155,7 @@ def test_a_slow_reply_fails_alone(rollout):
 
     with serving(behave) as server:
         rollouts = [rollout(word) for word in ("a", "slow", "b")]
-        outcomes = judge(server, timeout_seconds=1.0).outcomes(rollouts)
+        outcomes = judge(server, timeout_seconds=1.0).score(rollouts)
         assert (outcomes[0], outcomes[2]) == (1.0, 1.0)
         assert "TimeoutError: no reply within 1 s" in outcomes[1].got
         released.set()
@@ -169,7 +169,7 @@ def test_no_more_requests_at_a_time_than_allowed(rollout):
         return "Mark: 1"
 
     with serving(behave) as server:
-        outcomes = judge(server, max_concurrency=3).outcomes([rollout(str(n)) for n in range(9)])
+        outcomes = judge(server, max_concurrency=3).score([rollout(str(n)) for n in range(9)])
         assert outcomes == [0.1] * 9
         assert server.most_open == 3
 
@@ -177,7 +177,7 @@ def test_no_more_requests_at_a_time_than_allowed(rollout):
 def test_a_server_that_is_not_there_is_an_error(rollout):
     with serving(lambda *_: "Mark: 1") as server:
         scorer = judge(server, num_retries=1)
-    (outcome,) = scorer.outcomes([rollout("46")])
+    (outcome,) = scorer.score([rollout("46")])
     assert "ConnectError" in outcome.got
 
 
@@ -188,7 +188,7 @@ def test_the_key_is_sent_and_in_no_message(rollout, monkeypatch, caplog):
         scorer = judge(server, api_key_variable="MY_JUDGE_KEY")
         assert scorer.score([rollout("46")]) == [0.1]
         assert server.requests[0][1]["Authorization"] == f"Bearer {KEY}"
-        (outcome,) = scorer.outcomes([rollout("46")])
+        (outcome,) = scorer.score([rollout("46")])
     assert KEY not in str(outcome) + caplog.text + repr(vars(scorer))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from nemo_rl_core.config.environment import MathVerify
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.interfaces import raise_first
 from nemo_rl_core.environments.math import MathScorer, _Worker
 from nemo_rl_core.environments.math_worker import equal
 from nemo_rl_core.errors import RewardError
@@ -121,7 +122,7 @@ def test_cpu_time_ends_what_the_bound_on_calls_does_not(worker: _Worker) -> None
 def test_a_reference_that_cannot_be_compared_is_a_broken_row(rollout: Make) -> None:
     scorer = MathScorer(MathVerify(max_calls=5000))
     try:
-        outcomes = scorer.outcomes(
+        outcomes = scorer.score(
             [
                 rollout("46"),
                 rollout("46", answer=r"\int_0^1 x^{x^x} dx"),
@@ -173,7 +174,7 @@ def test_a_reference_without_mathematics_is_an_error(
     scorer: MathScorer, rollout: Make, answer: str
 ) -> None:
     with pytest.raises(RewardError, match="math-verify raised") as caught:
-        scorer.score([rollout(answer, answer=answer)])
+        raise_first(scorer.score([rollout(answer, answer=answer)]))
     assert "no mathematics in the reference answer" in str(caught.value)
 
 
@@ -183,7 +184,7 @@ def test_a_dead_child_is_replaced(rollout: Make) -> None:
         assert scorer.score([rollout("46")]) == [1.0]
         _started(scorer)._process.kill()
         _started(scorer)._process.wait()
-        (outcome,) = scorer.outcomes([rollout("46")])
+        (outcome,) = scorer.score([rollout("46")])
         assert isinstance(outcome, RewardError)
         assert scorer.score([rollout("46")]) == [1.0]
     finally:

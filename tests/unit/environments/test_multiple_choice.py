@@ -140,7 +140,7 @@ def test_scores_and_errors_are_a_row_each(rollout: Callable[..., Rollout]) -> No
         rollout("E", answer="E"),
         rollout("A or C", answer="C"),
     ]
-    outcomes = scorer.outcomes(rollouts)
+    outcomes = scorer.score(rollouts)
     assert [outcomes[i] for i in (0, 1, 2, 5)] == [1.0, 0.0, 1.0, 0.0]
     assert all(isinstance(outcomes[i], RewardError) for i in (3, 4))
     assert "a letter from A to D" in str(outcomes[4])

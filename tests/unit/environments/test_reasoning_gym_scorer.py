@@ -5,6 +5,7 @@ import pytest
 
 from nemo_rl_core.config.environment import ReasoningGymScore
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.interfaces import raise_first
 from nemo_rl_core.environments.reasoning_gym import candidate_answers
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -68,10 +69,12 @@ def test_a_task_that_cannot_score_its_own_answer_is_an_error(rollout: Make) -> N
     entry = {"question": "q", "answer": "two times three"}
     metadata = json.dumps({"task": "prime_factorization", "options": {}, "entry": entry})
     with pytest.raises(RewardError, match="raised for prompt"):
-        make_scorer(ReasoningGymScore()).score([rollout("2 \u00d7 3", metadata=metadata)])
+        raise_first(
+            make_scorer(ReasoningGymScore()).score([rollout("2 \u00d7 3", metadata=metadata)])
+        )
 
 
 @pytest.mark.parametrize("metadata", ["{}", "[]", "not json", '{"task": "x"}'])
 def test_prompts_from_elsewhere_are_an_error(rollout: Make, metadata: str) -> None:
     with pytest.raises(RewardError):
-        make_scorer(ReasoningGymScore()).score([rollout("46", metadata=metadata)])
+        raise_first(make_scorer(ReasoningGymScore()).score([rollout("46", metadata=metadata)]))

@@ -16,6 +16,7 @@ from nemo_rl_core.config.environment import RewardModelScore, WeightedSum
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.interfaces import score_rollouts
 from nemo_rl_core.environments.reward_model import RewardModelScorer, batches_by_length
 from nemo_rl_core.errors import ConfigError, ModelError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -73,7 +74,7 @@ def test_scores_are_transformers_own_in_the_order_asked(tiny_model, reward_model
     assert scorer.score(ROLLOUTS) == pytest.approx(expected, abs=1e-4)
     assert len({round(value, 3) for value in expected}) == len(expected)
     assert scorer.score(ROLLOUTS) == scorer.score(ROLLOUTS)
-    assert scorer.outcomes([]) == []
+    assert scorer.score([]) == []
 
 
 def test_what_a_pipeline_hands_over_stands_in_for_the_name(tiny_model, reward_model):
@@ -97,7 +98,7 @@ def test_it_is_one_of_several_rewards(tiny_model, reward_model):
         WeightedSum.model_validate({"parts": parts}), reward_model, policy=tiny_model
     )
     value = make_scorer(RewardModelScore(), reward_model, policy=tiny_model).score(ROLLOUTS[:1])[0]
-    (scored,) = scorer.scored(ROLLOUTS[:1])
+    (scored,) = score_rollouts(scorer, ROLLOUTS[:1])
     assert scored.components == (value, 0.0)
     assert scored.reward == 0.5 * value
 
@@ -164,7 +165,7 @@ def test_a_sequence_beyond_the_context_has_no_score_and_others_keep_theirs(
 ):
     short = edited(reward_model, tmp_path / "short", max_position_embeddings=5)
     scorer = RewardModelScorer(str(short), policy=tiny_model)
-    first, too_long, *others = scorer.outcomes(ROLLOUTS)
+    first, too_long, *others = scorer.score(ROLLOUTS)
     assert isinstance(too_long, RewardError)
     assert "7 tokens; the model was made for 5" in str(too_long)
     expected = scores_one_by_one(reward_model)
@@ -188,7 +189,7 @@ def test_weights_that_are_not_finite_are_refused(tiny_model, reward_model, tmp_p
 def test_scores_that_are_not_finite_are_errors(tiny_model, reward_model, tmp_path):
     # Of finite weights, whose products with the hidden states no float32 holds.
     largest = with_head_of(torch.finfo(torch.float32).max, reward_model, tmp_path / "largest")
-    outcomes = RewardModelScorer(largest, policy=tiny_model).outcomes(ROLLOUTS)
+    outcomes = RewardModelScorer(largest, policy=tiny_model).score(ROLLOUTS)
     assert all(isinstance(outcome, RewardError) for outcome in outcomes)
 
 

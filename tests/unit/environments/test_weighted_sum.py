@@ -4,7 +4,7 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch, WeightedSum
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
-from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts
 from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import RewardError
 
@@ -35,16 +35,16 @@ def from_config(tmp_path, monkeypatch):
 
 
 def test_the_reward_is_the_weighted_sum_and_components_are_the_parts(from_config, rollout):
-    right, wrong = from_config.scored([rollout("46"), rollout("four")])
+    right, wrong = score_rollouts(from_config, [rollout("46"), rollout("four")])
     assert (right.reward, right.components) == (2 * 1 - 0.5 * 2, (1.0, 2.0))
     assert (wrong.reward, wrong.components) == (2 * 0 - 0.5 * 4, (0.0, 4.0))
     assert (right.text, right.prompt.answer) == ("46", "46")
 
 
-def test_scores_and_outcomes_are_the_sum(from_config, rollout):
+def test_the_score_is_the_sum(from_config, rollout):
     rollouts = [rollout("46"), rollout("four")]
-    assert from_config.score(rollouts) == from_config.outcomes(rollouts) == [1.0, -2.0]
-    assert from_config.scored([]) == []
+    assert from_config.score(rollouts) == [1.0, -2.0]
+    assert score_rollouts(from_config, []) == []
 
 
 def test_a_part_that_fails_is_the_outcome_of_its_rollout_alone(rollout):
@@ -52,17 +52,17 @@ def test_a_part_that_fails_is_the_outcome_of_its_rollout_alone(rollout):
         [make_scorer(ExactMatch()), FunctionalRewardWrapper(num_signs)], [1.0, 10.0]
     )
     rollouts = [rollout("46"), rollout("boom"), rollout("7")]
-    first, failed, last = scorer.outcomes(rollouts)
+    first, failed, last = scorer.score(rollouts)
     assert (first, last) == (1.0 + 10 * 2, 0.0 + 10 * 1)
     assert isinstance(failed, RewardError)
     assert "'num_signs' raised" in str(failed)
     with pytest.raises(RewardError, match="num_signs"):
-        scorer.scored(rollouts)
+        raise_first(scorer.score(rollouts))
 
 
 def test_of_several_failures_the_first_part_has_its_say(rollout):
     parts = [FunctionalRewardWrapper(fails, name=name) for name in ("one", "two")]
-    (outcome,) = WeightedSumScorer(parts, [1.0, 1.0]).outcomes([rollout("46")])
+    (outcome,) = WeightedSumScorer(parts, [1.0, 1.0]).score([rollout("46")])
     assert "'one'" in str(outcome)
 
 
@@ -73,7 +73,7 @@ def test_closing_reaches_every_part_even_when_one_of_them_fails():
         def __init__(self, name):
             self._name = name
 
-        def outcomes(self, rollouts):
+        def score(self, rollouts):
             return [0.0] * len(rollouts)
 
         def close(self):
@@ -87,7 +87,7 @@ def test_closing_reaches_every_part_even_when_one_of_them_fails():
 
 
 def test_a_scorer_of_one_reward_has_no_components(rollout):
-    (scored,) = make_scorer(ExactMatch()).scored([rollout("46")])
+    (scored,) = score_rollouts(make_scorer(ExactMatch()), [rollout("46")])
     assert (scored.reward, scored.components) == (1.0, ())
 
 
@@ -132,10 +132,10 @@ def large(prompt: str, response: str) -> float:
 
 def test_a_sum_beyond_float32_is_a_failure_of_its_row(rollout):
     scorer = WeightedSumScorer([FunctionalRewardWrapper(large), make_scorer(ExactMatch())], [2, 1])
-    (failed,) = scorer.judged([rollout("46")])
+    (failed,) = score_rollouts(scorer, [rollout("46")])
     assert failed.reward is None
     assert "the weighted sum returned a number that is not finite in float32" in failed.error
-    (outcome,) = scorer.outcomes([rollout("46")])
+    (outcome,) = scorer.score([rollout("46")])
     assert isinstance(outcome, RewardError)
     with pytest.raises(RewardError, match="float32"):
-        scorer.scored([rollout("46")])
+        raise_first(scorer.score([rollout("46")]))

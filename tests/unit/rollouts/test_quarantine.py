@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.interfaces import score_rollouts
 from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.rollouts.quarantine import failure_metrics, judged, refuse_too_many_failures
@@ -26,7 +27,7 @@ ROLLOUTS = [rollout("a"), rollout("boom"), rollout("abc")]
 
 
 def test_a_scorer_sets_aside_what_it_cannot_score():
-    scored = FunctionalRewardWrapper(length).judged(ROLLOUTS)
+    scored = score_rollouts(FunctionalRewardWrapper(length), ROLLOUTS)
     assert [each.reward for each in scored] == [1.0, None, 3.0]
     assert [each.text for each in judged(scored)] == ["a", "abc"]
     assert scored[0].error is scored[2].error is None
@@ -37,7 +38,7 @@ def test_a_scorer_sets_aside_what_it_cannot_score():
 
 def test_a_sum_keeps_the_parts_of_those_that_it_can_score():
     parts = WeightedSumScorer([FunctionalRewardWrapper(length)] * 2, [2.0, 1.0])
-    scored = parts.judged(ROLLOUTS)
+    scored = score_rollouts(parts, ROLLOUTS)
     assert [(each.reward, each.components) for each in scored] == [
         (3.0, (1.0, 1.0)),
         (None, ()),
