@@ -91,7 +91,7 @@ class Rollout:
         return replace(self, reward=reward)
 
     def failed(self, error: str) -> "Rollout":
-        """The same rollout, set aside because it could not be judged."""
+        """The same rollout, set aside because it could not be scored."""
         return replace(self, reward=None, error=error)
 
 

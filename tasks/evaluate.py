@@ -71,8 +71,8 @@ def measured(checkpoint: CheckpointArtifact) -> str:
 def _said(metrics: dict[str, float]) -> str:
     said = [f"greedy accuracy {with_interval(metrics, 'greedy_accuracy')}"]
     said += [f"{name} {figure}" for name, figure in sampled_figures(metrics).items()]
-    if unjudged := metrics["num_unjudged"]:
-        said.append(f"{unjudged:.0f} completions not judged")
+    if unscored := metrics["num_unscored"]:
+        said.append(f"{unscored:.0f} completions not scored")
     return ", ".join(said)
 
 

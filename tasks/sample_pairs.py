@@ -32,7 +32,7 @@ def sample_pairs(
         save_pairs(found.pairs, folder)
         summary = f"{len(found.pairs)} pairs of {found.num_prompts} prompts"
         if found.num_failed_rollouts:
-            summary += f", {found.num_failed_rollouts} completions could not be judged"
+            summary += f", {found.num_failed_rollouts} completions could not be scored"
         return Made(
             "pairs",
             "parquet",

@@ -53,11 +53,11 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
         rows=start.validation,
         iteration=1,
     )
-    judge = reward_model.learn(
+    rm_checkpoint = reward_model.learn(
         config=stages.reward_model, base=start.checkpoint, pairs=pairs, validation=unseen
     )
-    judged = reward_model.measure_reward_model(
-        config=stages.reward_model_evaluation, checkpoint=judge, pairs=unseen
+    rm_evaluation = reward_model.measure_reward_model(
+        config=stages.reward_model_evaluation, checkpoint=rm_checkpoint, pairs=unseen
     )
 
     preferred = dpo.iterate(
@@ -74,7 +74,7 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
         train=start.train,
         validation=start.validation,
         num_iterations=stages.num_grpo_iterations,
-        reward_model=judge,
+        reward_model=rm_checkpoint,
     )
     ended = conclude(
         evaluation=stages.evaluation,
@@ -86,8 +86,8 @@ def post_train(config: PostTrainRecipe = DEFAULT) -> PostTrainOutcome:
     )
     return PostTrainOutcome(
         ended.model,
-        judge,
-        judged,
+        rm_checkpoint,
+        rm_evaluation,
         ended.decision,
         ended.before,
         between,

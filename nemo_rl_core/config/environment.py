@@ -188,7 +188,7 @@ class LLMJudge(FrozenConfig):
 
     Attributes:
         judge: Which model, and where it runs.
-        instruction: What to judge by.
+        instruction: What the judge is told to give marks for.
         highest: The best mark; the worst is 0.
         max_new_tokens: Of a reply.
     """

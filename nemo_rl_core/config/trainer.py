@@ -133,8 +133,8 @@ class RolloutLimits(FrozenConfig):
     `max_turns` of the policy are played with an environment that answers. `max_rollout_tokens` is
     the room behind the prompt for all turns together, the environment's too; left out, it is
     `generation.max_new_tokens`, which is the bound of one turn: a turn that is cut there is heard
-    as it is, and the next one follows. A rollout that cannot be judged is set aside: it is counted,
-    and not trained on. Where more than `max_failed_fraction` of those judged at once are, or all,
+    as it is, and the next one follows. A rollout that cannot be scored is set aside: it is counted,
+    and not trained on. Where more than `max_failed_fraction` of those scored at once are, or all,
     the run stops.
 
     Attributes:

@@ -173,7 +173,7 @@ class ReferenceLogprobSchema(pa.DataFrameModel):
 class RolloutSchema(pa.DataFrameModel):
     """A completion with its score: `logprobs`, `generated` and `weight_versions` are one a token.
 
-    What could not be judged has an `error` and no reward.
+    What could not be scored has an `error` and no reward.
     """
 
     prompt_id: Series[str]

@@ -10,8 +10,10 @@ Four words, each with one meaning:
   rewards each, and answers, so that the policy may go on: games and tools. The section
   `environment` of a recipe names either; `adapt` turns one into the other, a scorer being an
   environment that ends after one turn.
-- A **judge** is a language model that is asked for a mark (`llm_judge`), nothing else. The verb is
-  wider: a rollout has been *judged* once it has a reward, or an error for which it has none.
+- A **judge** is a language model that is asked for a mark (`llm_judge`), nothing else.
+
+A rollout is **scored** when its reward has been computed, **valid** when nothing failed, and
+**graded** when its answer has been compared with the one held out (`correct`).
 
 `factory` makes all of them from their configs.
 """

@@ -69,7 +69,7 @@ class EnvironmentScorer(Scorer):
         """One outcome a rollout; an environment that wants another turn counts as a failure.
 
         Where the environment raises, it is asked again for each rollout alone, so that only those
-        that it cannot judge have no score.
+        on which it raises have no score.
         """
         logs, metadata = [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
         replies = checked_replies(self.environment, logs, metadata)

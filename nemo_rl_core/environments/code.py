@@ -1,4 +1,4 @@
-"""Completions that are programs, judged by the unit tests of their row.
+"""Completions that are programs, scored by the unit tests of their row.
 
 A row's metadata says how. Either pieces of Python that call what the program defines:
 

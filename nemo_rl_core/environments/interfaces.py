@@ -57,7 +57,7 @@ class EnvironmentReturn:
         rewards: `[B]` float.
         terminateds: `[B]` bool.
         answers: The answers found in the completions, or None where none were looked for.
-        errors: Why a conversation could not be judged, one (or None) a conversation. It ends, its
+        errors: Why a conversation could not be scored, one (or None) a conversation. It ends, its
             reward is not read, and it is not trained on: an error is not a score of 0.
         forfeits: `[B]` float, or None for zeros: what is added to the reward of a conversation that
             goes on, if the policy has left no room for another turn. An environment that takes
@@ -89,7 +89,7 @@ class EnvironmentInterface(Protocol):
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Adapts the rewards of a whole rolled-out batch, and sums it up in numbers.
 
-        Training calls it once on all judged rollouts of a draw, before advantages; evaluation does
+        Training calls it once on all valid rollouts of a draw, before advantages; evaluation does
         not. An environment may leave the method out.
 
         Args:

@@ -1,4 +1,4 @@
-"""Completions judged by the reasoning-gym task that asked."""
+"""Completions scored by the reasoning-gym task that asked."""
 
 import json
 import re

@@ -28,7 +28,7 @@ class Reply:
         metadata: What the environment wants back.
         stop_strings: Where the next completion must stop.
         answer: What was found in the completion.
-        error: Why it could not be judged; it has ended then.
+        error: Why it could not be scored; it has ended then.
         role: Of the observation.
         forfeit: What is added to the reward if there is no room for another turn.
     """
@@ -45,7 +45,7 @@ class Reply:
 
 
 def failed(error: RewardError) -> Reply:
-    """The end of a conversation that could not be judged."""
+    """The end of a conversation that could not be scored."""
     return Reply(error=error.in_one_line)
 
 
@@ -62,7 +62,7 @@ def ask(
     """One step of an environment, row by row.
 
     Where it raises, it is asked again for each row alone, so that only those rows are lost that it
-    cannot judge.
+    cannot score.
 
     Args:
         environment: Whatever it raises becomes an error of rows.
@@ -104,17 +104,17 @@ def checked_replies(
     """As `ask`, where a reply with an error, or whose reward is no finite number, is none."""
     source = source_of(environment)
     return [
-        reply if isinstance(reply, RewardError) else _judged(reply, log, source)
+        reply if isinstance(reply, RewardError) else _valid(reply, log, source)
         for log, reply in zip(
             message_log_batch, ask(environment, message_log_batch, metadata), strict=True
         )
     ]
 
 
-def _judged(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardError:
+def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardError:
     about = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
-        return failure("could not judge", reply.error, **about)
+        return failure("could not score", reply.error, **about)
     reward, forfeit = checked(reply.reward, **about), checked(reply.forfeit, **about)
     if isinstance(reward, RewardError):
         return reward

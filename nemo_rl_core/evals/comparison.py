@@ -15,7 +15,7 @@ POWER = 0.8
 """The chance with which a difference should be found, to count as one the sample could show."""
 
 Outcomes = Mapping[str, bool | None]
-"""Whether each prompt, by its id, was answered right; None where nobody could judge it."""
+"""Whether each prompt, by its id, was answered right; None where it has no reward."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Comparison:
     """What changed between two evaluations of the same prompts.
 
     Attributes:
-        num_prompts: Prompts that both evaluations could judge; all figures are about these.
-        num_unjudged: Prompts left out, because one of the two could not judge them.
+        num_prompts: Prompts that both evaluations have scored; all figures are about these.
+        num_unscored: Prompts left out, because one of the two has no reward for them.
         before: Share of right answers of the first.
         after: Share of right answers of the second.
         difference: `after - before`.
@@ -38,7 +38,7 @@ class Comparison:
     """
 
     num_prompts: int
-    num_unjudged: int
+    num_unscored: int
     before: float
     after: float
     difference: float
@@ -90,21 +90,21 @@ def compare(before: Outcomes, after: Outcomes, *, confidence: float, seed: int) 
         seed: Of the bootstrap's draws.
 
     Raises:
-        DataError: If the prompts differ, or fewer than two were judged in both.
+        DataError: If the prompts differ, or fewer than two were scored in both.
     """
-    judged = _judged_in_both(before, after)
-    old = [bool(before[key]) for key in judged]
-    new = [bool(after[key]) for key in judged]
+    scored = _scored_in_both(before, after)
+    old = [bool(before[key]) for key in scored]
+    new = [bool(after[key]) for key in scored]
     interval = paired_bootstrap(
         old, new, confidence=confidence, num_resamples=NUM_RESAMPLES, seed=seed
     )
     gained = sum(b and not a for a, b in zip(old, new, strict=True))
     lost = sum(a and not b for a, b in zip(old, new, strict=True))
     return Comparison(
-        num_prompts=len(judged),
-        num_unjudged=len(before) - len(judged),
-        before=sum(old) / len(judged),
-        after=sum(new) / len(judged),
+        num_prompts=len(scored),
+        num_unscored=len(before) - len(scored),
+        before=sum(old) / len(scored),
+        after=sum(new) / len(scored),
         difference=interval.difference,
         low=interval.lower,
         high=interval.upper,
@@ -112,7 +112,7 @@ def compare(before: Outcomes, after: Outcomes, *, confidence: float, seed: int) 
         lost=lost,
         p_value=mcnemar_p_value(old, new),
         detectable=detectable_difference(
-            len(judged), changed=(gained + lost) / len(judged), confidence=confidence
+            len(scored), changed=(gained + lost) / len(scored), confidence=confidence
         ),
         confidence=confidence,
     )
@@ -162,7 +162,7 @@ def detectable_difference(
     return min(1.0, scale * max(math.sqrt(changed), scale))
 
 
-def _judged_in_both(before: Outcomes, after: Outcomes) -> list[str]:
+def _scored_in_both(before: Outcomes, after: Outcomes) -> list[str]:
     if before.keys() != after.keys():
         only = sorted(before.keys() ^ after.keys())
         raise DataError(
@@ -171,12 +171,12 @@ def _judged_in_both(before: Outcomes, after: Outcomes) -> list[str]:
             got=f"{len(only)} ids in one of them only, such as {only[0]!r}",
             fix="evaluate both checkpoints on the same rows",
         )
-    judged = sorted(key for key in before if before[key] is not None and after[key] is not None)
-    if len(judged) < 2:
+    scored = sorted(key for key in before if before[key] is not None and after[key] is not None)
+    if len(scored) < 2:
         raise DataError(
-            "too few prompts were judged in both evaluations",
+            "too few prompts were scored in both evaluations",
             expected="at least 2",
-            got=f"{len(judged)} of {len(before)}",
+            got=f"{len(scored)} of {len(before)}",
             fix="ask more prompts; the column error of rows.parquet says why some have no reward",
         )
-    return judged
+    return scored

@@ -16,9 +16,9 @@ _NUMBER = re.compile(r"(?<![\w.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?![0-9])")
 
 
 def extractor(environment: EnvironmentConfig) -> ExtractAnswer:
-    """How to read the answer out of completions that this environment judges.
+    """How to read the answer out of completions that this environment scores.
 
-    Environments that judge the whole text (`exact`, your own function) vote with the whole text.
+    Environments that score the whole text (`exact`, your own function) vote with the whole text.
     """
     match environment.kind:
         case "math":
@@ -88,7 +88,7 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> b
 
     Args:
         answers: The answer of each sample, in the order they were drawn.
-        correct: Whether each was judged right.
+        correct: Whether each is correct.
         k: How many vote; all of them where there are fewer.
     """
     return bool(correct[majority(answers[:k])])

@@ -50,7 +50,7 @@ def evaluate(
     """Measures the model in `model_folder` on every prompt of `data`.
 
     Raises:
-        RewardError: If not one greedy completion could be judged.
+        RewardError: If not one greedy completion could be scored.
     """
     prompts = load_prompts(data, load_tokenizer(model_folder))
     with Sampler(session, settings, model_folder) as sampler:
@@ -77,7 +77,7 @@ def greedy_metrics(sampler: Sampler, prompts: list[Prompt]) -> dict[str, float]:
     """`accuracy_metrics` of the most likely completions.
 
     Raises:
-        RewardError: If not one of them could be judged.
+        RewardError: If not one of them could be scored.
     """
     return accuracy_metrics(_greedy(sampler, prompts))
 

@@ -14,7 +14,7 @@ from nemo_rl_core.evals.comparison import compare
 from nemo_rl_core.evals.rows import Row, changed_rows, greedy_outcomes, load_rows
 
 _CONFIDENCE = 0.95
-_VERDICTS = {"right": True, "wrong": False, "unjudged": None}
+_VERDICTS = {"right": True, "wrong": False, "unscored": None}
 
 
 def read_evaluation(path: Path) -> list[dict[str, Any]]:
@@ -49,14 +49,14 @@ def completion_lines(
         rows: As `read_evaluation` returns them.
         number: At most so many completions.
         mode: `greedy` or `sampled`.
-        only: `right`, `wrong` or `unjudged`; all three unless given.
+        only: `right`, `wrong` or `unscored`; all three unless given.
     """
     chosen = [row for row in rows if row["mode"] == mode]
     if only:
         chosen = [row for row in chosen if row["correct"] is _VERDICTS[only]]
     for row in chosen[:number]:
         yield from (f"prompt {_shown(row['prompt_id'])}", *_body(row), "")
-    what = f" judged {only}" if only else ""
+    what = f" that are {only}" if only else ""
     yield f"{min(number, len(chosen))} of {len(chosen)} {mode} completions{what}"
 
 

@@ -1,4 +1,4 @@
-"""Figures out of judged completions; what nobody could judge is counted apart, never as wrong."""
+"""Metrics of an evaluation: a completion without a reward is counted, and never wrong."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ FULL_SCORE = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool | None:
-    """Whether the completion has the full score; None where it could not be judged."""
+    """Whether the completion has the full score; None where it could not be scored."""
     return None if rollout.reward is None else rollout.reward >= FULL_SCORE
 
 
@@ -36,17 +36,17 @@ def category_of(rollout: Rollout, name: str) -> str:
 
 
 def accuracy_metrics(greedy: Sequence[Rollout]) -> dict[str, float]:
-    """`accuracy` and `mean_reward` of the judged, `truncated_fraction` and `unjudged_fraction`.
+    """`accuracy` and `mean_reward` of the scored, `truncated_fraction` and `unscored_fraction`.
 
     Raises:
-        RewardError: If not one completion could be judged.
+        RewardError: If not one completion could be scored.
     """
-    judged = _judged(greedy)
+    scored = _scored(greedy)
     return {
-        "accuracy": sum(is_correct(each) is True for each in judged) / len(judged),
-        "mean_reward": sum(rollout.reward or 0.0 for rollout in judged) / len(judged),
+        "accuracy": sum(is_correct(each) is True for each in scored) / len(scored),
+        "mean_reward": sum(rollout.reward or 0.0 for rollout in scored) / len(scored),
         "truncated_fraction": sum(r.completion.truncated for r in greedy) / len(greedy),
-        "unjudged_fraction": 1 - len(judged) / len(greedy),
+        "unscored_fraction": 1 - len(scored) / len(greedy),
     }
 
 
@@ -61,8 +61,8 @@ def evaluation_metrics(
 
     That of greedy accuracy and cons@k is Wilson's, that of pass@k `pass_at_k_interval`.
 
-    Completions that could not be judged are left out of every mean and counted in `num_unjudged`. A
-    prompt with fewer than k judged samples says nothing about k and is left out there; a k that no
+    Completions that could not be scored are left out of every mean and counted in `num_unscored`. A
+    prompt with fewer than k scored samples says nothing about k and is left out there; a k that no
     prompt has samples for has no figure.
 
     Args:
@@ -72,21 +72,21 @@ def evaluation_metrics(
         extract: Reads the answer that a completion votes for.
 
     Returns:
-        `num_prompts`, `num_unjudged`, `greedy_accuracy`, `mean_reward` and `truncated_fraction` of
+        `num_prompts`, `num_unscored`, `greedy_accuracy`, `mean_reward` and `truncated_fraction` of
         the greedy completions, `pass_at_<k>`, and `cons_at_<k>` for k > 1; with `_low` and `_high`
         each of `greedy_accuracy`, `pass_at_<k>` and `cons_at_<k>`.
 
     Raises:
-        RewardError: If not one greedy completion could be judged.
+        RewardError: If not one greedy completion could be scored.
     """
     figures = accuracy_metrics(greedy)
-    judged = _judged(greedy)
-    num_correct = sum(is_correct(each) is True for each in judged)
-    interval = wilson_interval(num_correct, len(judged), config.confidence)
-    unjudged = [rollout for rollout in (*greedy, *sampled) if rollout.reward is None]
+    scored = _scored(greedy)
+    num_correct = sum(is_correct(each) is True for each in scored)
+    interval = wilson_interval(num_correct, len(scored), config.confidence)
+    unscored = [rollout for rollout in (*greedy, *sampled) if rollout.reward is None]
     return {
         "num_prompts": float(len(greedy)),
-        "num_unjudged": float(len(unjudged)),
+        "num_unscored": float(len(unscored)),
         **_with_interval("greedy_accuracy", figures["accuracy"], interval),
         "mean_reward": figures["mean_reward"],
         "truncated_fraction": figures["truncated_fraction"],
@@ -101,12 +101,12 @@ def category_metrics(
     config: EvaluationConfig,
     extract: ExtractAnswer,
 ) -> dict[str, dict[str, float]]:
-    """`evaluation_metrics` of each category, by name; of one in which nothing was judged, none."""
+    """`evaluation_metrics` of each category, by name; of one in which nothing was scored, none."""
 
     def of(rollouts: Sequence[Rollout], name: str) -> list[Rollout]:
         return [each for each in rollouts if category_of(each, config.category) == name]
 
-    names = sorted({category_of(each, config.category) for each in greedy if _is_judged(each)})
+    names = sorted({category_of(each, config.category) for each in greedy if _is_scored(each)})
     return {
         name: evaluation_metrics(
             of(greedy, name), of(sampled, name), config=config, extract=extract
@@ -119,7 +119,7 @@ def _sampled_metrics(
     sampled: Sequence[Rollout], config: EvaluationConfig, extract: ExtractAnswer
 ) -> dict[str, float]:
     groups: dict[str, list[Rollout]] = {}
-    for rollout in filter(_is_judged, sampled):
+    for rollout in filter(_is_scored, sampled):
         groups.setdefault(rollout.prompt.id, []).append(rollout)
     outcomes = [[bool(is_correct(each)) for each in group] for group in groups.values()]
     answers = [[extract(each.text) for each in group] for group in groups.values()]
@@ -143,18 +143,18 @@ def _with_interval(name: str, value: float, interval: Interval) -> dict[str, flo
     return {name: value, f"{name}_low": interval.lower, f"{name}_high": interval.upper}
 
 
-def _is_judged(rollout: Rollout) -> bool:
+def _is_scored(rollout: Rollout) -> bool:
     return rollout.reward is not None
 
 
-def _judged(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    judged = list(filter(_is_judged, rollouts))
-    if not judged:
+def _scored(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    scored = list(filter(_is_scored, rollouts))
+    if not scored:
         first = next((each.error for each in rollouts if each.error), "no rollouts at all")
         raise RewardError(
-            "not one completion could be judged, so there is no accuracy",
+            "not one completion could be scored, so there is no accuracy",
             expected="a reward for at least one completion",
             got=f"{len(rollouts)} without one; the first says: {first}",
-            fix="repair the environment; what it could not judge is not counted as wrong",
+            fix="repair the environment; a completion without a reward is not counted as wrong",
         )
-    return judged
+    return scored

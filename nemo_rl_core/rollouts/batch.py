@@ -29,7 +29,7 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
     Raises:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
-            judged.
+            scored.
     """
     batch = collate(
         [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
@@ -94,10 +94,10 @@ def _own_logprobs(rollout: Rollout) -> list[float]:
 def _reward(rollout: Rollout) -> float:
     if rollout.error is not None:
         raise RewardError(
-            f"a rollout of prompt {rollout.prompt.id!r} that could not be judged is in the batch",
+            f"a rollout of prompt {rollout.prompt.id!r} that could not be scored is in the batch",
             expected="rollouts with a reward",
             got=rollout.error,
-            fix="leave such rollouts out: rollout_batch(judged(rollouts))",
+            fix="leave such rollouts out: rollout_batch(valid_rollouts(rollouts))",
         )
     if rollout.reward is None:
         raise ValueError(f"rollout of prompt {rollout.prompt.id!r} has not been scored")

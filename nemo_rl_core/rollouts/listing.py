@@ -3,7 +3,7 @@
 import unicodedata
 from collections.abc import Sequence
 
-from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.types import Rollout
 
@@ -75,7 +75,7 @@ def _score(rollout: Rollout) -> str:
 
 
 def _line(step: int, rollouts: Sequence[Rollout]) -> str:
-    counted = judged(rollouts)
+    counted = valid_rollouts(rollouts)
     means = [
         [each.reward or 0.0 for each in counted],
         [float(len(each.completion.token_ids)) for each in counted],

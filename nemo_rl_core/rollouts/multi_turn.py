@@ -15,7 +15,7 @@ from nemo_rl_core.types import Prompt
 class MultiTurnRollouts(RolloutEngine[Conversation]):
     """Plays conversations: each round asks the engine once, and then the environment once.
 
-    The environment judges each conversation by its own turns, and their rollouts have a reward, or
+    The environment scores each conversation by its own turns, and their rollouts have a reward, or
     say why they have none.
 
     Args:

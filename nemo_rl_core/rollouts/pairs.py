@@ -9,7 +9,7 @@ from nemo_rl_core.data.pairs import PreferencePair, pairs_from_rollouts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 
 
@@ -22,7 +22,7 @@ class SampledPairs:
         num_prompts: How many prompts were sampled from.
         num_tokens: Tokens generated.
         peak_memory_gib: The most memory that the engine has held.
-        num_failed_rollouts: Completions that could not be judged; no pair holds one.
+        num_failed_rollouts: Completions that could not be scored; no pair holds one.
     """
 
     pairs: list[PreferencePair]
@@ -73,5 +73,5 @@ def sample_pairs(
             fix="sample more completions a prompt, or begin with a model that is sometimes right",
         )
     num_tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
-    num_failed = len(rollouts) - len(judged(rollouts))
+    num_failed = len(rollouts) - len(valid_rollouts(rollouts))
     return SampledPairs(pairs, len(rows), num_tokens, peak_memory_gib, num_failed)

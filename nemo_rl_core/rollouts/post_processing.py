@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.rollouts.batch import rollout_batch
-from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.types import Rollout
 
 
@@ -15,17 +15,17 @@ def post_processed(
     """The rollouts with the rewards that the environment adapts, and its metrics.
 
     Args:
-        environment: Gets what `rollout_batch` returns of those rollouts that could be judged, and
+        environment: Gets what `rollout_batch` returns of those rollouts that could be scored, and
             as lists `tasks`, `prompts`, `completions` and `answers`.
-        rollouts: Scored; those that could not be judged stay as they are.
+        rollouts: Scored; those that could not be scored stay as they are.
 
     Returns:
-        All rollouts in their places, and the metrics; none where not one rollout could be judged.
+        All rollouts in their places, and the metrics; none where not one rollout could be scored.
 
     Raises:
         RewardError: As `post_process`.
     """
-    counted = judged(rollouts)
+    counted = valid_rollouts(rollouts)
     if not counted:
         return list(rollouts), {}
     batch: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Rollouts that could not be judged: set aside and counted, never taken for bad ones."""
+"""Rollouts that could not be scored: set aside and counted, never taken for bad ones."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ _NUM_SHOWN = 2
 _MAX_CHARACTERS = 160
 
 
-def judged(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def valid_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Those without an error, in order: what is trained on."""
     return [rollout for rollout in rollouts if rollout.error is None]
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """`num_failed_rollouts` and `failed_fraction` of at least one rollout."""
-    num_failed = len(rollouts) - len(judged(rollouts))
+    num_failed = len(rollouts) - len(valid_rollouts(rollouts))
     return {
         "num_failed_rollouts": float(num_failed),
         "failed_fraction": num_failed / len(rollouts),
@@ -25,10 +25,10 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction: float) -> None:
-    """Stops where so many could not be judged that the environment itself must be at fault.
+    """Stops where so many could not be scored that the environment itself must be at fault.
 
     Args:
-        rollouts: All that were judged at once.
+        rollouts: All that were scored at once.
         max_failed_fraction: The largest share of failures that is accepted; that nothing at all is
             left never is.
 
@@ -41,7 +41,7 @@ def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction
         return
     first = [shorten(each, _MAX_CHARACTERS) for each in dict.fromkeys(errors)][:_NUM_SHOWN]
     raise RewardError(
-        f"{num_failed} of {total} rollouts could not be judged",
+        f"{num_failed} of {total} rollouts could not be scored",
         expected=f"at most {max_failed_fraction:.0%} of them (max_failed_fraction)"
         if num_failed < total
         else "a reward for at least one",

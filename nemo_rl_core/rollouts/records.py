@@ -94,9 +94,9 @@ def save_rollouts(
     """Writes one row a rollout as parquet; the same rollouts give the same bytes.
 
     Args:
-        rollouts: `B`, among them those that could not be judged.
+        rollouts: `B`, among them those that could not be scored.
         path: The file.
-        advantages: One for each rollout that was judged, where the algorithm has such.
+        advantages: One for each rollout that is valid, where the algorithm has such.
         environment_metrics: What the environment's `global_post_process_and_metrics` gave of them.
 
     Raises:
@@ -162,7 +162,7 @@ def _with_advantages(rollouts: Sequence[Rollout], advantages: list[float]) -> li
         replace(rollout, advantage=next(left)) if rollout.error is None else rollout
         for rollout in rollouts
     ]
-    assert next(left, None) is None, "more advantages than judged rollouts"
+    assert next(left, None) is None, "more advantages than valid rollouts"
     return placed
 
 

@@ -20,7 +20,7 @@ def train_in_parts(
 ) -> dict[str, float]:
     """One optimizer step on each of consecutive parts of the batch.
 
-    Rollouts that could not be judged may leave fewer rows than were asked for. There are then as
+    Rollouts that could not be scored may leave fewer rows than were asked for. There are then as
     many parts as come nearest to `size` rows each, and their sizes differ by at most one: a part of
     a few rows would make a whole optimizer step of their noise. Every row is in exactly one part.
 

@@ -16,7 +16,7 @@ def nested_overrides(
     """What is named, in the sections that it belongs to.
 
     A name is looked for among the settings themselves, then in the algorithm's section, then in the
-    other sections. A name that is nowhere is left out: `refuse_unclaimed` judges that, once a
+    other sections. A name that is nowhere is left out: `refuse_unclaimed` checks that, once a
     trainer has taken what it knows itself.
 
     Args:

@@ -14,7 +14,7 @@ from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
 from nemo_rl_core.rollouts.post_processing import mean_metrics
-from nemo_rl_core.rollouts.quarantine import judged, refuse_too_many_failures
+from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import BaseTrainer, Job
@@ -102,7 +102,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             instead of a reward. Of a replayed run, what was recorded at this step.
 
         Raises:
-            RewardError: If too many could not be judged.
+            RewardError: If too many could not be scored.
         """
         if self.sampler is None:
             return self._recorded()
@@ -122,7 +122,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         """With rewards, as the environment adapts them to all rollouts of the draw."""
         with self.timer.phase("reward"):
             scored, metrics = self._post_process(sampler, sampler.score(rollouts))
-        self._of_environment.append((len(judged(scored)), metrics))
+        self._of_environment.append((len(valid_rollouts(scored)), metrics))
         return scored
 
     def _post_process(

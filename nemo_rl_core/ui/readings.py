@@ -62,9 +62,9 @@ class Filter:
 
 
 def _is_right(row: dict[str, Any]) -> bool:
-    """As the evaluation judged; a rollout of training has only its reward."""
-    judged = row["correct"]
-    return (row["reward"] or 0) > 0 if judged is None else bool(judged)
+    """As the evaluation graded it; a rollout of training has only its reward."""
+    graded = row["correct"]
+    return (row["reward"] or 0) > 0 if graded is None else bool(graded)
 
 
 _PASSES: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -116,8 +116,8 @@ def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
     kept = [row for row in rows if wanted.passes(row)]
     if wanted.order in ("best", "worst"):
         sign = -1 if wanted.order == "best" else 1
-        judged = [row for row in kept if row.get("reward") is not None]
-        kept = sorted(judged, key=lambda row: sign * row["reward"]) + [
+        scored = [row for row in kept if row.get("reward") is not None]
+        kept = sorted(scored, key=lambda row: sign * row["reward"]) + [
             row for row in kept if row.get("reward") is None
         ]
     return kept, len(rows)

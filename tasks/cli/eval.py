@@ -10,7 +10,7 @@ import click
 @click.argument("after", type=click.Path(path_type=Path), required=False)
 @click.option("--number", "-n", type=click.IntRange(min=0), default=5, show_default=True,
               help="How many prompts to print.")  # fmt: skip
-@click.option("--only", type=click.Choice(["right", "unjudged", "wrong"]),
+@click.option("--only", type=click.Choice(["right", "unscored", "wrong"]),
               help="Only completions with this verdict.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["greedy", "sampled"]), default="greedy",
               show_default=True, help="Which completions to print.")  # fmt: skip

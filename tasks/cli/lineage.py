@@ -19,7 +19,7 @@ from nemo_rl_core.history.records import AncestryGraph, GraphArtifact, Parentage
 from nemo_rl_core.store.store import Store
 
 _MAX_DIFFERENCES = 12
-_JUDGED = ("evaluation", "promotion")
+_EVALUATED = ("evaluation", "promotion")
 _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DISK)"}
 
 
@@ -97,13 +97,13 @@ def _tree(graph: AncestryGraph, *, limit: int | None) -> Tree:
 def _parents(
     graph: AncestryGraph, artifact: str, known: dict[str, GraphArtifact]
 ) -> list[Parentage]:
-    """One line a parent, whatever it was read as; what only judged the model comes last."""
+    """One line a parent, whatever it was read as; what only evaluated the model comes last."""
     roles: dict[str, list[str]] = {}
     for link in graph.parentage:
         if link.child == artifact:
             roles.setdefault(link.parent, []).append(link.role)
     links = [Parentage(name, artifact, ", ".join(sorted(role))) for name, role in roles.items()]
-    return sorted(links, key=lambda link: (_kind(known[link.parent]) in _JUDGED, link.role))
+    return sorted(links, key=lambda link: (_kind(known[link.parent]) in _EVALUATED, link.role))
 
 
 def _kind(each: GraphArtifact) -> str:

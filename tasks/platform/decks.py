@@ -56,7 +56,7 @@ def last_rollouts(folder: Path) -> str:
     frame = pd.read_parquet(newest, columns=[*_COLUMNS, "error"])
     if frame["error"].isna().all():
         frame = frame[_COLUMNS]
-    # Those that could not be judged come first, where they are seen.
+    # Those that could not be scored come first, where they are seen.
     frame = frame.sort_values("reward", kind="stable", na_position="first")
     half = _ROWS_SHOWN // 2
     shown = pd.concat([frame.head(half), frame.tail(half)]).drop_duplicates()

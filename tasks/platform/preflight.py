@@ -94,7 +94,7 @@ def _check_environment(environment: SingleEnvironmentConfig) -> None:
     if isinstance(environment, RegexMatch | JsonSchemaMatch):
         make_scorer(environment)
     if isinstance(environment, LLMJudge):
-        _check_model_that_judges(environment)
+        _check_judge(environment)
     if isinstance(environment, RewardModelScore) and environment.model is None:
         raise ConfigError(
             "the environment 'reward_model' does not say which reward model scores",
@@ -104,7 +104,7 @@ def _check_environment(environment: SingleEnvironmentConfig) -> None:
         )
 
 
-def _check_model_that_judges(environment: LLMJudge) -> None:
+def _check_judge(environment: LLMJudge) -> None:
     if isinstance(environment.judge, JudgeModel):
         check_pretrained(environment.judge.model)
     else:

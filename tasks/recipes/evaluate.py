@@ -19,7 +19,7 @@ from tasks.recipes.common import (
 
 
 class EvaluateRecipe(PipelineRecipe):
-    """All of an evaluation: `model` on the validation rows of `data`, as `environment` judges.
+    """All of an evaluation: `model` on the validation rows of `data`, as `environment` scores.
 
     A model's name may be a folder in the transformers layout, a name on the hub, or the folder of
     an artifact that a run left in the store. Data from a file or the hub need no rows to train on:

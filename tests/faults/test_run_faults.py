@@ -14,7 +14,7 @@ import pytest
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import RewardError, WorkerLostError
-from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
@@ -168,7 +168,7 @@ def test_a_reward_that_hangs_on_a_row_costs_that_row(
     # What is left was trained on, and the lost one was not: as if it had never been.
     others = RolloutRecords(tmp_path / "others")
     for step in range(1, NUM_STEPS + 1):
-        others.save(step, judged(recorded(result, step)))
+        others.save(step, valid_rollouts(recorded(result, step)))
     assert_equal_weights(result.folder, runs.replay(result, others, tmp_path / "work"))
     # And as if the reward had refused it at once.
     runs.heal()
@@ -245,7 +245,7 @@ def test_too_many_failures_stop_the_run_until_the_reward_is_mended(
     with pytest.raises(RewardError) as stopped:
         runs.fit(name="failing reward")
     text = str(stopped.value)
-    assert "2 of 16 rollouts could not be judged" in text
+    assert "2 of 16 rollouts could not be scored" in text
     for words in ("at most 10%", "LookupError: no answer sheet", "max_failed_fraction"):
         assert words in text
     runs.heal()

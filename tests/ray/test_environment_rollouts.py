@@ -30,7 +30,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.batch import rollout_batch
 from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
-from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -145,7 +145,7 @@ ROWS: dict[str, list[Row]] = {
     "tools": TOOLS,
     "by_task": [SUM, GUESS],
 }
-JUDGED_BY_A_MODEL = {"kind": "llm_judge", "judge": {"kind": "model"}, "max_new_tokens": 10}
+MODEL_AS_JUDGE = {"kind": "llm_judge", "judge": {"kind": "model"}, "max_new_tokens": 10}
 COMPONENTS = {("5",): (1.0, 1.0), ("6",): (0.0, 1.0)}
 
 
@@ -159,7 +159,7 @@ def config_of(kind: str, folder: Path) -> dict[str, Any]:
         "regex": {"pattern": "[0-9]{3}"},
         "json_schema": {"json_schema": json.dumps(schema)},
         "llm_judge": {
-            **JUDGED_BY_A_MODEL,
+            **MODEL_AS_JUDGE,
             "judge": {"kind": "model", "model": str(folder / "model"), "max_model_len": 640},
         },
         "weighted_sum": {
@@ -210,7 +210,7 @@ def lessons(tokenizer: Any) -> Iterator[tuple[str, str]]:
             turns = [{"role": r, "content": c} for r, c in zip(roles, log, strict=False)]
             yield (json.dumps(turns) if len(log) > 1 else log[0]), reply
     (row,) = ROWS["llm_judge"]
-    judge = LLMJudge.model_validate({**JUDGED_BY_A_MODEL, "judge": {"kind": "model", "model": "?"}})
+    judge = LLMJudge.model_validate({**MODEL_AS_JUDGE, "judge": {"kind": "model", "model": "?"}})
     for (text,), worth in row.worth.items():
         said = Rollout(as_prompt(row, tokenizer), Completion((), (), truncated=False), text)
         assert worth is not None
@@ -423,13 +423,15 @@ def test_rewards_are_those_worked_out_by_hand(played: Played, folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_what_could_not_be_judged_is_counted_and_left_out(played: Played) -> None:
+def test_what_could_not_be_scored_is_counted_and_left_out(played: Played) -> None:
     (boom,) = [said for said, worth in ROWS["function"][0].worth.items() if worth is None]
     failed = [each for each in played.rollouts if each.error is not None]
     is_expected = played.kind == "function"
     assert len(failed) == is_expected * sum(each.text in boom for each in played.rollouts)
     assert bool(failed) == is_expected
-    assert judged(played.rollouts) == [each for each in played.rollouts if each.error is None]
+    assert valid_rollouts(played.rollouts) == [
+        each for each in played.rollouts if each.error is None
+    ]
 
 
 @pytest.mark.slow
@@ -457,7 +459,7 @@ def test_tokens_are_those_that_the_engine_sent(played: Played) -> None:
 
 @pytest.mark.slow
 def test_what_is_trained_on_is_what_the_policy_wrote(played: Played) -> None:
-    rollouts = judged(played.rollouts)
+    rollouts = valid_rollouts(played.rollouts)
     batch = rollout_batch(rollouts)
     for row, rollout in enumerate(rollouts):
         whole = rollout.prompt.token_ids + rollout.completion.token_ids

@@ -60,7 +60,7 @@ def test_a_model_with_random_weights_knows_nothing(
     result = evaluate(tiny_model, data, session, config=config, settings=setup)
     assert set(result.metrics) == {
         "num_prompts",
-        "num_unjudged",
+        "num_unscored",
         "greedy_accuracy",
         "greedy_accuracy_low",
         "greedy_accuracy_high",

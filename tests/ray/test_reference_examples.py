@@ -49,7 +49,7 @@ def batch_reward(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 class MyEnvironment(EnvironmentInterface):
-    """An environment that judges whole conversations."""
+    """An environment that scores whole conversations."""
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         rewards = [score(log[0]["content"], log[-1]["content"]) for log in message_log_batch]
@@ -99,7 +99,7 @@ def test_from_pretrained(
 
 
 @pytest.mark.parametrize(
-    ("make", "judge"),
+    ("make", "expected_reward"),
     [
         (lambda: my_reward, my_reward),
         (lambda: FunctionalRewardWrapper(batch_reward, name="batch_scorer"), score),
@@ -111,14 +111,16 @@ def test_three_ways_to_a_reward(
     session: ClusterSession,
     tiny_model: Path,
     make: Callable[[], Any],
-    judge: Callable[[str, str], float],
+    expected_reward: Callable[[str, str], float],
 ) -> None:
     import pandas as pd
 
     trainer = GRPOTrainer.from_pretrained(tiny_model, num_prompts_per_step=4, **SMALL)
     result = trainer.fit(dataset=ROWS, reward_fn=make())
     rollouts = pd.read_parquet(result.folder / "rollouts" / "step_000001.parquet")
-    expected = [judge(*pair) for pair in zip(rollouts.prompt, rollouts.completion, strict=True)]
+    expected = [
+        expected_reward(*pair) for pair in zip(rollouts.prompt, rollouts.completion, strict=True)
+    ]
     assert rollouts["reward"].tolist() == pytest.approx(expected)
 
 

@@ -13,7 +13,7 @@ import torch
 from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer, SFTTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.rollouts.quarantine import judged
+from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Rollout
@@ -34,7 +34,7 @@ PROMPTS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 34)]
 class Countdown:
     """The policy names a digit a turn; the environment answers with what is left of the answer.
 
-    Small digits earn most, and a 9 cannot be judged.
+    Small digits earn most, and a 9 cannot be scored.
     """
 
     def step(self, message_log_batch: Sequence[Any], metadata: Sequence[Any]) -> EnvironmentReturn:
@@ -115,14 +115,14 @@ def test_turns_are_played_masked_and_agreed_upon(game: TrainResult) -> None:
         assert metrics["token_mult_prob_error"] < 1.001
         assert metrics["num_turns"] > 1.2
     for step, metrics in enumerate(game.metrics, start=1):
-        rewards = [each.reward for each in judged(recorded(game).load(step))]
+        rewards = [each.reward for each in valid_rollouts(recorded(game).load(step))]
         expected = sum(reward == 0 for reward in rewards) / len(rewards)
         assert metrics["environment_nothing_won"] == pytest.approx(expected)
         assert 0.9 < metrics["sampling_importance_ratio"] < 1.1
 
 
 def test_tokens_of_the_environment_do_not_enter_the_loss(game: TrainResult) -> None:
-    rollouts = judged(recorded(game).load(1))
+    rollouts = valid_rollouts(recorded(game).load(1))
     assert game.metrics[0]["num_valid_tokens"] == sum(
         sum(each.completion.token_mask) for each in rollouts
     )
@@ -156,7 +156,7 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     assert metrics["environment_mean_reward"] == metrics["reward"]
     assert metrics["num_failed_rollouts"] == len(failed)
     assert metrics["failed_fraction"] == len(failed) / 16
-    counted = judged(rollouts)
+    counted = valid_rollouts(rollouts)
     assert metrics["reward"] == pytest.approx(statistics.mean(each.reward for each in counted))
     assert metrics["loss"] == pytest.approx(first_loss(counted), abs=1e-5)
     # As if they had never been: the same weights from the others alone.
@@ -164,7 +164,7 @@ def test_failures_are_counted_and_change_nothing_else(failing: TrainResult, tmp_
     for step in (1, 2):
         others.save(
             step,
-            judged(recorded(failing).load(step)),
+            valid_rollouts(recorded(failing).load(step)),
             environment_metrics=recorded(failing).environment_metrics(step),
         )
     trainer = GRPOTrainer.from_pretrained("unused", num_steps_per_iteration=2, **ONLINE)

@@ -145,7 +145,7 @@ def _first_run(made: Made) -> None:
         after = made.artifact(name, f"6ad{k}", "checkpoint", before[0], data[0], lr=0.1 * k)
         records = RolloutRecords(after[0] / "rollouts")
         records.save(1, [_rollout(0.0, HOSTILE, 0), _rollout(1.0, "four", 1)])
-        records.save(2, [_rollout(0.5, "x" * 1_000_000, 0), _rollout(None, "unjudged", 1)])
+        records.save(2, [_rollout(0.5, "x" * 1_000_000, 0), _rollout(None, "unscored", 1)])
         end(name, *after, summary="reward 0.1 → 0.4")
         before, source = after, target
     writer.end_node(

@@ -54,7 +54,7 @@ def test_points_begin_alike_and_are_summed_up(whole: Run) -> None:
 def test_a_failed_point_is_told_and_tried_again_and_the_rest_is_not(
     whole: Run, swept: dict[str, Any], run_recipe: Callable[..., Run]
 ) -> None:
-    told = "sweep_point failed: 16 of 16 rollouts could not be judged"
+    told = "sweep_point failed: 16 of 16 rollouts could not be scored"
     assert whole.lines.count(told) == len(RATES)
     before = {path.name for path in (whole.store / "artifacts").iterdir()}
     good = {**swept, "over": {**swept["over"], "environment.target": [REWARD]}}
@@ -72,7 +72,7 @@ def test_too_few_points_end_the_sweep(
 ) -> None:
     failed = run_recipe({**swept, "min_success_ratio": 0.75}, whole.store, SWEEP)
     assert failed.exit_code == 1
-    assert "rollouts could not be judged" in failed.output
+    assert "rollouts could not be scored" in failed.output
     assert "Traceback" not in failed.output
     record = next((Path(whole.store) / "failures").glob("*-sweep.json"))
-    assert "could not be judged" in json.loads(record.read_text())["error"]
+    assert "could not be scored" in json.loads(record.read_text())["error"]

@@ -8,7 +8,7 @@ from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
-from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
+from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -43,7 +43,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        data = rollout_batch(judged(rollouts))
+        data = rollout_batch(valid_rollouts(rollouts))
         with self.timer.phase("teacher"):
             data.update(self.policy.get_reference_topk_logprobs(data, self.config.top_k))
         with self.timer.phase("train"):

@@ -18,7 +18,7 @@ from nemo_rl_core.functional.advantages import informative_groups, zero_variance
 from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
-from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
+from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.minibatches import train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -55,7 +55,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts, drawn = self._draw(batch)
-        data = grpo_batch(judged(rollouts))
+        data = grpo_batch(valid_rollouts(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
         data, consistency = self._check_consistency(data)
@@ -81,7 +81,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         With dynamic sampling, groups whose rewards are all equal are drawn anew with other prompts,
         and surplus groups are dropped, so that no completion is older than its weights. If no group
         of any draw teaches anything, the step takes the first draw. Rollouts that could not be
-        judged stay in the records of the step. A replayed step is taken as it was recorded.
+        scored stay in the records of the step. A replayed step is taken as it was recorded.
         """
         first = drawn = self._roll_out(prompts)
         sampling = self.config.dynamic_sampling
@@ -101,7 +101,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         return [rollout for rollout in kept if rollout.group in wanted] + failed, metrics
 
     def _informative(self, rollouts: list[Rollout]) -> list[Rollout]:
-        rollouts = judged(rollouts)
+        rollouts = valid_rollouts(rollouts)
         data = grpo_batch(rollouts)
         rewards = data["rewards"][:, None]
         if isinstance(self.config.advantage, GDPO):
@@ -133,7 +133,7 @@ def _groups(rollouts: list[Rollout]) -> list[int]:
 
 def _drawn_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Of every rollout that was sampled, also those that dynamic sampling sets aside."""
-    data = grpo_batch(judged(rollouts))
+    data = grpo_batch(valid_rollouts(rollouts))
     of_all = rollout_metrics(data)
     return {
         "reward": of_all["reward"],

@@ -66,7 +66,7 @@ class CriticConfig(OptimizerConfig):
 class PPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` times roll out, score, train both models, sync.
 
-    A step samples `num_prompts_per_step * num_generations_per_prompt` completions, each judged by
+    A step samples `num_prompts_per_step * num_generations_per_prompt` completions, each scored by
     the critic alone, and goes over them `num_epochs_per_rollout` times, each time in optimizer
     steps of `train_global_batch_size` sequences (all of them, where it is left out). In the first
     `num_critic_warmup_steps` steps of a run only the critic is trained.

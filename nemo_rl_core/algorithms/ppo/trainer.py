@@ -14,7 +14,7 @@ from nemo_rl_core.functional.value import explained_variance
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_metrics
-from nemo_rl_core.rollouts.quarantine import failure_metrics, judged
+from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.trainers.base import Job
 from nemo_rl_core.trainers.minibatches import combined, train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
@@ -52,7 +52,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
-        data = rollout_batch(judged(rollouts))
+        data = rollout_batch(valid_rollouts(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
         data, consistency = check_consistency(data, self.config.gate)

@@ -47,7 +47,7 @@ def recognise(records: Sequence[Mapping[str, Any]], *, where: str, task: str) ->
 
     What is left out is filled: `id` with the record's number, `completion` with the answer and
     `answer` with the completion, `task` with `task`, `metadata` with `{}`. Numbers become text; all
-    else is left as it is for `schemas.validate_rows` to judge.
+    else is left as it is for `schemas.validate_rows` to check.
 
     Args:
         records: Mappings from columns to values.

@@ -38,7 +38,7 @@ def _reply(request: dict[str, Any], names: dict[str, Any], kept: list[Any]) -> E
             raise NameError(f"name {content!r} is not defined")
         return names[content]
 
-    # Named fault boundary: what a call raises is its result, for the test to judge.
+    # Named fault boundary: what a call raises is its result, which the test compares.
     try:
         value = decode(request["of"], kept_or_named)
         for attribute in request["attributes"]:

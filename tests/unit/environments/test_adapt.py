@@ -61,7 +61,7 @@ class PickyEnvironment:
 
 
 class QuarantiningEnvironment:
-    """Says itself which rows it cannot judge."""
+    """Says itself which rows it cannot score."""
 
     def step(self, logs, metadata):
         texts = [log[-1]["content"] for log in logs]
@@ -75,7 +75,7 @@ class QuarantiningEnvironment:
 @pytest.mark.parametrize(
     "reward", [picky, picky_batch, PickyEnvironment(), QuarantiningEnvironment()]
 )
-def test_a_row_that_cannot_be_judged_costs_no_other_its_score(rollout, reward):
+def test_a_row_that_cannot_be_scored_costs_no_other_its_score(rollout, reward):
     scorer = as_scorer(reward)
     outcomes = scorer.score([rollout(text) for text in ("a", "bad", "ccc")])
     assert (outcomes[0], outcomes[2]) == (1.0, 3.0)

@@ -29,7 +29,7 @@ def scorer(namespaces: None) -> CodeScorer:
 
 
 @pytest.fixture
-def judge(scorer: CodeScorer, rollout: Make) -> Callable[..., float | RewardError]:
+def score(scorer: CodeScorer, rollout: Make) -> Callable[..., float | RewardError]:
     def go(program: str, tests: list[Any], **metadata: str) -> float | RewardError:
         row = json.dumps({"tests": tests, **metadata})
         return scorer.score([rollout(program, metadata=row)])[0]
@@ -37,7 +37,7 @@ def judge(scorer: CodeScorer, rollout: Make) -> Callable[..., float | RewardErro
     return go
 
 
-Judge = Callable[..., float | RewardError]
+Score = Callable[..., float | RewardError]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_the_program_is_the_last_block_of_python(completion: str, program: str) 
     ],
 )
 def test_the_reward_is_the_fraction_of_tests_passed(
-    judge: Judge, program: str, reward: float
+    score: Score, program: str, reward: float
 ) -> None:
-    assert judge(program, ADD) == reward
+    assert score(program, ADD) == reward
 
 
 def test_all_or_nothing(namespaces: None, rollout: Make) -> None:
@@ -91,12 +91,12 @@ PLAIN = """
 """
 
 
-def test_plain_data_goes_there_and_back_unchanged(judge: Judge) -> None:
+def test_plain_data_goes_there_and_back_unchanged(score: Score) -> None:
     tests = [
         f"value = {PLAIN.strip()}\nback = same(value)\nassert back == value\n"
         "assert repr(back) == repr(value)",
     ]
-    assert judge("def same(x): return x", tests) == 1.0
+    assert score("def same(x): return x", tests) == 1.0
 
 
 def _never(kind: str, content: Any) -> Any:
@@ -147,8 +147,8 @@ def test_encoding_is_undone_by_decoding(value: Any) -> None:
         ("import sys\ndef f(): sys.stdout.write('x'); return 1", "assert f() == 1"),
     ],
 )  # fmt: skip
-def test_what_tests_may_do(judge: Judge, program: str, test: str) -> None:
-    assert judge(program, [test], setup="import math") == 1.0
+def test_what_tests_may_do(score: Score, program: str, test: str) -> None:
+    assert score(program, [test], setup="import math") == 1.0
 
 
 FORGERIES = {
@@ -222,45 +222,45 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", sorted(FORGERIES.keys() - SLOW))
-def test_the_verdict_cannot_be_forged(judge: Judge, name: str) -> None:
-    assert judge(FORGERIES[name], ADD) == 0.0
+def test_the_verdict_cannot_be_forged(score: Score, name: str) -> None:
+    assert score(FORGERIES[name], ADD) == 0.0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_nor_in_less_likely_ways(judge: Judge, name: str) -> None:
-    assert judge(FORGERIES[name], ADD) == 0.0
+def test_nor_in_less_likely_ways(score: Score, name: str) -> None:
+    assert score(FORGERIES[name], ADD) == 0.0
 
 
 @pytest.mark.parametrize("tests", [ADD, [{"stdin": "", "stdout": "3"}]])
 def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_zero(
-    judge: Judge, tests: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    score: Score, tests: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(runner_module, "_LAUNCHER", tmp_path / "missing.py")
-    outcome = judge("def add(a, b): return a + b\nprint(3)", tests)
+    outcome = score("def add(a, b): return a + b\nprint(3)", tests)
     assert isinstance(outcome, RewardError)
     assert "no sandbox can be built" in str(outcome)
 
 
-def test_a_dead_program_passes_no_test_that_expects_an_exception(judge: Judge) -> None:
+def test_a_dead_program_passes_no_test_that_expects_an_exception(score: Score) -> None:
     expects = "try:\n    f(-1)\n    assert False\nexcept Exception:\n    pass"
     catches_all = "try:\n    f(-1)\nexcept:\n    pass"
     tests = [expects, catches_all]
-    assert judge("def f(x): raise ValueError", tests) == 1.0
-    assert judge("import os\ndef f(x): os._exit(0)", tests) == 0.0
+    assert score("def f(x): raise ValueError", tests) == 1.0
+    assert score("import os\ndef f(x): os._exit(0)", tests) == 0.0
 
 
-def test_tests_before_a_crash_count(judge: Judge) -> None:
+def test_tests_before_a_crash_count(score: Score) -> None:
     program = "import os\ndef add(a, b): return a + b if a == 1 else os._exit(0)"
-    assert judge(program, [*ADD, ADD[0]]) == pytest.approx(1 / 3)
+    assert score(program, [*ADD, ADD[0]]) == pytest.approx(1 / 3)
 
 
 @pytest.mark.thorough
-def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
+def test_a_program_that_takes_its_time_in_a_test_fails_it(score: Score) -> None:
     # What it gives back keeps the test busy past its limit: the program's fault, not the row's.
     long = "def items(): return list(range(100_000))"
     slow = "assert all(x in items() for x in items())"
-    assert judge(long, [slow]) == 0.0
+    assert score(long, [slow]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_program_that_takes_its_time_in_a_test_fails_it(judge: Judge) -> None:
         ),
     ],
 )
-def test_whole_programs_are_judged_by_their_output(
+def test_whole_programs_are_scored_by_their_output(
     namespaces: None, rollout: Make, program: str, reward: float
 ) -> None:
     tests = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "3 4\n", "stdout": "7 \n\n"}]
@@ -324,9 +324,9 @@ def test_a_row_without_tests_is_an_error(metadata: str) -> None:
     ],
 )
 def test_a_broken_row_is_an_error_and_not_a_zero(
-    judge: Judge, test: str, setup: str, said: str
+    score: Score, test: str, setup: str, said: str
 ) -> None:
-    outcome = judge("def add(a, b): return a + b", [test], setup=setup)
+    outcome = score("def add(a, b): return a + b", [test], setup=setup)
     assert isinstance(outcome, RewardError)
     assert said in str(outcome)
 
@@ -339,11 +339,11 @@ def test_a_broken_row_is_an_error_and_not_a_zero(
         pytest.param("def add(a, b): return [0] * 50_000", marks=pytest.mark.thorough),
     ],
 )
-def test_a_broken_row_is_broken_for_every_program(judge: Judge, program: str) -> None:
+def test_a_broken_row_is_broken_for_every_program(score: Score, program: str) -> None:
     # The first test keeps the checker busy until it is killed, where the program has it so.
     busy = "x = add(1, 2)\nassert x == 3 or all(y in x for y in range(len(x)) for z in x)"
     for test in ("1 / 0", "import os; os._exit(0)"):
-        outcome = judge(program, [busy, test])
+        outcome = score(program, [busy, test])
         assert isinstance(outcome, RewardError)
         assert "test 1: " in str(outcome)
 
@@ -356,9 +356,9 @@ def test_a_broken_row_is_broken_for_every_program(judge: Judge, program: str) ->
         "assert add(1, 2) == 3; raise KeyboardInterrupt",
     ],
 )
-def test_a_test_that_has_asked_is_failed_and_not_broken(judge: Judge, test: str) -> None:
+def test_a_test_that_has_asked_is_failed_and_not_broken(score: Score, test: str) -> None:
     # It ends after a reply, so it may end otherwise after another.
-    assert judge("def add(a, b): return 7", [test, *ADD]) == 0.0
+    assert score("def add(a, b): return 7", [test, *ADD]) == 0.0
 
 
 @pytest.mark.thorough
@@ -369,9 +369,9 @@ def test_the_reports_of_many_tests_are_not_cut_off(namespaces: None, rollout: Ma
 
 
 @pytest.mark.thorough
-def test_a_row_of_many_tests_that_reach_the_limits_together_is_not_broken(judge: Judge) -> None:
+def test_a_row_of_many_tests_that_reach_the_limits_together_is_not_broken(score: Score) -> None:
     tests = ["x = sum(range(2_000_000))\nassert add(x, 2) == x + 2"] * 200
-    outcome = judge("def add(a, b): return a + b", tests)
+    outcome = score("def add(a, b): return a + b", tests)
     assert isinstance(outcome, float)
     assert outcome < 1
 

@@ -14,14 +14,14 @@ Z_LEVEL, Z_POWER = 1.959964, 0.841621
 
 
 def outcomes(right: str) -> dict[str, bool | None]:
-    """`+` right, `-` wrong, `?` not judged; prompt ids are places."""
+    """`+` right, `-` wrong, `?` not scored; prompt ids are places."""
     return {str(place): {"+": True, "-": False}.get(each) for place, each in enumerate(right)}
 
 
 def test_figures_by_hand() -> None:
     compared = compare(outcomes("++---?-+"), outcomes("-++++++?"), confidence=0.95, seed=0)
-    # Judged in both: places 0 to 4 and 6. Right before: 0, 1. Right after: 1, 2, 3, 4, 6.
-    assert (compared.num_prompts, compared.num_unjudged) == (6, 2)
+    # Scored in both: places 0 to 4 and 6. Right before: 0, 1. Right after: 1, 2, 3, 4, 6.
+    assert (compared.num_prompts, compared.num_unscored) == (6, 2)
     assert compared.before == pytest.approx(2 / 6)
     assert compared.after == pytest.approx(5 / 6)
     assert compared.difference == pytest.approx(3 / 6)

@@ -1,4 +1,4 @@
-"""Figures out of rollouts, some of which nobody could judge."""
+"""Figures out of rollouts, some of which nobody could score."""
 
 import pytest
 
@@ -28,11 +28,11 @@ SAMPLED = [
     rollout(1, "5", 0.0),
     rollout(1, "4", 1.0),
     rollout(1, "6", 0.0),
-    # One judged: says something about k = 1 alone.
+    # One scored: says something about k = 1 alone.
     rollout(2, "4", 1.0),
     rollout(2, "4", None),
     rollout(2, "4", None),
-    # None judged.
+    # None scored.
     *[rollout(3, "4", None)] * 3,
 ]
 
@@ -55,8 +55,8 @@ def test_figures_by_hand() -> None:
     assert metrics == pytest.approx(
         {
             "num_prompts": 4,
-            "num_unjudged": 6,
-            "greedy_accuracy": 2 / 3,  # of the three that were judged
+            "num_unscored": 6,
+            "greedy_accuracy": 2 / 3,  # of the three that were scored
             "mean_reward": 2.5 / 3,
             "truncated_fraction": 0,
             "pass_at_1": (2 / 3 + 1 / 3 + 1) / 3,
@@ -69,11 +69,11 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_nothing_judged_is_no_accuracy_of_zero() -> None:
+def test_nothing_scored_is_no_accuracy_of_zero() -> None:
     with pytest.raises(RewardError, match="not one completion") as caught:
         accuracy_metrics([rollout(0, "4", None)])
     assert "the judge was out" in caught.value.got
-    assert accuracy_metrics(GREEDY)["unjudged_fraction"] == 1 / 4
+    assert accuracy_metrics(GREEDY)["unscored_fraction"] == 1 / 4
 
 
 def test_a_k_without_samples_has_no_figure() -> None:
@@ -95,7 +95,7 @@ def test_categories_by_task_and_by_metadata() -> None:
     assert category_of(tasks[0], "author") == "none"
 
 
-def test_of_a_category_that_nobody_could_judge_there_are_no_figures() -> None:
+def test_of_a_category_that_nobody_could_score_there_are_no_figures() -> None:
     mixed = [rollout(0, "4", 1.0, "a"), rollout(1, "4", None, "b")]
     assert list(category_metrics(mixed, [], config=EvaluationConfig(), extract=str)) == ["a"]
 

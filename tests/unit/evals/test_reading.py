@@ -63,9 +63,9 @@ def test_completions_are_shown_without_what_would_move_the_cursor(evaluation: Pa
         "  next",
         "wrong: the answer is 2, the reward 0.0",
         "",
-        "1 of 1 greedy completions judged wrong",
+        "1 of 1 greedy completions that are wrong",
     ]
-    result = read(evaluation / "rows.parquet", "--only", "unjudged")
+    result = read(evaluation / "rows.parquet", "--only", "unscored")
     assert result.exit_code == 0
     assert "error: no answer\n  from the judge" in result.stdout
     result = read(evaluation, "--mode", "sampled", "-n", "1")
@@ -83,7 +83,7 @@ def test_what_changed_between_two(evaluation: Path, tmp_path: Path) -> None:
     assert lines[0] == "prompt row-0: lost"
     assert "prompt row-1: gained" in lines
     assert "2 of 2 prompts that changed" in lines
-    # One gained, one lost, one not judged before.
+    # One gained, one lost, one not scored before.
     assert lines[-1].startswith("no difference shown at 95 % confidence: +0.0 points")
 
 

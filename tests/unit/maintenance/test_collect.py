@@ -95,11 +95,16 @@ def test_max_size_drops_the_oldest_first(small: Small, lineage: dict[str, str]) 
 
 def test_a_folder_named_by_a_config_or_by_a_runs_inputs_is_needed(small: Small) -> None:
     given = small.artifact("export", days_old=50)
-    judge = small.artifact("export", days_old=50)
+    reward_model = small.artifact("export", days_old=50)
     model = {"name": str(small.store.artifacts / given / "model")}
-    small.run("older", given, judge, days_old=50)
+    small.run("older", given, reward_model, days_old=50)
     made = small.artifact("train_sft", days_old=1, model=model)
-    small.run("newer", made, days_old=1, config={"judge": str(small.store.artifacts / judge)})
+    small.run(
+        "newer",
+        made,
+        days_old=1,
+        config={"reward_model": str(small.store.artifacts / reward_model)},
+    )
     small.store.release()
     assert make_plan(small.store, RetentionPolicy(keep_runs=1)).artifacts == ()
 

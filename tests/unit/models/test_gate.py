@@ -72,7 +72,7 @@ def test_what_is_not_a_number_is_masked_out_whatever_the_bound(value: float) -> 
     assert metrics == {"token_mult_prob_error": 1.0, "num_inconsistent_sequences": 1.0}
 
 
-def test_sequences_that_are_left_out_anyway_are_not_judged() -> None:
+def test_sequences_that_are_left_out_anyway_are_not_compared() -> None:
     batch = make_batch([[0, 9, 9], [0, 0, 0]])
     batch["sample_mask"] = torch.tensor([0.0, 1.0])
     same, metrics = check_consistency(batch, GATE)

@@ -21,7 +21,7 @@ class Countdown:
     """The policy names a digit a turn, until all of them add up to the row's answer.
 
     Each turn earns 0.5; the environment answers with what is left, and asks to be stopped at `-`.
-    A turn that is no digit cannot be judged.
+    A turn that is no digit cannot be scored.
     """
 
     def __init__(self) -> None:

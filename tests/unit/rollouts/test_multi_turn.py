@@ -136,14 +136,14 @@ def test_bounds_cut(play, ask, bounds, turns, num_tokens, num_unread):
     assert all(row["limit"] <= bounds.max_new_tokens for rows in engine.asked for row in rows)
 
 
-def test_an_unjudged_conversation_ends_alone(play, ask):
+def test_an_unscored_conversation_ends_alone(play, ask):
     def answer(asked):
         return "+" if asked["text"].startswith("<bos>7") and "<eos>" in asked["text"] else "3"
 
     good, bad = play([ask("6=", "6"), ask("7=", "7")], answer, bounds=WIDE)[0]
     assert (good.reward, good.error) == (1.0, None)
     assert bad.reward is None
-    assert "'Countdown' could not judge for prompt '7='" in bad.error
+    assert "'Countdown' could not score for prompt '7='" in bad.error
     assert "'+' is no digit" in bad.error
     assert "\n" not in bad.error
 

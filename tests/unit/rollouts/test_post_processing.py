@@ -36,7 +36,7 @@ def test_rewards_are_adapted_in_their_places() -> None:
     assert metrics == {"repeated_fraction": 2 / 3}
 
 
-def test_nothing_is_asked_where_nothing_was_judged() -> None:
+def test_nothing_is_asked_where_nothing_was_scored() -> None:
     given = [rollout("3", None)]
     assert post_processed(NoRepetition(), given) == (given, {})
 

@@ -1,4 +1,4 @@
-"""What could not be judged is set aside, and too much of it stops a run."""
+"""What could not be scored is set aside, and too much of it stops a run."""
 
 from dataclasses import replace
 
@@ -8,7 +8,11 @@ from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import score_rollouts
 from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.rollouts.quarantine import failure_metrics, judged, refuse_too_many_failures
+from nemo_rl_core.rollouts.quarantine import (
+    failure_metrics,
+    refuse_too_many_failures,
+    valid_rollouts,
+)
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
@@ -29,7 +33,7 @@ ROLLOUTS = [rollout("a"), rollout("boom"), rollout("abc")]
 def test_a_scorer_sets_aside_what_it_cannot_score():
     scored = score_rollouts(FunctionalRewardWrapper(length), ROLLOUTS)
     assert [each.reward for each in scored] == [1.0, None, 3.0]
-    assert [each.text for each in judged(scored)] == ["a", "abc"]
+    assert [each.text for each in valid_rollouts(scored)] == ["a", "abc"]
     assert scored[0].error is scored[2].error is None
     assert "'length' raised" in scored[1].error
     assert "LookupError: no answer sheet" in scored[1].error
@@ -59,7 +63,7 @@ def test_up_to_the_bound_a_run_goes_on(num_failed, fraction):
 
 @pytest.mark.parametrize(("num_failed", "fraction"), [(1, 0.0), (2, 0.1), (10, 1.0)])
 def test_past_the_bound_it_stops(num_failed, fraction):
-    with pytest.raises(RewardError, match=f"{num_failed} of 10 rollouts could not be judged"):
+    with pytest.raises(RewardError, match=f"{num_failed} of 10 rollouts could not be scored"):
         refuse_too_many_failures(batch(num_failed, 10), max_failed_fraction=fraction)
 
 

@@ -73,7 +73,7 @@ def test_metrics_of_the_environment_lie_beside_its_rollouts(tmp_path):
     assert records.load(1) == records.load(2) == [GOOD]
 
 
-def test_advantages_belong_to_the_judged(tmp_path):
+def test_advantages_belong_to_the_valid(tmp_path):
     records = RolloutRecords(tmp_path / "rollouts")
     records.save(12, [GOOD, BAD, GOOD], advantages=torch.tensor([0.25, -2.0]))
     assert records.load(12) == [replace(GOOD, advantage=0.25), BAD, replace(GOOD, advantage=-2.0)]

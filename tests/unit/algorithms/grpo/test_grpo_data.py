@@ -51,7 +51,7 @@ def test_batch_by_hand():
 
 
 def test_groups_are_those_that_the_rollouts_name():
-    # the second of group 7 could not be judged and is gone; group 2 is whole
+    # the second of group 7 could not be scored and is gone; group 2 is whole
     rollouts = [replace(rollout(1.0), group=7), *[replace(rollout(r), group=2) for r in (3.0, 1.0)]]
     batch = grpo_batch(rollouts)
     assert batch["group_ids"].tolist() == [7, 2, 2]
@@ -83,7 +83,7 @@ def test_components_are_a_column():
 def test_an_unscored_rollout_is_refused():
     with pytest.raises(ValueError, match="'p' has not been scored"):
         batch_of(rollout(1.0), rollout(None))
-    with pytest.raises(RewardError, match=r"could not be judged(.|\n)*out of paper"):
+    with pytest.raises(RewardError, match=r"could not be scored(.|\n)*out of paper"):
         batch_of(rollout(1.0), rollout(None).failed("out of paper"))
 
 
