@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[str, Sequence[str]]] = {
             "nemo_rl_core.environments.interfaces",
             "nemo_rl_core.environments.adapt",
             "nemo_rl_core.environments.factory",
+            "nemo_rl_core.environments.rewards.functional_reward",
             "nemo_rl_core.environments.tools",
             "nemo_rl_core.environments.sandbox",
         ],

@@ -125,8 +125,8 @@ class MultipleChoice(FrozenConfig):
 class CodeTests(FrozenConfig):
     """The unit tests of the row that the completion's program passes, run in a sandbox.
 
-    The row's metadata has `tests`, and may have `setup`; `nemo_rl_core.environments.code` says in
-    which form.
+    The row's metadata has `tests`, and may have `setup`, in the form that
+    `nemo_rl_core.environments.rewards.code` describes.
 
     Attributes:
         reward: The fraction of tests that pass, or 1.0 for all and 0.0 for fewer.

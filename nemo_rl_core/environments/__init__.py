@@ -1,12 +1,18 @@
-"""What answers to completions, and what they are worth.
+"""What scores completions, and what answers them.
+
+- `rewards/`: what scores, a file a kind of reward;
+- `multi_turn/` and `tools/`: what plays, environments that answer the policy;
+- `sandbox/`: what contains, for programs that nobody trusts;
+- here: the interfaces, `factory`, and what takes both scorers and environments (`adapt`,
+  `by_task`, `remote` and its `actor_pool`, `post_processing`).
 
 Four words, each with one meaning:
 
 - A **reward** is a number: what a rollout, or one turn of it, is worth. `Rollout.reward` holds it,
   and learning raises it. Users write one as a function, `(prompt, response) -> float`.
-- A **scorer** (`interfaces.Scorer`) gives finished completions their rewards, one each, and says
-  nothing to the policy: exact, math, code, regex, a reward model, your function.
-- An **environment** (`interfaces.EnvironmentInterface`) hears the policy's turns one by one,
+- A **scorer** (`interfaces.Scorer`) gives finished completions their rewards, one each: exact,
+  math, code, regex, a reward model, your function.
+- An **environment** (`interfaces.EnvironmentInterface`) gets the policy's turns one by one,
   rewards each, and answers, so that the policy may go on: games and tools. The section
   `environment` of a recipe names either; `adapt` turns one into the other, a scorer being an
   environment that ends after one turn.
@@ -17,3 +23,7 @@ A rollout is **scored** when its reward has been computed, **valid** when nothin
 
 `factory` makes all of them from their configs.
 """
+
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+
+__all__ = ["FunctionalRewardWrapper"]

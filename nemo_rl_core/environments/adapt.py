@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -12,7 +11,14 @@ from nemo_rl_core.environments.interfaces import (
     Scorer,
     failure,
 )
-from nemo_rl_core.environments.replies import Reply, checked_replies, failed, joined, source_of
+from nemo_rl_core.environments.multi_turn.replies import (
+    Reply,
+    checked_replies,
+    failed,
+    joined,
+    source_of,
+)
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

@@ -30,7 +30,7 @@ from nemo_rl_core.config.environment import (
     answers_back,
 )
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
-from nemo_rl_core.environments.llm_judge import ChatModel
+from nemo_rl_core.environments.rewards.llm_judge import ChatModel
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.games import Position
 
@@ -64,7 +64,7 @@ def make_scorer(
     make = partial(make_scorer, reward_model=reward_model, policy=policy, start_judge=start_judge)
     match config:
         case WeightedSum(parts=parts):
-            from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
+            from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
 
             scorers = [make(each.environment) for each in parts]
             return WeightedSumScorer(scorers, [each.weight for each in parts])
@@ -116,28 +116,28 @@ def _single_scorer(
 ) -> Scorer:
     match config:
         case MathVerify():
-            from nemo_rl_core.environments.math import MathScorer
+            from nemo_rl_core.environments.rewards.math import MathScorer
 
             return MathScorer(config)
         case ReasoningGymScore():
-            from nemo_rl_core.environments.reasoning_gym import ReasoningGymScorer
+            from nemo_rl_core.environments.rewards.reasoning_gym import ReasoningGymScorer
 
             return ReasoningGymScorer()
         case RewardFunction():
-            from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
+            from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 
             return FunctionalRewardWrapper.from_target(config.target)
         case CodeTests():
-            from nemo_rl_core.environments.code import CodeScorer
+            from nemo_rl_core.environments.rewards.code import CodeScorer
 
             return CodeScorer.from_config(config)
     return _text_scorer(config)
 
 
 def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleChoice) -> Scorer:
-    from nemo_rl_core.environments.exact import ExactScorer
-    from nemo_rl_core.environments.formats import JsonSchemaScorer, RegexScorer
-    from nemo_rl_core.environments.multiple_choice import MultipleChoiceScorer
+    from nemo_rl_core.environments.rewards.exact import ExactScorer
+    from nemo_rl_core.environments.rewards.formats import JsonSchemaScorer, RegexScorer
+    from nemo_rl_core.environments.rewards.multiple_choice import MultipleChoiceScorer
 
     match config:
         case ExactMatch():
@@ -155,7 +155,7 @@ def _conversation(config: ConversationConfig) -> EnvironmentInterface:
         from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
 
         return ToolEnvironment(config, make_tools(config.tools), make_scorer(config.answer))
-    from nemo_rl_core.environments.games import GameEnvironment
+    from nemo_rl_core.environments.multi_turn.games import GameEnvironment
     from nemo_rl_core.games.guess_number import NumberGuess
     from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle
 
@@ -176,8 +176,8 @@ def _by_task(scorers: Mapping[str, Scorer], *, has_turns: bool) -> Scorer:
 
 
 def _judge(config: LLMJudge, start_judge: StartJudge | None) -> Scorer:
-    from nemo_rl_core.environments.chat_endpoint import EndpointChat
-    from nemo_rl_core.environments.llm_judge import LLMJudgeScorer
+    from nemo_rl_core.environments.rewards.chat_endpoint import EndpointChat
+    from nemo_rl_core.environments.rewards.llm_judge import LLMJudgeScorer
 
     if not isinstance(config.judge, JudgeModel):
         endpoint = EndpointChat(config.judge, max_new_tokens=config.max_new_tokens)
@@ -216,7 +216,7 @@ def _reward_model_scorer(
             got="no policy",
             fix="pass make_scorer(..., policy=FOLDER)",
         )
-    from nemo_rl_core.environments.reward_model import RewardModelScorer
+    from nemo_rl_core.environments.rewards.reward_model import RewardModelScorer
 
     limit = config.max_tokens_per_batch
     return RewardModelScorer(str(name), policy=policy, max_tokens_per_batch=limit)

@@ -20,8 +20,8 @@ from nemo_rl_core.environments.interfaces import (
     failure,
     score_rollouts,
 )
+from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined
 from nemo_rl_core.environments.post_processing import HOOK, post_process
-from nemo_rl_core.environments.replies import Reply, ask, failed, joined
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from nemo_rl_core.config.environment import EnvironmentConfig
-from nemo_rl_core.environments.reasoning_gym import candidate_answers
+from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
 
 ExtractAnswer = Callable[[str], str]
 """From a completion to the answer in it, as text that can be compared."""

@@ -12,7 +12,7 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.interfaces import checked
-from nemo_rl_core.environments.replies import Reply
+from nemo_rl_core.environments.multi_turn.replies import Reply
 from nemo_rl_core.errors import DataError, RewardError
 from nemo_rl_core.rollouts.engine import RolloutPlace, request_seed
 from nemo_rl_core.rollouts.requests import CompletionRequest, CompletionResult

@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
-from nemo_rl_core.environments.replies import checked_replies
+from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
 from nemo_rl_core.rollouts.engine import RolloutEngine, RolloutPlace

@@ -15,7 +15,7 @@ from itertools import count
 from typing import TypeVar
 
 from nemo_rl_core.environments.interfaces import EnvironmentInterface
-from nemo_rl_core.environments.replies import checked_replies
+from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.rollouts.conversation import Conversation

@@ -88,7 +88,7 @@ def _check_measure(measure: EnvironmentConfig) -> None:
 
 def _check_environment(environment: SingleEnvironmentConfig) -> None:
     if isinstance(environment, RewardFunction):
-        from nemo_rl_core.environments.functional_reward import load_function
+        from nemo_rl_core.environments.rewards.functional_reward import load_function
 
         load_function(environment.target)
     if isinstance(environment, RegexMatch | JsonSchemaMatch):

@@ -24,8 +24,8 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import actor_pool
 from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer
 from nemo_rl_core.environments.interfaces import Scorer, score_rollouts
+from nemo_rl_core.environments.multi_turn.replies import split
 from nemo_rl_core.environments.post_processing import post_process
-from nemo_rl_core.environments.replies import split
 from nemo_rl_core.errors import ConfigError, RewardError, WorkerError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

@@ -25,7 +25,7 @@ from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments.llm_judge import question
+from nemo_rl_core.environments.rewards.llm_judge import question
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.batch import rollout_batch
 from nemo_rl_core.rollouts.conversation import Bounds

@@ -8,7 +8,7 @@ from nemo_rl_core.config.environment import JudgeModel, LLMJudge
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.llm_judge import ChatModel
+from nemo_rl_core.environments.rewards.llm_judge import ChatModel
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.rollouts.scorers import EngineChat, start_judge

@@ -18,7 +18,7 @@ import nemo_rl_core
 from nemo_rl_core import GRPOTrainer, TrainResult, algorithms
 from nemo_rl_core.api.functional import _ALGORITHM_REGISTRY
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.callbacks import Callback

@@ -59,9 +59,9 @@ EDITS: dict[str, tuple[list[str], str, str]] = {
     "the GRPO loss": ([LOSS.format("grpo")], "", CODE),
     "the DPO loss": ([LOSS.format("dpo")], "", CODE),
     "the SFT loss": ([LOSS.format("sft")], "", CODE),
-    "an environment's source": (["nemo_rl_core/environments/exact.py"], "", CODE),
+    "an environment's source": (["nemo_rl_core/environments/rewards/exact.py"], "", CODE),
     "the checker of code, which is read as text": (
-        ["nemo_rl_core/environments/code_checker/checker.py"],
+        ["nemo_rl_core/environments/rewards/code_checker/checker.py"],
         "",
         CODE,
     ),

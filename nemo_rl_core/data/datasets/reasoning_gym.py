@@ -20,7 +20,7 @@ def load(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
 
     Returns:
         Training rows and validation rows. `metadata` is JSON with `task`, `options` and `entry`:
-        what `environments.reasoning_gym` needs to call the task's own scorer.
+        what `environments.rewards.reasoning_gym` needs to call the task's own scorer.
 
     Raises:
         DataError: For an unknown task or option, a task that cannot be scored later, or one that

@@ -5,9 +5,9 @@ import pytest
 from nemo_rl_core.config.environment import ExactMatch
 from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment, as_scorer
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts
-from nemo_rl_core.environments.replies import Reply, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, joined
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.errors import ConfigError, RewardError
 
 

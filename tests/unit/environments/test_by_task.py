@@ -7,7 +7,7 @@ from nemo_rl_core.config.environment import ByTask, answers_back, single_environ
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.by_task import ByTaskEnvironment
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.replies import split
+from nemo_rl_core.environments.multi_turn.replies import split
 from nemo_rl_core.errors import RewardError
 
 SINGLE = [

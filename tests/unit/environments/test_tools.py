@@ -16,9 +16,9 @@ from nemo_rl_core.config.environment import (
     ToolUse,
 )
 from nemo_rl_core.environments.adapt import EnvironmentScorer
-from nemo_rl_core.environments.exact import ExactScorer
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
+from nemo_rl_core.environments.rewards.exact import ExactScorer
 from nemo_rl_core.environments.sandbox import Limits
 from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
 from nemo_rl_core.environments.tools.calculator import calculate

@@ -1,6 +1,6 @@
 """Turns that end a rollout without a reward, and cost no other rollout its own."""
 
-from nemo_rl_core.environments.replies import Reply
+from nemo_rl_core.environments.multi_turn.replies import Reply
 from nemo_rl_core.rollouts.conversation import Bounds, Conversation
 from nemo_rl_core.rollouts.engine import RolloutPlace
 from nemo_rl_core.rollouts.requests import CompletionResult

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import score_rollouts
-from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.rollouts.quarantine import (
     failure_metrics,

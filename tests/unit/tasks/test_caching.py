@@ -161,8 +161,8 @@ def test_words_and_layout_keep_the_digest(
         ("tasks.evaluate", ENGINE, True),
         ("tasks.prepare_data", ENGINE, False),
         # Read as text and started, not imported:
-        ("tasks.grpo_iteration", "nemo_rl_core/environments/code_checker/checker.py", True),
-        ("tasks.evaluate", "nemo_rl_core/environments/code_checker/program.py", True),
+        ("tasks.grpo_iteration", "nemo_rl_core/environments/rewards/code_checker/checker.py", True),
+        ("tasks.evaluate", "nemo_rl_core/environments/rewards/code_checker/program.py", True),
         ("tasks.ppo_iteration", "nemo_rl_core/environments/sandbox/launcher.py", True),
         ("tasks.train_sft", "nemo_rl_core/environments/sandbox/launcher.py", False),
         # Imported by the name that its package gives out:

@@ -9,7 +9,10 @@ import torch
 
 from nemo_rl_core.config.environment import RewardFunction
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper, load_function
+from nemo_rl_core.environments.rewards.functional_reward import (
+    FunctionalRewardWrapper,
+    load_function,
+)
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Rollout
 

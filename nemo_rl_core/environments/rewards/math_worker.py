@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from nemo_rl_core.environments.math_limits import (
+from nemo_rl_core.environments.rewards.math_limits import (
     TooLargeError,
     count_calls,
     refuse_large_numbers,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.environment import MultipleChoice
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.multiple_choice import chosen_letter
+from nemo_rl_core.environments.rewards.multiple_choice import chosen_letter
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 

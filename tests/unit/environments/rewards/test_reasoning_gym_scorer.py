@@ -6,7 +6,7 @@ import pytest
 from nemo_rl_core.config.environment import ReasoningGymScore
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import raise_first
-from nemo_rl_core.environments.reasoning_gym import candidate_answers
+from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 

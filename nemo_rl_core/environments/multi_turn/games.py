@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message
-from nemo_rl_core.environments.reasoning_gym import candidate_answers
-from nemo_rl_core.environments.replies import Reply, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, joined
+from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
 from nemo_rl_core.games import Position
 
 _NUMBER = re.compile(r"[0-9]{1,6}")

@@ -40,7 +40,7 @@ from nemo_rl_core.types import Rollout
 
 _FENCE = "```"
 _LANGUAGES = {"", "python", "py", "python3"}
-_FOLDER = "nemo_rl_core/environments/code_checker"
+_FOLDER = "nemo_rl_core/environments/rewards/code_checker"
 
 
 def extract_program(completion: str) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.config.environment import CodeTests
-from nemo_rl_core.environments import code_checker
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.rewards import code_checker
 from nemo_rl_core.environments.sandbox import Limits, Sandbox
 from nemo_rl_core.types import Rollout
-from tests.unit.environments.hostile_programs import ROWS
+from tests.unit.environments.rewards.hostile_programs import ROWS
 
 ENDLESS = {"returns what equals the sentinel", "a recursion limit taken away"}
 """Those that run into the limits."""
@@ -24,7 +24,7 @@ RIGHT = [(row.test, "right", row.right) for row in ROWS if row.right]
 # forked: that costs a twentieth of two sandboxes a case.
 FARM = """
 import json, os, sys
-from nemo_rl_core.environments.code_checker import checker, program
+from nemo_rl_core.environments.rewards.code_checker import checker, program
 
 def start(main, folder, *streams):
     child = os.fork()
@@ -57,7 +57,7 @@ print(json.dumps(verdicts))
 
 def _verdicts(cases: list[tuple[str, str, str]]) -> list[str]:
     """What the checker reports of each case."""
-    folder = "nemo_rl_core/environments/code_checker"
+    folder = "nemo_rl_core/environments/rewards/code_checker"
     assert code_checker.__file__ is not None
     files = {
         f"{folder}/{file.name}": file.read_text()

@@ -10,7 +10,7 @@ from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.data.turns import turns_of
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.replies import split
+from nemo_rl_core.environments.multi_turn.replies import split
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.games.guess_number import NumberGuess, best_guess
 from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle, best_move, distances

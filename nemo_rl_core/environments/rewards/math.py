@@ -112,7 +112,7 @@ class _Worker:
         search_path = os.pathsep.join(path or os.curdir for path in sys.path)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "nemo_rl_core.environments.math_worker"],
+            [sys.executable, "-W", "ignore", "-m", "nemo_rl_core.environments.rewards.math_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

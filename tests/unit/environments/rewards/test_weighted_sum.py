@@ -3,9 +3,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch, WeightedSum
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts
-from nemo_rl_core.environments.weighted_sum import WeightedSumScorer
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import RewardError
 
 PARTS = [

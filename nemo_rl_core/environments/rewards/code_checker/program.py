@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.environments.code_checker.plain import Encoded, decode, encode
-from nemo_rl_core.environments.code_checker.streams import silence
+from nemo_rl_core.environments.rewards.code_checker.plain import Encoded, decode, encode
+from nemo_rl_core.environments.rewards.code_checker.streams import silence
 
 
 def main() -> None:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from nemo_rl_core.environments.code_checker.names import Attributes, names_used, standard_module
-from nemo_rl_core.environments.code_checker.plain import Encoded, decode, encode
-from nemo_rl_core.environments.code_checker.streams import silence
+from nemo_rl_core.environments.rewards.code_checker.names import (
+    Attributes,
+    names_used,
+    standard_module,
+)
+from nemo_rl_core.environments.rewards.code_checker.plain import Encoded, decode, encode
+from nemo_rl_core.environments.rewards.code_checker.streams import silence
 
 _MOST_BYTES = 2**20
 """Of one reply."""

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_core.config.environment import CodeTests
-from nemo_rl_core.environments.code import CodeScorer, UnitTests, extract_program
-from nemo_rl_core.environments.code_checker.plain import decode, encode
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.rewards.code import CodeScorer, UnitTests, extract_program
+from nemo_rl_core.environments.rewards.code_checker.plain import decode, encode
 from nemo_rl_core.environments.sandbox import runner as runner_module
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout

@@ -17,7 +17,7 @@ from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import score_rollouts
-from nemo_rl_core.environments.reward_model import RewardModelScorer, batches_by_length
+from nemo_rl_core.environments.rewards.reward_model import RewardModelScorer, batches_by_length
 from nemo_rl_core.errors import ConfigError, ModelError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

@@ -273,7 +273,7 @@ ADD = Row(
             "    if hasattr(m, 'encode'): m.encode = lambda *a: True\ndef add(a, b): return None"
         ),
         "a checker imported and patched": (
-            "try:\n    from nemo_rl_core.environments.code_checker import checker\n"
+            "try:\n    from nemo_rl_core.environments.rewards.code_checker import checker\n"
             "    checker.run_test = lambda *a: True\nexcept ImportError: pass\n"
             "def add(a, b): return None"
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl_core.config.environment import JudgeEndpoint, LLMJudge
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.llm_judge import question
+from nemo_rl_core.environments.rewards.llm_judge import question
 from nemo_rl_core.errors import ConfigError, RewardError
 
 KEY = "sk-not-to-be-seen-anywhere"

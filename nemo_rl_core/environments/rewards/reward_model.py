@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.environments.interfaces import Scorer, checked, failure
-from nemo_rl_core.environments.reward_model_loading import (
+from nemo_rl_core.environments.rewards.reward_model_loading import (
     SCALAR_HEAD,
     checked_context_length,
     load_reward_model,

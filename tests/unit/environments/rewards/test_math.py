@@ -9,8 +9,8 @@ import pytest
 from nemo_rl_core.config.environment import MathVerify
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import raise_first
-from nemo_rl_core.environments.math import MathScorer, _Worker
-from nemo_rl_core.environments.math_worker import equal
+from nemo_rl_core.environments.rewards.math import MathScorer, _Worker
+from nemo_rl_core.environments.rewards.math_worker import equal
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.environments.replies import Reply, checked_replies
+from nemo_rl_core.environments.multi_turn.replies import Reply, checked_replies
 from nemo_rl_core.errors import RewardError
 
 LOGS = [

@@ -9,8 +9,12 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_rl_core.environments.code_checker.checker import BrokenTestError, Connection, run_test
-from nemo_rl_core.environments.code_checker.streams import silence
+from nemo_rl_core.environments.rewards.code_checker.checker import (
+    BrokenTestError,
+    Connection,
+    run_test,
+)
+from nemo_rl_core.environments.rewards.code_checker.streams import silence
 
 
 class _FirstRequest(Connection):
