@@ -336,8 +336,8 @@ class ToolUse(FrozenConfig):
         return self
 
 
-_Conversation = SlidingPuzzleGame | GuessNumberGame | ToolUse
-ConversationConfig = Annotated[_Conversation, Field(discriminator="kind")]
+_MultiTurn = SlidingPuzzleGame | GuessNumberGame | ToolUse
+MultiTurnConfig = Annotated[_MultiTurn, Field(discriminator="kind")]
 """Environments that answer, so that the policy has several turns."""
 
 
@@ -350,7 +350,7 @@ class TaskEnvironment(FrozenConfig):
     """
 
     task: str = Field(min_length=1)
-    environment: Annotated[_Single | _Conversation | WeightedSum, Field(discriminator="kind")]
+    environment: Annotated[_Single | _MultiTurn | WeightedSum, Field(discriminator="kind")]
 
 
 class ByTask(FrozenConfig):
@@ -378,7 +378,7 @@ class ByTask(FrozenConfig):
 
 
 EnvironmentConfig = Annotated[
-    _Single | _Conversation | WeightedSum | ByTask, Field(discriminator="kind")
+    _Single | _MultiTurn | WeightedSum | ByTask, Field(discriminator="kind")
 ]
 
 
@@ -414,16 +414,16 @@ def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConf
             return [config]
 
 
-def conversations(config: EnvironmentConfig) -> list[ConversationConfig]:
+def multi_turn_environments(config: EnvironmentConfig) -> list[MultiTurnConfig]:
     """The environments that answer: of all tasks, or the one that there is."""
     if isinstance(config, ByTask):
-        return [one for each in config.tasks for one in conversations(each.environment)]
-    return [config] if isinstance(config, _Conversation) else []
+        return [one for each in config.tasks for one in multi_turn_environments(each.environment)]
+    return [config] if isinstance(config, _MultiTurn) else []
 
 
 def answers_back(config: EnvironmentConfig) -> bool:
     """Whether the policy may have several turns."""
-    return bool(conversations(config))
+    return bool(multi_turn_environments(config))
 
 
 def reads_reward_model(config: EnvironmentConfig) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from nemo_rl_core.config.environment import (
     ByTask,
     CodeTests,
-    ConversationConfig,
     EnvironmentConfig,
     EnvironmentWorkers,
     ExactMatch,
@@ -20,6 +19,7 @@ from nemo_rl_core.config.environment import (
     LLMJudge,
     MathVerify,
     MultipleChoice,
+    MultiTurnConfig,
     ReasoningGymScore,
     RegexMatch,
     RewardFunction,
@@ -150,7 +150,7 @@ def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleCho
             return MultipleChoiceScorer(num_choices=config.num_choices)
 
 
-def _conversation(config: ConversationConfig) -> EnvironmentInterface:
+def _conversation(config: MultiTurnConfig) -> EnvironmentInterface:
     if isinstance(config, ToolUse):
         from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
 

@@ -28,31 +28,31 @@ class RolloutPlace:
     sample: int
 
 
-class Dialogue(Protocol):
-    """One rollout while it goes on, for whoever asks the policy."""
+class Episode(Protocol):
+    """One rollout while it goes on, of one turn or several."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is to be asked any more."""
+        """Whether there are no more requests."""
         ...
 
     def request(self) -> CompletionRequest:
-        """What the policy is asked next."""
+        """The next request to the engine."""
         ...
 
-    def hear_policy(self, answer: CompletionResult) -> None:
-        """Takes what the policy says."""
+    def add_completion(self, answer: CompletionResult) -> None:
+        """Appends a completion of the policy."""
         ...
 
     def rollout(self) -> Rollout:
-        """What has been said."""
+        """The record of the episode."""
         ...
 
 
-D = TypeVar("D", bound=Dialogue)
+E = TypeVar("E", bound=Episode)
 
 
-class RolloutEngine(ABC, Generic[D]):
+class RolloutEngine(ABC, Generic[E]):
     """Samples groups of rollouts of the same prompt, each under a seed of its own.
 
     A request's seed depends on the run's seed, the step, the prompt's place, the sample's place
@@ -72,12 +72,12 @@ class RolloutEngine(ABC, Generic[D]):
         self._seed = seed
 
     @abstractmethod
-    def dialogue(self, prompt: Prompt, place: RolloutPlace) -> D:
+    def episode(self, prompt: Prompt, place: RolloutPlace) -> E:
         """A rollout that has not begun."""
 
     @abstractmethod
-    def _answer(self, dialogues: Sequence[D]) -> None:
-        """What follows when the policy has spoken in each of these, if anything does."""
+    def _step_environment(self, episodes: Sequence[E]) -> None:
+        """Answers the last completion of each episode, where there is an environment."""
 
     def run(
         self,
@@ -102,18 +102,18 @@ class RolloutEngine(ABC, Generic[D]):
             say which they are. Where an environment has answered, each has a reward or an error;
             else neither.
         """
-        dialogues = [
-            self.dialogue(prompt, RolloutPlace(self._seed, step, group, sample))
+        episodes = [
+            self.episode(prompt, RolloutPlace(self._seed, step, group, sample))
             for group, prompt in enumerate(prompts, start=first_place)
             for sample in range(num_generations_per_prompt)
         ]
-        while live := [each for each in dialogues if not each.is_over]:
+        while live := [each for each in episodes if not each.is_over]:
             requests = [each.request() for each in live]
             answers = answers_to(requests, self._generation, greedy=greedy)
-            for dialogue, answer in zip(live, answers, strict=True):
-                dialogue.hear_policy(answer)
-            self._answer(live)
-        return [each.rollout() for each in dialogues]
+            for episode, answer in zip(live, answers, strict=True):
+                episode.add_completion(answer)
+            self._step_environment(live)
+        return [each.rollout() for each in episodes]
 
 
 def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -> int:

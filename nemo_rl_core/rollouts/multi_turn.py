@@ -7,15 +7,15 @@ from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, StopsFirstTurn
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.conversation import Bounds, Conversation
 from nemo_rl_core.rollouts.engine import RolloutEngine, RolloutPlace
+from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.types import Prompt
 
 
-class MultiTurnRollouts(RolloutEngine[Conversation]):
-    """Plays conversations: each round asks the engine once, and then the environment once.
+class MultiTurnRollouts(RolloutEngine[MultiTurnEpisode]):
+    """Plays episodes: each round asks the engine once, and then the environment once.
 
-    The environment scores each conversation by its own turns, and their rollouts have a reward, or
+    The environment scores each episode by its own turns, and their rollouts have a reward, or
     say why they have none.
 
     Args:
@@ -24,7 +24,7 @@ class MultiTurnRollouts(RolloutEngine[Conversation]):
         environment: Answers, and rewards each turn; it may say where the first one stops
             (`StopsFirstTurn`).
         seed: The run's seed.
-        bounds: Where a conversation is cut.
+        bounds: Where an episode is cut.
 
     Raises:
         DataError: If the chat template cannot append turns to what the policy has said.
@@ -48,9 +48,9 @@ class MultiTurnRollouts(RolloutEngine[Conversation]):
         if isinstance(environment, StopsFirstTurn):
             self._first_stops = tuple(environment.first_stop_strings)
 
-    def dialogue(self, prompt: Prompt, place: RolloutPlace) -> Conversation:
+    def episode(self, prompt: Prompt, place: RolloutPlace) -> MultiTurnEpisode:
         """A rollout that has not begun."""
-        return Conversation(
+        return MultiTurnEpisode(
             prompt,
             place,
             bounds=self._bounds,
@@ -58,11 +58,11 @@ class MultiTurnRollouts(RolloutEngine[Conversation]):
             stop_strings=self._first_stops,
         )
 
-    def _answer(self, dialogues: Sequence[Conversation]) -> None:
+    def _step_environment(self, episodes: Sequence[MultiTurnEpisode]) -> None:
         replies = checked_replies(
             self._environment,
-            [list(each.messages) for each in dialogues],
-            [each.metadata for each in dialogues],
+            [list(each.messages) for each in episodes],
+            [each.metadata for each in episodes],
         )
-        for dialogue, reply in zip(dialogues, replies, strict=True):
-            dialogue.hear_environment(reply)
+        for episode, reply in zip(episodes, replies, strict=True):
+            episode.add_observation(reply)

@@ -12,8 +12,8 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, score_rollouts
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.post_processing import post_processed
 from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures

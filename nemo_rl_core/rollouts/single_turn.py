@@ -9,7 +9,7 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
 class SingleTurnEpisode:
-    """A prompt and its completion (a `Dialogue`).
+    """A prompt and its completion.
 
     Args:
         prompt: What is asked.
@@ -29,17 +29,17 @@ class SingleTurnEpisode:
         return self._answer is not None
 
     def request(self) -> CompletionRequest:
-        """What the policy is asked."""
+        """The request to the engine."""
         place = self._place
         seed = request_seed(place.seed, place.step, place.group, place.sample)
         return CompletionRequest(self._prompt.token_ids, seed)
 
-    def hear_policy(self, answer: CompletionResult) -> None:
+    def add_completion(self, answer: CompletionResult) -> None:
         """Takes the completion."""
         self._answer = answer
 
     def rollout(self) -> Rollout:
-        """What has been said as a record, unscored."""
+        """The record of the episode, unscored."""
         answer = self._answer
         assert answer is not None
         return Rollout(
@@ -59,9 +59,9 @@ class SingleTurnEpisode:
 class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
     """Samples completions, which somebody else scores."""
 
-    def dialogue(self, prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
+    def episode(self, prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
         """A rollout that has not begun."""
         return SingleTurnEpisode(prompt, place, tokenizer=self._tokenizer)
 
-    def _answer(self, dialogues: Sequence[SingleTurnEpisode]) -> None:
-        """Nobody does: each is over."""
+    def _step_environment(self, episodes: Sequence[SingleTurnEpisode]) -> None:
+        """There is none: each episode is over."""

@@ -1,9 +1,9 @@
 """Rollouts of several steps under way at once, for a trainer that does not wait for its engine.
 
-A thread of the stream's own hears what the engine has completed, lets the environment answer and
-asks on, so that conversations go on while the model trains. The caller's thread begins steps, takes
-them, and hands over weights. What either does with the engine it does under one lock; an
-environment, which may be slow, is asked outside of it.
+A thread of the stream's own collects what the engine has completed, steps the environment and
+submits the next requests, so that episodes go on while the model trains. The caller's thread begins
+steps, takes them, and hands over weights. Both use the engine under one lock; an environment, which
+may be slow, is called outside of it.
 """
 
 import threading
@@ -18,48 +18,48 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from nemo_rl_core.rollouts.conversation import Conversation
-from nemo_rl_core.rollouts.engine import Dialogue, RolloutPlace
+from nemo_rl_core.rollouts.engine import Episode, RolloutPlace
+from nemo_rl_core.rollouts.episode import MultiTurnEpisode
 from nemo_rl_core.rollouts.requests import CompletionResult, as_batch
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
-_POLL_SECONDS = 1.0
-_PAUSE_SECONDS = 0.05
-"""Between two looks at the engine while nobody waits: it must be free for new weights."""
-_BREATH_SECONDS = 0.001
-"""Between two looks while somebody waits: long enough to see that the wait is over."""
+_MAX_WAIT_SECONDS = 1.0
+_IDLE_POLL_SECONDS = 0.05
+"""Between two polls while no caller waits: the engine must be free for new weights."""
+_AWAITED_POLL_SECONDS = 0.001
+"""Between two polls while a caller waits in `take`, so that it can see that the wait is over."""
 _CLOSE_SECONDS = 5.0
-_MAX_FRUITLESS_RESTARTS = 2
+_MAX_RESTARTS_IN_A_ROW = 2
 _FOREVER = float("inf")
 T = TypeVar("T")
 
 
 @dataclass
-class _Asked:
+class _PendingRollout:
     """One rollout that is under way, or done.
 
     Attributes:
-        prompt: Of the dialogue.
-        place: Of the dialogue.
-        dialogue: As far as it is.
-        num_attempts: How often it was begun.
-        failure: Why it was given up.
+        prompt: The episode's.
+        place: The episode's.
+        episode: The turns so far.
+        num_attempts: How often it was submitted from its first token.
+        failure: Why it has no rollout.
     """
 
     prompt: Prompt
     place: RolloutPlace
-    dialogue: Dialogue
+    episode: Episode
     num_attempts: int = 1
     failure: str | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.failure is not None or self.dialogue.is_over
+        return self.failure is not None or self.episode.is_over
 
     def rollout(self) -> Rollout:
         if self.failure is None:
-            return self.dialogue.rollout()
+            return self.episode.rollout()
         place, nothing = self.place, Completion((), (), truncated=True)
         return Rollout(
             self.prompt, nothing, "", group=place.group, sample=place.sample, error=self.failure
@@ -73,53 +73,53 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     they came in. So what is trained on when does not depend on time; only which version of the
     weights drew a token does, and that is in the record.
 
-    A lost engine is started again only by the caller's leave, in `begin`, `take` or `alone`: while
-    the model trains, the weights that the engine had are nowhere any more.
+    A lost engine is started again only in the caller's `begin`, `take` or `exclusive`: while the
+    model trains, the weights that the engine had exist no more.
 
     Args:
         generation: Goes on generating between calls, for this stream alone.
-        dialogue: Makes the `Exchange` or `Conversation` of a prompt.
-        environment: Answers conversations; None where nobody answers.
+        episode: Makes the `Episode` of a prompt.
+        environment: Answers the policy's turns; None for single-turn episodes.
         seed: The run's.
-        timeout_seconds: How long `take` waits before what is missing is asked for once more, and
-            again before it is given up; None waits for ever.
+        timeout_seconds: How long `take` waits before missing rollouts are sampled once more, and
+            again before they fail; None waits for ever.
     """
 
     def __init__(
         self,
         generation: StreamingGeneration,
-        dialogue: Callable[[Prompt, RolloutPlace], Dialogue],
+        episode: Callable[[Prompt, RolloutPlace], Episode],
         environment: EnvironmentInterface | None,
         *,
         seed: int,
         timeout_seconds: float | None = None,
     ) -> None:
         self._generation = generation
-        self._dialogue = dialogue
+        self._new_episode = episode
         self._environment = environment
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._names = count()
-        self._steps: dict[int, list[_Asked]] = {}
-        self._in_flight: dict[int, _Asked] = {}
+        self._steps: dict[int, list[_PendingRollout]] = {}
+        self._in_flight: dict[int, _PendingRollout] = {}
         self._num_restarts = generation.num_restarts
-        self._num_fruitless_restarts = 0
-        # Of all above, of the engine, and of these: who waits in `take` until when, and what went
-        # wrong in the thread.
+        self._num_restarts_in_a_row = 0
+        # Guards all above, the engine, and these: until when a caller waits in `take`, and what the
+        # thread has raised.
         self._lock = threading.Condition()
         self._deadline: float | None = None
-        self._is_lost = False
+        self._is_engine_lost = False
         self._failure: Exception | None = None
-        # Of the environment; whoever needs both takes this one first.
-        self._speech = threading.Lock()
+        # Guards the environment; where both locks are needed, this one is taken first.
+        self._environment_lock = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._listen, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
     def begin(
         self, prompts: Sequence[Prompt], *, num_generations_per_prompt: int, step: int
     ) -> None:
-        """Asks for a step's rollouts and returns at once.
+        """Submits a step's rollouts and returns at once.
 
         Args:
             prompts: `P` prompts.
@@ -132,8 +132,10 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
             for sample in range(num_generations_per_prompt)
         ]
         with self._lock:
-            self._ask_after_restart(may_restart=True)
-            self._steps[step] = [_Asked(*each, self._dialogue(*each)) for each in places]
+            self._resubmit_after_restart(may_restart=True)
+            self._steps[step] = [
+                _PendingRollout(*each, self._new_episode(*each)) for each in places
+            ]
             self._submit(self._steps[step], may_restart=True)
             self._lock.notify_all()
 
@@ -155,7 +157,7 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 self._deadline = None
             return [each.rollout() for each in wanted]
 
-    def _wait_for(self, wanted: Sequence[_Asked]) -> None:
+    def _wait_for(self, wanted: Sequence[_PendingRollout]) -> None:
         self._deadline = self._new_deadline()
         self._lock.notify_all()
         while missing := [each for each in wanted if not each.is_over]:
@@ -163,20 +165,20 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
                 raise self._failure
             left = self._deadline - time.monotonic()
             if left < 0:
-                self._begin_again(missing)
+                self._retry(missing)
                 self._deadline = self._new_deadline()
             else:
-                self._lock.wait(min(left, _POLL_SECONDS))
+                self._lock.wait(min(left, _MAX_WAIT_SECONDS))
 
     @contextmanager
-    def alone(self, *, with_environment: bool = False) -> Generator[None]:
-        """Nobody else uses the engine meanwhile, which may be given weights or started again.
+    def exclusive(self, *, with_environment: bool = False) -> Generator[None]:
+        """Holds the engine, for new weights or a restart.
 
         Args:
-            with_environment: Nor the environment, whose answer is waited for first.
+            with_environment: Hold the environment too, once a step under way has returned.
         """
         if with_environment:
-            with self._speech, self._lock:
+            with self._environment_lock, self._lock:
                 yield
         else:
             with self._lock:
@@ -196,128 +198,128 @@ class RolloutStream(AbstractContextManager["RolloutStream"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _listen(self) -> None:
-        """The thread: hears, lets the environment answer, asks on."""
+    def _run(self) -> None:
+        """The thread: polls the engine, steps the environment, submits the next turns."""
         try:
             while True:
                 with self._lock:
-                    while not (self._is_closed or self._has_something_to_hear()):
+                    while not (self._is_closed or self._must_poll()):
                         self._lock.wait()
                     if self._is_closed:
                         return
-                    heard = self._hear()
-                if heard and self._environment is not None:
-                    self._let_environment_answer(heard, self._environment)
+                    completed = self._poll()
+                if completed and self._environment is not None:
+                    self._step_environment(completed, self._environment)
                 with self._lock:
                     self._lock.notify_all()
-                    pause = _PAUSE_SECONDS if self._deadline is None else _BREATH_SECONDS
+                    pause = _IDLE_POLL_SECONDS if self._deadline is None else _AWAITED_POLL_SECONDS
                     self._lock.wait(pause)
-        # Named fault boundary: nobody would hear of an exception in a thread; `take` raises it.
+        # Named fault boundary: an exception in a thread would be lost; `take` raises it.
         except Exception as error:  # noqa: BLE001 (raised by take)
             with self._lock:
                 self._failure = error
                 self._lock.notify_all()
 
-    def _has_something_to_hear(self) -> bool:
-        """Also while nobody waits, where the environment must answer; else it can wait."""
+    def _must_poll(self) -> bool:
+        """Whether a caller waits, or completions may have to go to the environment."""
         if not self._in_flight:
             return False
         is_awaited = self._deadline is not None
-        return is_awaited or (self._environment is not None and not self._is_lost)
+        return is_awaited or (self._environment is not None and not self._is_engine_lost)
 
-    def _hear(self) -> list[_Asked]:
-        """What has been completed since, now part of its dialogue."""
+    def _poll(self) -> list[_PendingRollout]:
+        """Rollouts with a new completion, which is now part of their episode."""
         wait_seconds = 0.0
         if self._deadline is not None:
-            wait_seconds = max(0.0, min(self._deadline - time.monotonic(), _POLL_SECONDS))
-        answers = self._survive(
+            wait_seconds = max(0.0, min(self._deadline - time.monotonic(), _MAX_WAIT_SECONDS))
+        answers = self._call_engine(
             lambda: self._generation.poll(wait_seconds=wait_seconds),
             may_restart=self._deadline is not None,
         )
-        heard = []
+        completed = []
         for name, made in answers or []:
-            asked = self._in_flight.pop(name, None)
-            if asked is None:
+            pending = self._in_flight.pop(name, None)
+            if pending is None:
                 continue  # given up, and finished in the same moment
-            self._num_fruitless_restarts = 0
-            asked.dialogue.hear_policy(
+            self._num_restarts_in_a_row = 0
+            pending.episode.add_completion(
                 CompletionResult(
                     made.token_ids, made.logprobs, made.truncated, made.weight_versions
                 )
             )
-            heard.append(asked)
-        return heard
+            completed.append(pending)
+        return completed
 
-    def _let_environment_answer(
-        self, heard: Sequence[_Asked], environment: EnvironmentInterface
+    def _step_environment(
+        self, completed: Sequence[_PendingRollout], environment: EnvironmentInterface
     ) -> None:
-        talking = [
-            (each, each.dialogue) for each in heard if isinstance(each.dialogue, Conversation)
+        episodes = [
+            (each, each.episode) for each in completed if isinstance(each.episode, MultiTurnEpisode)
         ]
-        with self._speech:
+        with self._environment_lock:
             replies = checked_replies(
                 environment,
-                [list(dialogue.messages) for _, dialogue in talking],
-                [dialogue.metadata for _, dialogue in talking],
+                [list(episode.messages) for _, episode in episodes],
+                [episode.metadata for _, episode in episodes],
             )
         with self._lock:
-            for (_, dialogue), reply in zip(talking, replies, strict=True):
-                dialogue.hear_environment(reply)
-            # Not those that were begun again, or given up, while the environment thought.
-            go_on = [each for each, dialogue in talking if each.dialogue is dialogue]
+            for (_, episode), reply in zip(episodes, replies, strict=True):
+                episode.add_observation(reply)
+            # Not those that were retried, or have failed, during the environment's step.
+            go_on = [each for each, episode in episodes if each.episode is episode]
             self._submit(
                 [each for each in go_on if not each.is_over],
                 may_restart=self._deadline is not None,
             )
 
-    def _submit(self, asked: Sequence[_Asked], *, may_restart: bool) -> None:
-        if not asked:
+    def _submit(self, pending: Sequence[_PendingRollout], *, may_restart: bool) -> None:
+        if not pending:
             return
-        names = [next(self._names) for _ in asked]
-        self._in_flight.update(zip(names, asked, strict=True))
-        requests = as_batch([each.dialogue.request() for each in asked])
-        self._survive(lambda: self._generation.submit(names, requests), may_restart=may_restart)
+        names = [next(self._names) for _ in pending]
+        self._in_flight.update(zip(names, pending, strict=True))
+        requests = as_batch([each.episode.request() for each in pending])
+        self._call_engine(lambda: self._generation.submit(names, requests), may_restart=may_restart)
 
-    def _survive(self, call: Callable[[], T], *, may_restart: bool) -> T | None:
-        """What the engine returns; None where its worker is lost.
+    def _call_engine(self, call: Callable[[], T], *, may_restart: bool) -> T | None:
+        """What a call of the engine returns; None where its worker is lost.
 
-        It is then started again, now or when that may be.
+        The worker is then restarted, now or, without `may_restart`, by the next call that may.
         """
         returned = None
         try:
             returned = call()
         except WorkerLostError as lost:
             if not may_restart:
-                self._is_lost = True
+                self._is_engine_lost = True
                 return None
-            if self._num_fruitless_restarts == _MAX_FRUITLESS_RESTARTS:
+            if self._num_restarts_in_a_row == _MAX_RESTARTS_IN_A_ROW:
                 raise
-            self._num_fruitless_restarts += 1
+            self._num_restarts_in_a_row += 1
             self._generation.restart(lost)
-        self._ask_after_restart(may_restart=may_restart)
+        self._resubmit_after_restart(may_restart=may_restart)
         return returned
 
-    def _ask_after_restart(self, *, may_restart: bool) -> None:
-        """A new worker, whoever started it, knows of no requests: all that are owed are made."""
+    def _resubmit_after_restart(self, *, may_restart: bool) -> None:
+        """Submits all requests again if the worker is new, which knows of none."""
         if self._generation.num_restarts > self._num_restarts:
-            self._num_restarts, self._is_lost = self._generation.num_restarts, False
-            owed = list(self._in_flight.values())
+            self._num_restarts, self._is_engine_lost = self._generation.num_restarts, False
+            unanswered = list(self._in_flight.values())
             self._in_flight.clear()
-            self._submit(owed, may_restart=may_restart)
+            self._submit(unanswered, may_restart=may_restart)
 
-    def _begin_again(self, missing: Sequence[_Asked]) -> None:
-        """From the first token, for it may be what was said that is stuck; gives up in the end."""
+    def _retry(self, missing: Sequence[_PendingRollout]) -> None:
+        """Samples rollouts again from their first token, or fails those of the second attempt."""
         names = {id(each): name for name, each in self._in_flight.items()}
         stuck = [names[id(each)] for each in missing if id(each) in names]
         for name in stuck:
             del self._in_flight[name]
-        self._survive(lambda: self._generation.cancel(stuck), may_restart=True)
+        self._call_engine(lambda: self._generation.cancel(stuck), may_restart=True)
         for each in missing:
             if each.num_attempts > 1:
                 each.failure = f"no answer within {self._timeout_seconds:g} s, twice"
             else:
                 each.num_attempts += 1
-                each.dialogue = self._dialogue(each.prompt, each.place)
+                each.episode = self._new_episode(each.prompt, each.place)
         again = [each for each in missing if each.failure is None]
         self._submit(again, may_restart=True)
 
@@ -337,7 +339,7 @@ class StreamingSampler(Sampler):
         self._close_stream()
         self._stream = RolloutStream(
             self.generation,
-            self.engine.dialogue,
+            self.engine.episode,
             self.environment,
             seed=seed,
             timeout_seconds=timeout_seconds,

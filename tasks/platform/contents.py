@@ -16,7 +16,7 @@ from nemo_rl_core.config.environment import (
     RewardModelScore,
     SingleEnvironmentConfig,
     ToolUse,
-    conversations,
+    multi_turn_environments,
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
@@ -48,9 +48,9 @@ def reward_content(environment: EnvironmentConfig) -> str:
     (see `user_source`), folders of reward models, files of retrievers.
     """
     found = [_scored_by(each) for each in single_environments(environment)]
-    for conversation in conversations(environment):
-        if isinstance(conversation, ToolUse):
-            tools = [each for each in conversation.tools if isinstance(each, RetrieverTool)]
+    for tools_or_game in multi_turn_environments(environment):
+        if isinstance(tools_or_game, ToolUse):
+            tools = [each for each in tools_or_game.tools if isinstance(each, RetrieverTool)]
             found += [_file(Path(each.path).expanduser()) for each in tools]
     return " ".join(filter(None, found))
 

@@ -22,7 +22,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, WorkerError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
@@ -75,7 +75,7 @@ def rollouts(engine: StreamingGeneration, tiny_model: Path) -> SingleTurnRollout
 
 @pytest.fixture
 def stream(engine: StreamingGeneration, rollouts: SingleTurnRollouts) -> Iterator[RolloutStream]:
-    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+    with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         yield stream
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
     rollouts: SingleTurnRollouts,
     prompts: list[Prompt],
 ) -> None:
-    with RolloutStream(engine, rollouts.dialogue, None, seed=0, timeout_seconds=1e-4) as stream:
+    with RolloutStream(engine, rollouts.episode, None, seed=0, timeout_seconds=1e-4) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         found = stream.take(1)
     assert [each.group for each in found] == list(range(len(prompts)))
@@ -152,7 +152,7 @@ def test_what_does_not_come_is_asked_for_again_and_then_given_up(
     assert all("twice" in str(each.error) and each.reward is None for each in failed)
     # What was given up does not come back to whoever asks next.
     again = StreamingGeneration(session, setup)
-    with RolloutStream(again, rollouts.dialogue, None, seed=0) as patient:
+    with RolloutStream(again, rollouts.episode, None, seed=0) as patient:
         patient.begin(prompts, num_generations_per_prompt=1, step=1)
         assert [each.error for each in patient.take(1)] == [None] * len(prompts)
 
@@ -189,7 +189,7 @@ def test_an_engine_that_is_stuck_is_replaced(
     engine = StreamingGeneration(session, replace(setup, config=config))
     rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
     expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
-    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+    with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         os.kill(worker_pid(engine), signal.SIGSTOP)
         found = stream.take(1)
@@ -224,14 +224,14 @@ def test_what_an_engine_raises_is_heard_once(
     expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)
     worker = engine._workers._workers[0]
     ray.get(worker.__ray_call__.remote(break_a_weight))
-    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+    with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         with pytest.raises(WorkerError, match="worker 0 of 'generation' raised"):
             stream.take(1)
     ray.get(worker.__ray_call__.remote(mend_it))
     # The same worker, and whoever uses it next: nothing is left of what went wrong.
     engine = StreamingGeneration(session, setup)
-    with RolloutStream(engine, rollouts.dialogue, None, seed=0) as stream:
+    with RolloutStream(engine, rollouts.episode, None, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=1, step=1)
         found = stream.take(1)
     assert engine._workers._workers[0] is worker
@@ -282,7 +282,7 @@ def test_conversations_go_on_while_nobody_waits(
     num_turns = {len(each.turn_rewards) for each in expected}
     assert num_turns == {4}  # else not all would be over when the count says so
     chat.num_over = 0
-    with RolloutStream(engine, rollouts.dialogue, chat, seed=0) as stream:
+    with RolloutStream(engine, rollouts.episode, chat, seed=0) as stream:
         stream.begin(prompts, num_generations_per_prompt=G, step=1)
         deadline = time.monotonic() + 500
         while chat.num_over < len(expected) and time.monotonic() < deadline:

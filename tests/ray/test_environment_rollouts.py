@@ -28,7 +28,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.rewards.llm_judge import question
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.rollouts.batch import rollout_batch
-from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler

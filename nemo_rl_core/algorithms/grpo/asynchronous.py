@@ -54,19 +54,19 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self, sampler: Sampler, rollouts: list[Rollout]
     ) -> tuple[list[Rollout], dict[str, float]]:
         """While the environment answers nobody else: it need not bear two calls at once."""
-        with self._stream.alone(with_environment=True):
+        with self._stream.exclusive(with_environment=True):
             return super()._post_process(sampler, rollouts)
 
     def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
         """Also before a validation, in whose wake samples go on with the new weights."""
         assert isinstance(sampler, StreamingSampler)
-        with self._stream.alone():
+        with self._stream.exclusive():
             sampler.generation.update_weights(self.policy, weight_version=last_step)
 
     def _validate(self) -> dict[str, float]:
         if self.sampler is None:
             return {}
-        with self._stream.alone(with_environment=True):
+        with self._stream.exclusive(with_environment=True):
             return super()._validate()
 
     def _begin_steps(self) -> None:

@@ -12,7 +12,7 @@ from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.models.interfaces import GenerationInterface
-from nemo_rl_core.rollouts.conversation import Bounds
+from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.types import Prompt
 

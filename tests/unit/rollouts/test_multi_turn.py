@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.environment import GuessNumberGame
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.rollouts.conversation import Bounds
 from nemo_rl_core.rollouts.engine import request_seed
+from nemo_rl_core.rollouts.episode import Bounds
 
 WIDE = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
 BOS, EOS = 1, 2

@@ -11,8 +11,8 @@ import torch
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import WorkerError, WorkerLostError
-from nemo_rl_core.rollouts.conversation import Bounds, Conversation
 from nemo_rl_core.rollouts.engine import RolloutPlace
+from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.types import Completion, Prompt
 
@@ -100,12 +100,12 @@ def make(
 ) -> Iterator[Callable[..., RolloutStream]]:
     made = []
 
-    def dialogue(prompt: Prompt, place: RolloutPlace) -> Conversation:
+    def episode(prompt: Prompt, place: RolloutPlace) -> MultiTurnEpisode:
         bounds = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)
-        return Conversation(prompt, place, bounds=bounds, tokenizer=tokenizer, stop_strings=())
+        return MultiTurnEpisode(prompt, place, bounds=bounds, tokenizer=tokenizer, stop_strings=())
 
     def stream(**options: Any) -> RolloutStream:
-        made.append(RolloutStream(engine, dialogue, environment, seed=0, **options))
+        made.append(RolloutStream(engine, episode, environment, seed=0, **options))
         return made[-1]
 
     yield stream
@@ -157,7 +157,7 @@ def test_an_engine_that_the_caller_has_restarted_is_asked_again(
     stream = make()
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
     held.wait(SECONDS)
-    with stream.alone():
+    with stream.exclusive():
         engine.restart(WorkerLostError("as update_weights does"))
     stream.begin([ask("7=", "7")], num_generations_per_prompt=1, step=2)
     assert [each.reward for step in (1, 2) for each in stream.take(step)] == [3, 3]
@@ -202,10 +202,10 @@ def test_weights_do_not_wait_for_a_slow_environment_but_a_validation_does(
     stream = make()
     stream.begin([ask("8=", "8")], num_generations_per_prompt=1, step=1)
     assert thinks.wait(SECONDS)
-    with stream.alone():
+    with stream.exclusive():
         assert not let_go.is_set()
     threading.Timer(0.1, let_go.set).start()
-    with stream.alone(with_environment=True):
+    with stream.exclusive(with_environment=True):
         assert let_go.is_set()
         calls = environment.num_calls
         time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""One rollout of several turns while it goes on: what is asked next, and what has been said.
+"""One rollout of several turns while it goes on: the next request, and the turns so far.
 
-It knows neither engine nor environment, so whoever drives it may ask for all conversations at once
-or for each as soon as its answer is there; the rollout is the same.
+It knows neither engine nor environment. So all episodes may go on in step, or each as soon as its
+completion is there; the rollout is the same.
 """
 
 import json
@@ -21,7 +21,7 @@ from nemo_rl_core.types import Completion, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where a conversation is cut.
+    """Where an episode is cut.
 
     Attributes:
         max_turns: Of the policy.
@@ -43,13 +43,13 @@ class Bounds:
         )
 
 
-class Conversation:
+class MultiTurnEpisode:
     """A prompt, the policy's turns, and the environment's between them.
 
-    A turn that is cut at `max_new_tokens` is a turn like any other: the environment hears what was
-    said, and goes on if it wants to (NeMo RL does the same). If it were the last, a game that takes
+    A turn that is cut at `max_new_tokens` is a turn like any other: the environment gets the
+    text, and goes on if it wants to (NeMo RL does the same). If it were the last, a game that takes
     something off for each bad turn would reward whoever rambles, for that ends the game before the
-    next penalty. What cuts a conversation is a bound on all of it: the number of turns, which the
+    next penalty. What cuts an episode is a bound on all of it: the number of turns, which the
     policy cannot change, or the room for tokens, which it can use up. There the environment's
     `forfeit` is added to the last reward, so that using it up is no way out either.
 
@@ -61,14 +61,14 @@ class Conversation:
         stop_strings: Where the first turn must stop.
 
     Attributes:
-        messages: What has been said, beginning with the prompt.
-        metadata: What the environment wants to see next.
-        is_over: Nothing is to be asked any more.
+        messages: All turns, beginning with the prompt.
+        metadata: What the environment's next step gets.
+        is_over: Whether there are no more requests.
 
     Example:
-        >>> while not conversation.is_over:                              # doctest: +SKIP
-        ...     conversation.hear_policy(answer_to(conversation.request()))
-        ...     conversation.hear_environment(reply_to(conversation.messages))
+        >>> while not episode.is_over:                              # doctest: +SKIP
+        ...     episode.add_completion(answer_to(episode.request()))
+        ...     episode.add_observation(reply_to(episode.messages))
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Conversation:
         }
 
     def request(self) -> CompletionRequest:
-        """What the policy is asked next."""
+        """The next request to the engine."""
         place = self._place
         left = self._bounds.max_tokens - len(self._token_ids)
         return CompletionRequest(
@@ -116,7 +116,7 @@ class Conversation:
             min(left, self._bounds.max_new_tokens),
         )
 
-    def hear_policy(self, answer: CompletionResult) -> None:
+    def add_completion(self, answer: CompletionResult) -> None:
         """Appends a turn of the policy: its tokens as they are."""
         self._append(answer.token_ids, answer.logprobs, generated=True)
         self._weight_versions += answer.weight_versions
@@ -125,8 +125,8 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         self._is_cut = answer.truncated
 
-    def hear_environment(self, reply: Reply | RewardError) -> None:
-        """Takes the reward of the policy's turn, and what the environment says to it."""
+    def add_observation(self, reply: Reply | RewardError) -> None:
+        """Takes the reward of the policy's turn, and the environment's answer to it."""
         if isinstance(reply, RewardError):
             self._error, self.is_over = reply.in_one_line, True
             return
@@ -161,7 +161,7 @@ class Conversation:
         self.metadata, self._stop_strings = reply.metadata, tuple(reply.stop_strings or ())
 
     def rollout(self) -> Rollout:
-        """What has been said as a record; its reward is the sum over the turns."""
+        """The record of the episode; its reward is the sum over the turns."""
         reward, error = self._outcome()
         return Rollout(
             self._prompt,
