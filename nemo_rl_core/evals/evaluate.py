@@ -1,5 +1,6 @@
 """A checkpoint measured on held-out prompts: greedy accuracy, pass@k and cons@k."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.evals.consensus import extractor
-from nemo_rl_core.evals.judged import rows_of
+from nemo_rl_core.evals.consensus import ExtractAnswer, extractor
 from nemo_rl_core.evals.metrics import (
     accuracy_metrics,
     category_metrics,
+    category_of,
     evaluation_metrics,
+    is_correct,
 )
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Prompt, Rollout
@@ -86,3 +88,37 @@ def _greedy(sampler: Sampler, prompts: list[Prompt]) -> list[Rollout]:
     return sampler.score(
         sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
     )
+
+
+def rows_of(
+    rollouts: Sequence[Rollout], mode: str, *, category: str, extract: ExtractAnswer
+) -> list[dict[str, Any]]:
+    """One row a rollout.
+
+    Args:
+        rollouts: Scored completions; those of one prompt in the order they were drawn.
+        mode: `greedy` or `sampled`.
+        category: As of `EvaluationConfig`.
+        extract: Reads the answer that a completion votes for.
+    """
+    seen: dict[str, int] = {}
+    rows = []
+    for rollout in rollouts:
+        sample = seen[rollout.prompt.id] = seen.get(rollout.prompt.id, -1) + 1
+        rows.append(
+            {
+                "prompt_id": rollout.prompt.id,
+                "mode": mode,
+                "sample": sample,
+                "category": category_of(rollout, category),
+                "prompt": rollout.prompt.text,
+                "completion": rollout.text,
+                "answer": rollout.prompt.answer,
+                "extracted": extract(rollout.text),
+                "reward": rollout.reward,
+                "correct": is_correct(rollout),
+                "truncated": rollout.completion.truncated,
+                "error": rollout.error,
+            }
+        )
+    return rows

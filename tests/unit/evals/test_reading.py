@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
-from nemo_rl_core.evals.judged import rows_of
+from nemo_rl_core.evals.evaluate import rows_of
 from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, save_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tasks.cli import group
