@@ -2,7 +2,7 @@
 
 A thread of the stream's own collects what the engine has completed, steps the environment and
 submits the next requests, so that episodes go on while the model trains. The caller's thread begins
-steps, takes them, and hands over weights. Both use the engine under one lock; an environment, which
+steps, takes them, and updates weights. Both use the engine under one lock; an environment, which
 may be slow, is called outside of it.
 """
 

@@ -91,7 +91,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         )
 
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
-        """Hands the policy's weights to the engine, rolls every prompt out, and scores.
+        """Gives the engine the policy's weights, rolls every prompt out, and scores.
 
         Args:
             prompts: `P` prompts.
@@ -108,7 +108,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             return self._recorded()
         config: Any = self.config
         with self.timer.phase("sync"):
-            self._hand_over(self.sampler, last_step=self.step - 1)
+            self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"), self._awake(self.sampler):
             rollouts = self.sampler.engine.run(
                 prompts,
@@ -138,7 +138,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self.records.save(self.step, rollouts, advantages=advantages, environment_metrics=found)
         return {f"environment_{name}": value for name, value in found.items()}
 
-    def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
+    def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         """Gives the engine the policy's weights, as they are after that step."""
         sampler.generation.update_weights(self.policy)
 
@@ -146,7 +146,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     def _awake(self, sampler: Sampler) -> Iterator[None]:
         """Engine and trainer share a GPU: its memory is the engine's only while it generates.
 
-        After the weights were handed over, which wakes the engine as well: they have a place then.
+        After the update of weights, which wakes the engine as well: they have a place then.
         """
         sampler.generation.prepare_for_generation()
         yield
@@ -164,7 +164,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         """Greedy accuracy and mean reward on the held-out prompts."""
         if self.sampler is None or not self._held_out:
             return {}
-        self._hand_over(self.sampler, last_step=self.step)
+        self._update_weights(self.sampler, last_step=self.step)
         with self._awake(self.sampler):
             return greedy_metrics(self.sampler, self._held_out)
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import TCPStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -39,17 +40,16 @@ from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 from nemo_rl_core.distributed.session import connect, shutdown
 from nemo_rl_core.distributed.weight_sync import (
-    CarrierName,
-    RouteHost,
-    WeightReceiver,
-    WeightRoute,
-    WeightSender,
+    SENDER,
+    Endpoint,
+    LinkSpec,
+    TransportName,
 )
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
 
 NUM_REPETITIONS = 9
-CARRIERS: tuple[CarrierName, ...] = ("shared_memory", "gloo")
+TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "gloo")
 PLAIN = "plain copy through shared memory"
 PLAIN_NETWORK = "plain copy through gloo"
 
@@ -74,7 +74,7 @@ def shapes() -> dict[str, torch.Size]:
         return {name: p.shape for name, p in model().named_parameters()}
 
 
-def measure(routes: dict[str, WeightRoute], sizes: dict[str, torch.Size]) -> dict[str, list[float]]:
+def measure(links: dict[str, LinkSpec], sizes: dict[str, torch.Size]) -> dict[str, list[float]]:
     """Seconds of every repetition, by way; the ways take turns."""
     join_process_group()
     flat = torch.ones(sum(size.numel() for size in sizes.values()))
@@ -86,8 +86,8 @@ def measure(routes: dict[str, WeightRoute], sizes: dict[str, torch.Size]) -> dic
         PLAIN: _plain_copy(flat),
         PLAIN_NETWORK: lambda: dist.broadcast(flat, 0),
     }
-    for name, route in routes.items():
-        ways[f"sync by {name}"] = _sync(route, tensors)
+    for name, link in links.items():
+        ways[f"sync by {name}"] = _sync(link, tensors)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(NUM_REPETITIONS + 1):
         for name, way in ways.items():
@@ -121,11 +121,11 @@ def _plain_copy(flat: torch.Tensor) -> Callable[[], None]:
     return copy
 
 
-def _sync(route: WeightRoute, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+def _sync(link: LinkSpec, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
     if rank() == 0:
-        sender = WeightSender(route)
+        sender = Endpoint(link, SENDER)
         return lambda: sender.send(tensors.items()) and None
-    receiver = WeightReceiver(route)
+    receiver = Endpoint(link, SENDER + 1)
 
     def load(arrived: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in arrived:
@@ -137,9 +137,12 @@ def _sync(route: WeightRoute, tensors: dict[str, torch.Tensor]) -> Callable[[], 
 def table() -> Table:
     """Median and spread of each way, and its ratio to the plain copy."""
     sizes = shapes()
-    hosts = {name: RouteHost(num_receivers=1, carrier=name) for name in CARRIERS}
-    routes = {name: host.route for name, host in hosts.items()}
-    seconds = run_ranks(measure, routes, sizes, world_size=2)[0]
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in TRANSPORTS]
+    links = {
+        name: LinkSpec("127.0.0.1", store.port, 1, name, timeout_seconds=600.0)
+        for name, store in zip(TRANSPORTS, stores, strict=True)
+    }
+    seconds = run_ranks(measure, links, sizes, world_size=2)[0]
     num_bytes = 4 * sum(size.numel() for size in sizes.values())
     columns = ("way", "median", "least", "most", "GiB/s", "over the plain copy")
     found = Table(*columns, title=f"{num_bytes / 2**20:.0f} MiB, {NUM_REPETITIONS} repetitions")
@@ -177,7 +180,7 @@ def update_seconds() -> list[float]:
 
 
 def update_table() -> Table:
-    """The first update, which opens the route and touches the memory, and the later ones."""
+    """The first update, which opens the link and touches the memory, and the later ones."""
     first, *later = update_seconds()
     columns = ("update", "median", "least", "most")
     title = f"policy to engine, {NUM_REPETITIONS} repetitions, load {os.getloadavg()[0]:.1f}"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import RouteHost
+from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import (
     HuggingFaceGeneration,
@@ -270,9 +271,10 @@ def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
     assert agree(drawn, engine.generate(batch, greedy=False))
     policy = make_policy()
     train_once(policy, drawn)
-    host = RouteHost(num_receivers=1, carrier="shared_memory")
-    received = actor.update_weights.remote(host.route)
-    assert policy.workers.run_single_worker("send_weights", host.route) == ray.get(received)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    link = LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
+    received = actor.update_weights.remote(link)
+    assert policy.workers.run_single_worker("send_weights", link) == ray.get(received)
     engine.update_weights(policy)
     trained = complete(greedy=False)
     assert not agree(trained, drawn)

@@ -21,13 +21,13 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import (
     ReceivesWeights,
     SendsWeights,
+    WeightLink,
     combined_digest,
     make_buckets,
 )
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.weight_line import transfer_weights
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ class SumBackend(SendsWeights):
         self.weight += total
         return {"loss": total.item()}
 
-    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         torch.distributed.all_reduce(torch.ones(1))  # a collective: all ranks must be asked
         yield "weight", self.weight
 
@@ -169,7 +169,8 @@ class Taker(ReceivesWeights):
 def test_the_first_rank_sends_all_weights(policy: Policy, session: ClusterSession) -> None:
     engine = RayWorkerGroup(session.cluster, Taker)
     for _ in range(2):
-        digest = transfer_weights(policy.workers, engine, timeout_seconds=60)
+        link = WeightLink.between(policy.workers, engine, timeout_seconds=60)
+        digest = link.transfer()
         weight = -policy.get_logprobs(batch_of(1))["logprobs"][0, 0].item()
         assert engine.run_single_worker("what_was_taken") == [("weight", weight)]
         (bucket,) = make_buckets([("weight", torch.tensor([weight]))])

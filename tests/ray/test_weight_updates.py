@@ -19,13 +19,13 @@ from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, Opti
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import Location, ends, location_of_this_process
+from nemo_rl_core.distributed.weight_sync import WeightLink, link
+from nemo_rl_core.distributed.weight_sync.transport import Location, current_location
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.weight_line import _lines, close_line
 
 HF = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=60)
 PROMPTS = BatchedDataDict(
@@ -56,7 +56,10 @@ def train_once(policy: Policy) -> None:
 
 
 def sent_by(policy: Policy) -> Named:
-    return in_worker(policy.workers, lambda own: {n: w.clone() for n, w in own.sent_weights()})[0]
+    def sent(own: Any) -> Named:
+        return {n: w.to(own.sent_dtype, copy=True) for n, w in own.named_weights()}
+
+    return in_worker(policy.workers, sent)[0]
 
 
 def held_by_transformers(engine: Generation) -> list[Named]:
@@ -80,8 +83,8 @@ def assert_equal(one: Named, other: Named) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def carrier_of(engine: Generation) -> str:
-    return _lines[engine._workers]._host.route.carrier
+def transport_of(engine: Generation) -> str:
+    return WeightLink.by_engine[engine._workers].spec.transport
 
 
 def pages_held(policy: Policy) -> int:
@@ -125,8 +128,8 @@ def test_an_engine_holds_what_the_policy_has_to_the_bit(
     nothing_left: None,
 ) -> None:
     policy = make_policy()
-    for used_before in list(_lines):  # engines of other tests, with the same trainer
-        close_line(used_before)
+    for used_before in list(WeightLink.by_engine.values()):  # of other tests, with this trainer
+        used_before.close()
     assert pages_held(policy) == 0
     if kind == "streaming":
         engine: Generation = StreamingGeneration(session, generation_setup)
@@ -138,11 +141,11 @@ def test_an_engine_holds_what_the_policy_has_to_the_bit(
     for update in (1, 2):
         train_once(policy)
         engine.update_weights(policy)
-        assert carrier_of(engine) == "cuda_ipc" if torch.cuda.is_available() else "shared_memory"
+        assert transport_of(engine) == "cuda_ipc" if torch.cuda.is_available() else "shared_memory"
         outputs.append(engine.generate(PROMPTS, greedy=False))
         if kind == "hf":
             assert_equal(held_by_transformers(engine)[0], sent_by(policy))
-        # The route and its pages serve every update.
+        # The link and its pages serve every update.
         held = pages_held(policy)
         assert held == sum(-(-w.nbytes // 16) * 16 for w in sent_by(policy).values()), update
     assert not torch.equal(outputs[0]["logprobs"], outputs[1]["logprobs"])
@@ -221,14 +224,14 @@ def die_while_receiving(own: Any) -> None:
 
 
 def die_while_sending(own: Any) -> None:
-    whole = own.sent_weights
+    whole = own.named_weights
 
     def some() -> Iterator[Any]:
         yield next(whole())
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    own.sent_weights = some
+    own.named_weights = some
 
 
 def stop_while_receiving(own: Any) -> None:
@@ -312,11 +315,11 @@ def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
 
 def be_elsewhere(_: Any) -> None:
     """In a worker, whose methods Ray has bound already: what they ask is what can be changed."""
-    ends.location_of_this_process = lambda: Location("another machine", None)
+    link.current_location = lambda: Location("another machine", None)
 
 
 def be_here(_: Any) -> None:
-    ends.location_of_this_process = location_of_this_process
+    link.current_location = current_location
 
 
 @pytest.mark.slow
@@ -331,7 +334,7 @@ def test_an_engine_on_another_machine_is_reached_over_the_network(
     finally:
         in_worker(engine._workers, be_here)
     assert engine.num_restarts == 0  # a new worker would be here again
-    assert carrier_of(engine) == "gloo"
+    assert transport_of(engine) == "gloo"
     assert pages_held(policy) == 0
     assert_equal(held_by_transformers(engine)[0], sent_by(policy))
 

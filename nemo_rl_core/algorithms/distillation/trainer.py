@@ -36,8 +36,8 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
             reference_folder=job.reference,
         )
 
-    def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
-        super()._hand_over(sampler, last_step=last_step)
+    def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
+        super()._update_weights(sampler, last_step=last_step)
         # The student's own logprobs are not computed in a step, so that no gate compares them.
         sampler.generation.prove(self.policy)
 

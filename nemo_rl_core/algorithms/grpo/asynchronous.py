@@ -44,7 +44,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if not isinstance(self.sampler, StreamingSampler):
             return self._recorded()
         with self.timer.phase("sync"):
-            self._hand_over(self.sampler, last_step=self.step - 1)
+            self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"):
             self._begin_steps()
             rollouts = self._stream.take(self.step)
@@ -57,7 +57,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         with self._stream.exclusive(with_environment=True):
             return super()._post_process(sampler, rollouts)
 
-    def _hand_over(self, sampler: Sampler, *, last_step: int) -> None:
+    def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         """Also before a validation, in whose wake samples go on with the new weights."""
         assert isinstance(sampler, StreamingSampler)
         with self._stream.exclusive():
@@ -84,7 +84,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
     ) -> tuple[BatchedDataDict, dict[str, float]]:
         """Engine and trainer must agree on tokens of the trainer's own weights; of older, not.
 
-        So there may be none to compare; the proof at each hand-over needs none.
+        So there may be none to compare; the proof at each transfer of weights needs none.
         """
         if "weight_versions" not in batch:
             return super()._check_consistency(batch)

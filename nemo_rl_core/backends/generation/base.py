@@ -9,7 +9,7 @@ import torch
 from nemo_rl_core.config.generation import GenerationConfig
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import Location, WeightRoute
+from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.registry import Registry
 
 
@@ -74,11 +74,7 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    def weight_location(self) -> Location:
-        """Where this process runs (`ReceivesWeights` has it)."""
-        ...
-
-    def receive_weights(self, route: WeightRoute, place: int) -> str:
+    def receive_weights(self, link: LinkSpec, index: int) -> str:
         """Replaces all weights by those of one transfer (`ReceivesWeights` has it)."""
         ...
 

@@ -24,7 +24,7 @@ from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, 
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.backends.generation.vllm import SENT, VllmBackend, completed
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.weight_sync import WeightRoute
+from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.types import Completion
 
 T = TypeVar("T")
@@ -152,16 +152,16 @@ class StreamingVllmBackend(VllmBackend):
 
     def receive_weights(
         self,
-        route: WeightRoute,
-        place: int,
+        link: LinkSpec,
+        index: int,
         weight_version: int = 0,
         proof: BatchedDataDict | None = None,
     ) -> str:
         """Takes one transfer, as `ReceivesWeights` has it.
 
         Args:
-            route: Opened where it is new.
-            place: Among the receivers.
+            link: Opened where it is new.
+            index: Among the receivers.
             weight_version: What tokens drawn with these weights are marked with.
             proof: Prompts for `last_proof`, as `generate` takes them.
 
@@ -169,7 +169,7 @@ class StreamingVllmBackend(VllmBackend):
             The digest of what arrived.
         """
         self._next_version, self._proof_prompts = weight_version, proof
-        return super().receive_weights(route, place)
+        return super().receive_weights(link, index)
 
     def last_proof(self) -> WeightsProof:
         """What the prompts of the last transfer gave, when nothing else was in the engine."""

@@ -1,43 +1,36 @@
-"""Weights from trainer to engine, bucket by bucket, never without a checksum.
+"""The transfer of weights from a policy's workers to an engine's, never without a checksum.
 
-A `WeightSender` and a `WeightReceiver` stream through shared memory, CUDA IPC or a collective,
-whichever `carrier_between` finds. Backends have them as `SendsWeights` and `ReceivesWeights`.
+| file | noun |
+|---|---|
+| `link.py` | `WeightLink`: what the controller holds between a policy's and an engine's workers |
+| `endpoint.py` | `SendsWeights.send_weights` and `ReceivesWeights.receive_weights`: the workers |
+| `control.py` | the gloo group of both endpoints, which says what is sent and what has arrived |
+| `transport.py` | how bytes move: shared memory, gloo, CUDA IPC or NCCL |
+| `bucket.py` | named tensors as flat bytes, with a checksum |
 """
 
-from nemo_rl_core.distributed.weight_sync.buckets import (
-    TensorSpec,
+from nemo_rl_core.distributed.weight_sync.bucket import (
     WeightBucket,
+    bucket_digest,
     combined_digest,
     compare_digests,
     make_buckets,
-    received_digest,
 )
-from nemo_rl_core.distributed.weight_sync.carriers import (
-    Location,
-    carrier_between,
-    location_of_this_process,
-    machine_of_this_process,
-)
-from nemo_rl_core.distributed.weight_sync.channel import CarrierName, RouteHost, WeightRoute
-from nemo_rl_core.distributed.weight_sync.ends import ReceivesWeights, SendsWeights
-from nemo_rl_core.distributed.weight_sync.transfer import WeightReceiver, WeightSender
+from nemo_rl_core.distributed.weight_sync.control import SENDER, LinkSpec, TransportName
+from nemo_rl_core.distributed.weight_sync.endpoint import Endpoint, ReceivesWeights, SendsWeights
+from nemo_rl_core.distributed.weight_sync.link import WeightLink
 
 __all__ = [
-    "CarrierName",
-    "Location",
+    "SENDER",
+    "Endpoint",
+    "LinkSpec",
     "ReceivesWeights",
-    "RouteHost",
     "SendsWeights",
-    "TensorSpec",
+    "TransportName",
     "WeightBucket",
-    "WeightReceiver",
-    "WeightRoute",
-    "WeightSender",
-    "carrier_between",
+    "WeightLink",
+    "bucket_digest",
     "combined_digest",
     "compare_digests",
-    "location_of_this_process",
-    "machine_of_this_process",
     "make_buckets",
-    "received_digest",
 ]

@@ -26,6 +26,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_core.distributed.weight_sync import WeightLink
 from nemo_rl_core.errors import (
     ConsistencyError,
     DataError,
@@ -36,7 +37,6 @@ from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.logprobs import as_training_batch
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
-from nemo_rl_core.models.weight_line import close_line, transfer_weights
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import model_shape
 
@@ -219,22 +219,19 @@ class Generation(GenerationInterface):
             WorkerError: If the trainer is lost, or the engine once more.
         """
         try:
-            self._hand_over(policy)
+            self._transfer_weights(policy)
         except (WorkerLostError, TransferError) as lost:
             policy.check_alive()
             _LOG.warning("%s; the engine is started again", lost.problem)
             self.num_restarts += 1
             self._start()
-            self._hand_over(policy)
+            self._transfer_weights(policy)
 
-    def _hand_over(self, policy: Policy) -> None:
+    def _transfer_weights(self, policy: Policy) -> None:
+        limit = self._setup.config.timeout_seconds
         try:
-            self._digest = transfer_weights(
-                policy.workers,
-                self._workers,
-                timeout_seconds=self._setup.config.timeout_seconds,
-                **self._transfer_options(),
-            )
+            link = WeightLink.between(policy.workers, self._workers, timeout_seconds=limit)
+            self._digest = link.transfer(**self._transfer_options())
             self._prove_update(policy)
         except BaseException:
             self._session.discard(self._name)  # it may hold a part of the new weights
@@ -243,7 +240,7 @@ class Generation(GenerationInterface):
         self._proven = policy
 
     def _transfer_options(self) -> dict[str, Any]:
-        """What else the workers' `receive_weights` is told."""
+        """Further arguments of the workers' `receive_weights`."""
         return {}
 
     def load_weights(self, model_folder: Path) -> None:
@@ -321,7 +318,9 @@ class Generation(GenerationInterface):
 
     def shutdown(self) -> None:
         """Ends the workers, where no other engine is to take them over; may be called again."""
-        close_line(self._workers)
+        link = WeightLink.by_engine.get(self._workers)
+        if link is not None:
+            link.close()
         self._session.discard(self._name)
 
 

@@ -25,8 +25,8 @@ class StreamingGeneration(Generation):
     """One vLLM engine that takes requests at any time, and new weights in the middle of them.
 
     Samples may all be of older weights than the policy's, so that no step can compare them with it.
-    So every hand-over ends with a proof, and begins with another: that the engine still computes as
-    it did at the end of the one before.
+    So every transfer of weights ends with a proof, and begins with another: that the engine still
+    computes as it did at the end of the one before.
 
     Args:
         cluster: A session with its running workers, or a cluster of your own.
@@ -123,7 +123,7 @@ class StreamingGeneration(Generation):
         return answer
 
     def update_weights(self, policy: Policy, *, weight_version: int | None = None) -> None:
-        """Hands the policy's weights over in the middle of what is being generated.
+        """Takes over the policy's weights in the middle of what is being generated.
 
         A worker that is lost is started again first; what it was asked is forgotten.
 
@@ -134,7 +134,7 @@ class StreamingGeneration(Generation):
 
         Raises:
             ConsistencyError: If other weights arrived than were sent, the engine computes
-                otherwise than the policy, or has changed since the last hand-over.
+                otherwise than the policy, or has changed since the last transfer.
             WorkerError: If the trainer is lost, or the engine once more.
         """
         if weight_version is not None:

@@ -12,7 +12,7 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import WeightRoute
+from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.models.generation.engine import Generation, engine_environment
 from nemo_rl_core.models.generation.words import read_setup
 
@@ -111,11 +111,11 @@ class VllmGenerationWorker:
         batch = BatchedDataDict({"input_ids": input_ids, **given})
         return self._backend.generate(batch, greedy=greedy)
 
-    def update_weights(self, weights_handle: WeightRoute) -> str:
+    def update_weights(self, weights_handle: LinkSpec) -> str:
         """Takes one transfer of all weights; returns what arrived, digested.
 
         Args:
-            weights_handle: The route of a `RouteHost`, at whose other end a `WeightSender` sends.
+            weights_handle: Of a link at whose other end an `Endpoint` sends.
         """
         return self._backend.receive_weights(weights_handle, 0)
 

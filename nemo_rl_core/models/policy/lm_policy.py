@@ -39,7 +39,7 @@ class Policy(PolicyInterface):
             them over; a policy and a critic that live side by side need two names.
 
     Attributes:
-        workers: Whose backend is a `SendsWeights`; see `transfer_weights`.
+        workers: Whose backend is a `SendsWeights`; a `WeightLink` leads from them.
 
     Raises:
         ConfigError: If the cluster's workers do not hold whole copies of the model.

@@ -8,24 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.weight_sync import (
-    CarrierName,
-    Location,
-    RouteHost,
-    WeightReceiver,
-    WeightRoute,
-    WeightSender,
-    carrier_between,
+    SENDER,
+    Endpoint,
+    LinkSpec,
+    TransportName,
     combined_digest,
-    location_of_this_process,
     make_buckets,
+)
+from nemo_rl_core.distributed.weight_sync.transport import (
+    Location,
+    choose_transport,
+    current_location,
 )
 from nemo_rl_core.errors import ConsistencyError, ResourceError, WorkerError
 
-CARRIERS = [
+TRANSPORTS = [
     "shared_memory",
     "gloo",
     pytest.param(
@@ -74,8 +76,19 @@ def bits(named_tensors: Iterator[tuple[str, torch.Tensor]] | Named) -> list[tupl
     ]
 
 
-def host(carrier: CarrierName, *, num_receivers: int = 1, timeout_seconds: float = 60) -> RouteHost:
-    return RouteHost(num_receivers=num_receivers, carrier=carrier, timeout_seconds=timeout_seconds)
+@pytest.fixture
+def new_link() -> Iterator[Callable[..., LinkSpec]]:
+    """Makes links; their endpoints can meet as long as the test lasts."""
+    stores = []
+
+    def open_one(
+        transport: TransportName, *, num_receivers: int = 1, timeout_seconds: float = 60
+    ) -> LinkSpec:
+        stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return LinkSpec("127.0.0.1", stores[-1].port, num_receivers, transport, timeout_seconds)
+
+    yield open_one
+    stores.clear()
 
 
 def outcome(function: Callable[[], Any]) -> str:
@@ -87,183 +100,199 @@ def outcome(function: Callable[[], Any]) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("bucket_bytes", [64, 10**6])
 def test_all_kinds_of_tensors_arrive_at_two_receivers(
-    carrier: CarrierName, bucket_bytes: int
+    transport: TransportName, bucket_bytes: int, new_link: Callable[..., LinkSpec]
 ) -> None:
-    def end(route: WeightRoute) -> list[Any]:
+    def end(link: LinkSpec) -> list[Any]:
         seen: list[Any] = []
         if rank() == 0:
-            sender = WeightSender(route, bucket_bytes=bucket_bytes)
+            sender = Endpoint(link, SENDER, bucket_bytes=bucket_bytes)
             return [sender.send(make_weights(seed)) for seed in (0, 1)]
-        receiver = WeightReceiver(route, place=rank() - 1)
+        receiver = Endpoint(link, rank())
         digests = [receiver.receive(lambda tensors: seen.append(bits(tensors))) for _ in range(2)]
         return [*digests, *seen]
 
-    meeting = host(carrier, num_receivers=2)
-    sent, *received = run_ranks(end, meeting.route, world_size=3)
+    link = new_link(transport, num_receivers=2)
+    sent, *received = run_ranks(end, link, world_size=3)
     assert sent[0] != sent[1]
     for digests_and_weights in received:
         # The second transfer takes the memory of the first one again.
         assert digests_and_weights == [*sent, bits(make_weights(0)), bits(make_weights(1))]
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
-def test_what_is_empty_arrives_as_well(carrier: CarrierName) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_what_is_empty_arrives_as_well(
+    transport: TransportName, new_link: Callable[..., LinkSpec]
+) -> None:
     nothing: list[Named] = [[], [("empty", torch.empty(3, 0))], []]
 
-    def end(route: WeightRoute) -> list[Any]:
+    def end(link: LinkSpec) -> list[Any]:
         if rank() == 0:
-            sender = WeightSender(route)
+            sender = Endpoint(link, SENDER)
             return [sender.send(weights) for weights in nothing]
-        receiver, seen = WeightReceiver(route), []  # type: WeightReceiver, list[Any]
+        receiver, seen = Endpoint(link, 1), []  # type: Endpoint, list[Any]
         for _ in nothing:
             receiver.receive(lambda tensors: seen.append(bits(tensors)))
         return seen
 
-    meeting = host(carrier)
-    assert run_ranks(end, meeting.route, world_size=2)[1] == [bits(weights) for weights in nothing]
+    link = new_link(transport)
+    assert run_ranks(end, link, world_size=2)[1] == [bits(weights) for weights in nothing]
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
-def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(carrier: CarrierName) -> None:
-    def end(route: WeightRoute) -> list[Any]:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(
+    transport: TransportName, new_link: Callable[..., LinkSpec]
+) -> None:
+    def end(link: LinkSpec) -> list[Any]:
         transfers = [make_weights(seed) * (seed + 1) for seed in range(3)]
         if rank() == 0:
             # Ever fewer and larger buckets: segments and blocks of the last transfer do not fit.
-            sender = WeightSender(route)
+            sender = Endpoint(link, SENDER)
             for seed, weights in enumerate(transfers):
                 sender._bucket_bytes = 100 * 4**seed
                 sender.send(weights)
             return [bits(weights) for weights in transfers]
-        receiver, seen = WeightReceiver(route), []  # type: WeightReceiver, list[Any]
+        receiver, seen = Endpoint(link, 1), []  # type: Endpoint, list[Any]
         for _ in transfers:
             receiver.receive(lambda tensors: seen.append(bits(list(tensors))))
         return seen
 
-    meeting = host(carrier)
-    sent, received = run_ranks(end, meeting.route, world_size=2)
+    link = new_link(transport)
+    sent, received = run_ranks(end, link, world_size=2)
     assert received == sent
 
 
-def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets() -> None:
-    def end(route: WeightRoute) -> str:
+def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets(
+    new_link: Callable[..., LinkSpec],
+) -> None:
+    def end(link: LinkSpec) -> str:
         if rank() == 0:
-            return WeightSender(route, bucket_bytes=64).send(make_weights())
-        return WeightReceiver(route).receive(lambda tensors: bits(tensors) and None)
+            return Endpoint(link, SENDER, bucket_bytes=64).send(make_weights())
+        return Endpoint(link, 1).receive(lambda tensors: bits(tensors) and None)
 
-    meeting = host("shared_memory")
+    link = new_link("shared_memory")
     buckets = make_buckets(make_weights(), bucket_bytes=64)
     expected = combined_digest(bucket.digest for bucket in buckets)
-    assert run_ranks(end, meeting.route, world_size=2) == [expected, expected]
+    assert run_ranks(end, link, world_size=2) == [expected, expected]
 
 
 class _Damaging:
-    """A carrier that flips one bit after the checksum was taken."""
+    """A transport that flips one bit after the checksum was taken."""
 
-    def __init__(self, carrier: Any) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
+        return getattr(self._transport, name)
 
     def reference(self, payload: torch.Tensor) -> Any:
         payload[17] ^= 4
-        return self._carrier.reference(payload)
+        return self._transport.reference(payload)
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
-def test_one_changed_bit_is_refused_at_both_ends(carrier: CarrierName) -> None:
-    def end(route: WeightRoute) -> tuple[str, list[Any]]:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_one_changed_bit_is_refused_at_both_ends(
+    transport: TransportName, new_link: Callable[..., LinkSpec]
+) -> None:
+    def end(link: LinkSpec) -> tuple[str, list[Any]]:
         loaded: list[Any] = []
         if rank() == 0:
-            sender = WeightSender(route)
-            sender._carrier = _Damaging(sender._carrier)
+            sender = Endpoint(link, SENDER)
+            sender._transport = _Damaging(sender._transport)
             return outcome(lambda: sender.send(make_weights())), loaded
-        receiver = WeightReceiver(route)
+        receiver = Endpoint(link, 1)
         return outcome(lambda: receiver.receive(loaded.extend)), loaded
 
-    meeting = host(carrier)
-    (sent, _), (received, loaded) = run_ranks(end, meeting.route, world_size=2)
+    link = new_link(transport)
+    (sent, _), (received, loaded) = run_ranks(end, link, world_size=2)
     assert received.startswith("ConsistencyError: the weights that arrived")
     assert loaded == []
     assert sent.startswith("TransferError: a transfer of weights broke off")
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "gloo"])
-def test_a_receiver_that_dies_is_an_error(carrier: CarrierName) -> None:
-    def end(route: WeightRoute) -> str:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_receiver_that_dies_is_an_error(
+    transport: TransportName, new_link: Callable[..., LinkSpec]
+) -> None:
+    def end(link: LinkSpec) -> str:
         if os.fork() == 0:
             # With the first bucket in its hands.
-            WeightReceiver(route).receive(lambda tensors: os._exit(int(next(tensors)[0] == "")))
-        sender = WeightSender(route, bucket_bytes=64)
+            Endpoint(link, 1).receive(lambda tensors: os._exit(int(next(tensors)[0] == "")))
+        sender = Endpoint(link, SENDER, bucket_bytes=64)
         return outcome(lambda: [sender.send(make_weights()) for _ in range(3)])
 
-    meeting = host(carrier)
-    (error,) = run_ranks(end, meeting.route, world_size=1, timeout_seconds=30)
+    link = new_link(transport)
+    (error,) = run_ranks(end, link, world_size=1, timeout_seconds=30)
     assert error.startswith("TransferError: a transfer of weights broke off")
 
 
 @pytest.mark.thorough
-def test_a_receiver_that_cannot_load_hangs_up(tmp_path: Path) -> None:
+def test_a_receiver_that_cannot_load_closes_its_end(
+    new_link: Callable[..., LinkSpec], tmp_path: Path
+) -> None:
     def fail(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         raise ValueError(f"no room for {next(tensors)[0]}")
 
     def leave_some(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         next(tensors)
 
-    def end(route: WeightRoute, load: Callable[..., None], done: Path) -> str:
+    def end(link: LinkSpec, load: Callable[..., None], done: Path) -> str:
         if rank() == 0:
-            sender = WeightSender(route)
+            sender = Endpoint(link, SENDER)
             told = outcome(lambda: sender.send(make_weights()))
             done.touch()
             return told
-        receiver = WeightReceiver(route)
+        receiver = Endpoint(link, 1)
         told = outcome(lambda: receiver.receive(load))
         while not done.exists():  # its process lives on
             time.sleep(0.01)
         return f"{told}; {outcome(lambda: receiver.receive(load))}"
 
     for load, error in ((fail, "ValueError: no room for embed_tokens"), (leave_some, "in part")):
-        meeting = host("shared_memory")
+        link = new_link("shared_memory")
         done = tmp_path / load.__name__
-        sent, received = run_ranks(end, meeting.route, load, done, world_size=2)
+        sent, received = run_ranks(end, link, load, done, world_size=2)
         assert sent.startswith("TransferError: a transfer of weights broke off")
         assert error in received
-        assert "the line was closed" in received
+        assert "the link was closed" in received
 
 
 @pytest.mark.thorough
-def test_an_end_that_does_not_come_or_is_stuck_is_an_error() -> None:
-    def lonely(route: WeightRoute) -> str:
-        return outcome(lambda: WeightSender(route))
+def test_an_end_that_does_not_come_or_is_stuck_is_an_error(
+    new_link: Callable[..., LinkSpec],
+) -> None:
+    def lonely(link: LinkSpec) -> str:
+        return outcome(lambda: Endpoint(link, SENDER))
 
-    def stuck(route: WeightRoute) -> str:
+    def stuck(link: LinkSpec) -> str:
         if rank() == 1:
-            receiver = WeightReceiver(route)
+            receiver = Endpoint(link, 1)
             return outcome(lambda: receiver.receive(lambda tensors: time.sleep(2)))
-        sender = WeightSender(route)
+        sender = Endpoint(link, SENDER)
         return outcome(lambda: sender.send(make_weights()))
 
-    alone = host("gloo", timeout_seconds=1)
-    assert "broke off" in run_ranks(lonely, alone.route, world_size=1)[0]
-    slow = host("gloo", timeout_seconds=1)
-    assert "broke off" in run_ranks(stuck, slow.route, world_size=2)[0]
+    alone = new_link("gloo", timeout_seconds=1)
+    assert "broke off" in run_ranks(lonely, alone, world_size=1)[0]
+    slow = new_link("gloo", timeout_seconds=1)
+    assert "broke off" in run_ranks(stuck, slow, world_size=2)[0]
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
-@pytest.mark.parametrize("carrier", ["cuda_ipc", "nccl"])
-def test_carriers_of_gpus_are_refused_without_one(carrier: CarrierName) -> None:
-    def end(route: WeightRoute) -> str:
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_transports_of_gpus_are_refused_without_one(
+    transport: TransportName, new_link: Callable[..., LinkSpec]
+) -> None:
+    def end(link: LinkSpec) -> str:
         if rank() == 1:
-            return outcome_of_missing_gpu(lambda: WeightReceiver(route))
-        return outcome_of_missing_gpu(lambda: WeightSender(route))
+            return outcome_of_missing_gpu(lambda: Endpoint(link, 1))
+        return outcome_of_missing_gpu(lambda: Endpoint(link, SENDER))
 
-    meeting = host(carrier)
-    for told in run_ranks(end, meeting.route, world_size=2):
-        assert f"cannot travel by '{carrier}'" in told
+    link = new_link(transport)
+    for told in run_ranks(end, link, world_size=2):
+        assert f"cannot travel by '{transport}'" in told
 
 
 def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
@@ -287,14 +316,14 @@ def outcome_of_missing_gpu(function: Callable[[], Any]) -> str:
         (("a", "0"), [("b", None)], "gloo"),
     ],
 )
-def test_the_carrier_follows_from_the_places(
+def test_the_transport_follows_from_the_places(
     sender: tuple[str, str | None], receivers: list[tuple[str, str | None]], expected: str
 ) -> None:
     assert (
-        carrier_between(Location(*sender), [Location(*receiver) for receiver in receivers])
+        choose_transport(Location(*sender), [Location(*receiver) for receiver in receivers])
         == expected
     )
 
 
-def test_two_processes_of_this_machine_are_in_one_place() -> None:
-    assert run_ranks(location_of_this_process, world_size=1) == [location_of_this_process()]
+def test_two_processes_of_this_machine_have_one_location() -> None:
+    assert run_ranks(current_location, world_size=1) == [current_location()]

@@ -62,6 +62,7 @@ class DTensorBackend(SendsWeights):
         torch.use_deterministic_algorithms(True)
         assert isinstance(setup.training, DTensorTraining)
         self._setup, self._training = setup, setup.training
+        self.sent_dtype = getattr(torch, setup.dtype)
         self._mesh = join_mesh(self._training)
         self._num_updates = 0
         self._policy: PackedModel
@@ -346,11 +347,6 @@ class DTensorBackend(SendsWeights):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, whole_tensor(tensor)
-
-    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `named_weights`, in the type that engines compute with."""
-        dtype = getattr(torch, self._setup.dtype)
-        return ((name, weight.to(dtype)) for name, weight in self.named_weights())
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""

@@ -56,13 +56,13 @@ class MegatronBackend(SendsWeights):
         initialize_topology(training, seed=setup.seed)
         torch.use_deterministic_algorithms(True)
         self._setup = setup
+        self.sent_dtype = getattr(torch, setup.dtype)
         self._num_updates = 0
         self._device = local_device()
         self._models = build_model(setup.model_folder, training, setup.dtype)
         load_hf_weights(self._models, setup.model_folder)
         self._chunks = wrap(self._models)
-        dtype = getattr(torch, setup.dtype)
-        self._optimizer = make_optimizer(self._chunks, setup.optimizer, dtype)
+        self._optimizer = make_optimizer(self._chunks, setup.optimizer, self.sent_dtype)
         self._writing: Writing | None = None
         self._head = LogprobHead(
             self._models[-1],
@@ -241,11 +241,6 @@ class MegatronBackend(SendsWeights):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights as the transformers checkpoint names them; every rank iterates."""
         return iter_hf_weights(self._models)
-
-    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `named_weights`, in the type that engines compute with."""
-        dtype = getattr(torch, self._setup.dtype)
-        return ((name, weight.to(dtype)) for name, weight in self.named_weights())
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes `model/` (transformers layout) and `trainer/` (Megatron's own, sharded)."""

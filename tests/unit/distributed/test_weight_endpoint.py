@@ -1,4 +1,4 @@
-"""The ends of routes in workers: kept from transfer to transfer, and dropped after a failure."""
+"""Endpoints in workers: kept from transfer to transfer, and dropped after a failure."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 from nemo_rl_core.distributed.weight_sync import (
+    SENDER,
+    Endpoint,
+    LinkSpec,
     ReceivesWeights,
-    RouteHost,
     SendsWeights,
-    WeightReceiver,
-    WeightRoute,
-    WeightSender,
 )
 from nemo_rl_core.errors import TransferError
 
@@ -29,7 +29,7 @@ class Trainer(SendsWeights):
     step = 0
     num_gathered = 0
 
-    def sent_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in ("first", "second"):
             total = torch.tensor([float(self.step)])
             if dist.is_initialized():
@@ -51,8 +51,20 @@ class BrokenEngine(Engine):
         raise ValueError("no room")
 
 
-def hosts(count: int) -> list[RouteHost]:
-    return [RouteHost(num_receivers=1, carrier="shared_memory") for _ in range(count)]
+@pytest.fixture
+def new_link(meeting_points: list[TCPStore]) -> Callable[[], LinkSpec]:
+    def open_one() -> LinkSpec:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting_points.append(store)
+        return LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
+
+    return open_one
+
+
+@pytest.fixture
+def meeting_points() -> list[TCPStore]:
+    """Where endpoints meet, as long as the test lasts."""
+    return []
 
 
 def side_by_side(*ends: Callable[[], Any]) -> list[Any]:
@@ -73,84 +85,89 @@ def side_by_side(*ends: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def transfer(trainer: Trainer, engine: Engine, route: WeightRoute, *kept: WeightRoute) -> list[Any]:
+def transfer(trainer: Trainer, engine: Engine, link: LinkSpec, *others: LinkSpec) -> list[Any]:
     return side_by_side(
-        lambda: trainer.send_weights(route, kept), lambda: engine.receive_weights(route, 0)
+        lambda: trainer.send_weights(link, others), lambda: engine.receive_weights(link, 0)
     )
 
 
-def test_a_route_serves_every_transfer_until_another_one_takes_its_place() -> None:
+def test_a_link_serves_every_transfer_until_another_one_replaces_it(
+    new_link: Callable[[], LinkSpec],
+) -> None:
     trainer, engine = Trainer(), Engine()
-    first, second = hosts(2)
+    first, second = new_link(), new_link()
     ends = []
-    for trainer.step, host in enumerate([first, first, second], start=1):
-        sent, received = transfer(trainer, engine, host.route)
+    for trainer.step, link in enumerate([first, first, second], start=1):
+        sent, received = transfer(trainer, engine, link)
         assert sent == received
-        assert trainer._senders.keys() == {host.route}
-        ends.append((trainer._senders[host.route], engine._receiver))
+        assert trainer._endpoints.keys() == {link}
+        ends.append((trainer._endpoints[link], engine._endpoint))
     assert engine.taken == [[("first", step), ("second", step)] for step in (1.0, 2.0, 3.0)]
     assert ends[0] == ends[1]
     assert ends[1][0] is not ends[2][0]
     assert ends[1][1] is not ends[2][1]
     for _ in range(2):
-        trainer.close_route(second.route)
-    assert trainer._senders == {}
+        trainer.close_link(second)
+    assert trainer._endpoints == {}
 
 
-def test_two_engines_keep_their_routes() -> None:
+def test_two_engines_keep_their_links(new_link: Callable[[], LinkSpec]) -> None:
     trainer, one, other = Trainer(), Engine(), Engine()
-    both = hosts(2)  # meeting points live as long as their hosts
-    first, second = (host.route for host in both)
-    for step, engine, route, others in (
+    first, second = new_link(), new_link()
+    for step, engine, link, others in (
         (1, one, first, []),
         (2, other, second, [first]),
         (3, one, first, [second]),
         (4, other, second, [first]),
     ):
         trainer.step = step
-        sent, received = transfer(trainer, engine, route, *others)
+        sent, received = transfer(trainer, engine, link, *others)
         assert sent == received
-    assert trainer._senders.keys() == {first, second}
+    assert trainer._endpoints.keys() == {first, second}
     assert [len(engine.taken) for engine in (one, other)] == [2, 2]
 
 
-def test_a_failure_drops_both_ends_and_another_route_works() -> None:
+def test_a_failure_drops_both_endpoints_and_another_link_works(
+    new_link: Callable[[], LinkSpec],
+) -> None:
     trainer, engine = Trainer(), BrokenEngine()
-    first, second = hosts(2)
-    sent, received = transfer(trainer, engine, first.route)
+    first, second = new_link(), new_link()
+    sent, received = transfer(trainer, engine, first)
     assert isinstance(sent, TransferError)
     assert isinstance(received, ValueError)
-    assert trainer._senders == {}
-    assert engine._receiver is None
-    sent, received = transfer(trainer, whole := Engine(), second.route)
+    assert trainer._endpoints == {}
+    assert engine._endpoint is None
+    sent, received = transfer(trainer, whole := Engine(), second)
     assert sent == received
     assert whole.taken == [[("first", 0.0), ("second", 0.0)]]
 
 
-def test_every_rank_gathers_to_the_end_though_the_engine_has_failed() -> None:
-    def end(first: WeightRoute, second: WeightRoute) -> list[Any]:
+def test_every_rank_gathers_to_the_end_though_the_engine_has_failed(
+    new_link: Callable[[], LinkSpec],
+) -> None:
+    def end(first: LinkSpec, second: LinkSpec) -> list[Any]:
         join_process_group(timeout_seconds=20)
         trainer = Trainer()
         trainer.step = 1
         if rank() == 1:
-            return [trainer.send_weights(route) for route in (first, second)]
+            return [trainer.send_weights(link) for link in (first, second)]
         broken, engine = BrokenEngine(), Engine()
         failed = transfer(trainer, broken, first)[0]
         digests = transfer(trainer, engine, second)
         assert digests[0] == digests[1]
         return [type(failed).__name__, trainer.num_gathered, *engine.taken]
 
-    first, second = hosts(2)
-    found = run_ranks(end, first.route, second.route, world_size=2, timeout_seconds=60)
+    found = run_ranks(end, new_link(), new_link(), world_size=2, timeout_seconds=60)
     assert found == [["TransferError", 4, [("first", 2.0), ("second", 2.0)]], ["", ""]]
 
 
-@pytest.mark.parametrize("end", [WeightSender, WeightReceiver])
-def test_whoever_waits_for_the_other_end_is_told_when_the_host_gives_up(end: Any) -> None:
-    (host,) = hosts(1)
-    route = host.route
-    timer = threading.Timer(0.3, host.close)
+@pytest.mark.parametrize("group_rank", [SENDER, SENDER + 1])
+def test_an_endpoint_that_waits_fails_when_the_controller_closes_the_link(
+    group_rank: int, new_link: Callable[[], LinkSpec], meeting_points: list[TCPStore]
+) -> None:
+    link = new_link()
+    timer = threading.Timer(0.3, meeting_points.clear)
     timer.start()
     with pytest.raises(TransferError, match="broke off"):
-        end(route)  # without the host's word it would wait until pytest ends it
+        Endpoint(link, group_rank)  # with the link open it would wait until pytest ends it
     timer.join()

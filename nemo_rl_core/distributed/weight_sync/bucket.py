@@ -94,7 +94,7 @@ def _bucket(
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs.append(TensorSpec(name, tuple(tensor.shape), dtype, offset, tensor.nbytes))
         offset = next_offset
-    return WeightBucket(tuple(specs), payload, _digest(tuple(specs), payload))
+    return WeightBucket(tuple(specs), payload, bucket_digest(tuple(specs), payload))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -102,16 +102,12 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _digest(specs: tuple[TensorSpec, ...], payload: np.ndarray | torch.Tensor) -> str:
+def bucket_digest(specs: tuple[TensorSpec, ...], payload: np.ndarray | torch.Tensor) -> str:
+    """The checksum of names, shapes, types and bytes, computed from what lies in memory now."""
     digest = xxhash.xxh3_128(repr(specs).encode())
     on_host = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
     digest.update(np.ascontiguousarray(on_host).data)
     return digest.hexdigest()
-
-
-def received_digest(bucket: WeightBucket) -> str:
-    """The digest of what lies in the bucket now, whatever its sender claimed."""
-    return _digest(bucket.specs, bucket.payload)
 
 
 def combined_digest(digests: Iterable[str]) -> str:
