@@ -1,5 +1,5 @@
-"""The page: a store's history in a browser, read only and from this machine alone.
+"""The web UI: a store's history in a browser, read only and served on this machine alone.
 
-`app.py` puts it together; `pages/` has one module a page; `templates/` what they show. Every page
-is whole without scripts but for the picture of a graph, whose text is the table beside it.
+`app.py` has the routes, `pages/` one module per kind of page, `templates/` the HTML. Every page is
+complete without scripts, except for the picture of a graph, which a table beside it repeats.
 """

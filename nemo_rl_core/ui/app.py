@@ -1,4 +1,4 @@
-"""The application: which address is answered by what, and what is said when something is wrong."""
+"""The application: routes, middleware and error pages."""
 
 from collections.abc import Collection
 
@@ -14,17 +14,17 @@ from starlette.types import Scope
 from nemo_rl_core.errors import NemoRLError, NotRecordedError
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.guard import Guard
+from nemo_rl_core.ui.history_source import HistorySource
 from nemo_rl_core.ui.pages import artifacts, compare, executions, nodes
-from nemo_rl_core.ui.source import HistorySource
 from nemo_rl_core.ui.templating import STATIC, render
 
 
 def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
-    """The page of a store.
+    """Builds the application that shows a store.
 
     Args:
-        store: Whose history; it may be empty, and may get its first run later.
-        hosts: Names under which the page may be asked for, besides `localhost` and addresses.
+        store: The store. It may be empty, and may get its first run later.
+        hosts: Host names under which the page is served, besides `localhost` and IP addresses.
     """
     app = Starlette(
         routes=[
@@ -39,8 +39,8 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             Route("/nodes/{node:int}/deck", nodes.deck),
             Route("/find", artifacts.find),
             Route("/artifacts/{artifact}", artifacts.manifest),
-            Route("/artifacts/{artifact}/ancestry", artifacts.ancestry),
-            Route("/artifacts/{artifact}/completions", artifacts.completions),
+            Route("/artifacts/{artifact}/ancestry", artifacts.ancestry_view),
+            Route("/artifacts/{artifact}/completions", artifacts.completions_view),
             Route("/artifacts/{artifact}/files/{path:path}", artifacts.file),
             Route("/compare", compare.compare),
             Mount("/static", _Static(directory=STATIC)),
@@ -50,7 +50,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
             HTTPException: _not_found,
             NotRecordedError: _not_recorded,
             NemoRLError: _unreadable,
-            OSError: _went_away,
+            OSError: _file_unreadable,
         },
     )
     app.state.source = HistorySource(store)
@@ -58,7 +58,7 @@ def create_app(store: Store, *, hosts: Collection[str] = ()) -> Starlette:
 
 
 class _Static(StaticFiles):
-    """Files whose address holds a digest of their content."""
+    """Static files, cached for ever: their URLs contain a digest of the content."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -68,7 +68,7 @@ class _Static(StaticFiles):
 
 def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = error.detail if error.detail != "Not Found" else "There is no such page."
+    text = error.detail if error.detail != "Not Found" else "There is no page at this address."
     return _message(request, "Not found", text, status=error.status_code)
 
 
@@ -79,29 +79,29 @@ def _not_recorded(request: Request, error: Exception) -> Response:
         "Not found",
         f"{error.problem[0].upper()}{error.problem[1:]}.",
         status=404,
-        facts=[("What to do", error.fix or "Look for it among all executions.")],
+        facts=[("Fix", error.fix or "Look for it among all executions.")],
     )
 
 
 def _unreadable(request: Request, error: Exception) -> Response:
     assert isinstance(error, NemoRLError)
-    facts = (("Expected", error.expected), ("Found", error.got), ("What to do", error.fix))
+    facts = (("Expected", error.expected), ("Found", error.got), ("Fix", error.fix))
     return _message(
         request,
         "The history cannot be shown",
         f"{error.problem[0].upper()}{error.problem[1:]}.",
         status=503,
-        facts=[(word, fact) for word, fact in facts if fact],
+        facts=[(label, fact) for label, fact in facts if fact],
     )
 
 
-def _went_away(request: Request, error: Exception) -> Response:
+def _file_unreadable(request: Request, error: Exception) -> Response:
     return _message(
         request,
         "A file cannot be read",
         "It is damaged, or was removed while it was read.",
         status=503,
-        facts=[("Found", str(error)), ("What to do", "Reload; if it stays, run `nemo-rl verify`.")],
+        facts=[("Found", str(error)), ("Fix", "Reload; if it stays, run `nemo-rl verify`.")],
     )
 
 

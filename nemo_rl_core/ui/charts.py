@@ -1,4 +1,4 @@
-"""Curves as a template draws them: several series in one picture, thinned to what can be seen."""
+"""Curves for the templates: several series in one chart, thinned to its width in pixels."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class Series:
     """One line of a chart.
 
     Attributes:
-        label: Whose it is.
-        points: `(step, value)`, by step.
+        label: Name of the series.
+        points: `(step, value)` pairs, sorted by step.
     """
 
     label: str
@@ -30,13 +30,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series as it is drawn.
+    """A series as SVG polylines.
 
     Attributes:
-        label: Whose it is.
-        strokes: Points of a polyline each; more than one where values are missing.
+        label: Name of the series.
+        strokes: The points of each polyline; more than one where values are missing.
         last: The last finite value, as text.
-        count: How many values the series has.
+        count: Number of values in the series.
     """
 
     label: str
@@ -47,14 +47,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture of one metric.
+    """A chart of one metric.
 
     Attributes:
         title: The metric's name.
         lines: In the order of the series.
-        ticks_x: `(place, text)` along the axis of steps.
-        ticks_y: `(place, text)` along the axis of values.
-        axis: What is counted from left to right.
+        ticks_x: `(x, text)` along the axis of steps.
+        ticks_y: `(y, text)` along the axis of values.
+        axis: Unit of the horizontal axis.
     """
 
     title: str
@@ -64,19 +64,19 @@ class Chart:
     axis: str = "steps"
 
     @property
-    def said(self) -> str:
-        """What the picture shows, for who does not see it."""
-        told = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
+    def description(self) -> str:
+        """The chart in words, for screen readers."""
+        last_values = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
         steps = " to ".join(text for _, text in self.ticks_x)
         return (
-            f"{self.title} over {self.axis} {steps}: {told}"
+            f"{self.title} over {self.axis} {steps}: {last_values}"
             if steps
             else f"{self.title}: no values"
         )
 
 
 def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart:
-    """Places the series on shared axes; values that are not finite leave a gap."""
+    """Returns the series on shared axes; values that are not finite leave a gap."""
     finite = [p for one in series for p in one.points if math.isfinite(p[1])]
     if not finite:
         return Chart(title, [Line(one.label, [], NONE, len(one.points)) for one in series], [], [])
@@ -93,7 +93,7 @@ def chart(title: str, series: Sequence[Series], *, axis: str = "steps") -> Chart
 
 
 def _tick(value: float) -> str:
-    """Four digits where the margin has room for them."""
+    """Four significant digits if they fit into the margin, else two."""
     text = f"{value:.4g}"
     return text if len(text) <= _TICK_LENGTH else f"{value:.2g}"
 
@@ -109,20 +109,20 @@ def _line(series: Series, box: tuple[float, float, float, float]) -> Line:
         across = LEFT + (RIGHT - LEFT) * _fraction(x, box[0], box[1])
         strokes[-1].append(f"{across:.1f},{_down(y, box):.1f}")
     # A stroke of one point has no length: doubled, its round cap shows it.
-    drawn = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
-    return Line(series.label, drawn, last, len(series.points))
+    polylines = [" ".join(s if len(s) > 1 else s * 2) for s in strokes if s]
+    return Line(series.label, polylines, last, len(series.points))
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """All that a picture can show: of each stretch of steps the lowest and the highest value."""
+    """The lowest and the highest value of each bucket of steps: all that a chart can show."""
     if len(points) <= _MAX_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / _MAX_POINTS)
     kept: list[Point] = []
     for start in range(0, len(points), width):
-        stretch = points[start : start + width]
-        # NaN is neither lowest nor highest; a stretch of nothing else stays a gap.
-        bucket = [p for p in stretch if math.isfinite(p[1])] or stretch[:1]
+        chunk = points[start : start + width]
+        # NaN is neither lowest nor highest; a bucket of nothing else stays a gap.
+        bucket = [p for p in chunk if math.isfinite(p[1])] or chunk[:1]
         ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
         kept += sorted(ends)
     if kept[-1] != points[-1]:

@@ -1,4 +1,4 @@
-"""The metrics of a run, those of a stage's iterations joined to one line."""
+"""The metrics of a run; those of a stage's iterations are joined to one line."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.ui import load
+from nemo_rl_core.ui import machine_load
 from nemo_rl_core.ui.charts import Chart, Point, Series, chart, thinned
 
 SHOWN = 12
@@ -28,12 +28,12 @@ _GLOBAL_STEP = "global_step"
 
 @dataclass(frozen=True)
 class StageCurves:
-    """What all calls of one task measured.
+    """The metrics of all calls of one task.
 
     Attributes:
-        task: Its whole name.
+        task: Full name of the task.
         nodes: The calls, in order.
-        names: Its metrics, those first that most readers look for.
+        names: Names of the metrics, the most used ones first.
     """
 
     task: str
@@ -42,12 +42,12 @@ class StageCurves:
 
 
 def stages(history: History, execution: str, *, wanted: str = "") -> list[StageCurves]:
-    """The tasks of a run that measured something.
+    """The tasks of a run that have metrics.
 
     Args:
-        history: Where they are recorded.
-        execution: The run.
-        wanted: Only metrics whose name holds this; letter case does not count.
+        history: The database that holds them.
+        execution: Id of the run.
+        wanted: Only metrics whose name contains this; case-insensitive.
     """
     by_task: dict[str, list[Node]] = {}
     names: dict[str, set[str]] = {}
@@ -65,21 +65,21 @@ def stages(history: History, execution: str, *, wanted: str = "") -> list[StageC
 
 
 def ordered(names: Iterable[str], wanted: str = "") -> tuple[str, ...]:
-    """Metrics' names: the usual ones first, then by the alphabet.
+    """Sorts names of metrics: the usual ones first, then alphabetically.
 
-    Steps are no metric, and the machine's figures have a place of their own.
+    Leaves out the step, and the machine's metrics, which `machine_load` shows.
     """
-    measured = [n for n in names if n != _GLOBAL_STEP and not n.startswith(load.PREFIX)]
+    measured = [n for n in names if n != _GLOBAL_STEP and not n.startswith(machine_load.PREFIX)]
     kept = [n for n in measured if wanted.casefold() in n.casefold()]
     return tuple(sorted(kept, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)))
 
 
 def lines(history: History, nodes: Sequence[Node], names: Sequence[str]) -> dict[str, list[Point]]:
-    """One line a metric over all the nodes, by the step of the whole training where it is known."""
+    """One line per metric over all nodes, by the step of the whole training where it is known."""
     found: dict[str, dict[float, float]] = {name: {} for name in names}
     for node in nodes:
-        # What has ended is read once: a page that is renewed while a later iteration runs, and a
-        # second look at a long run, cost next to nothing.
+        # Finished nodes are read once, so that a page that reloads while a later iteration runs
+        # reads only the running node.
         read = _points if node.ended_at is None else _points_once
         for name, points in read(history, node.id, node.started_at, tuple(names)).items():
             found[name] |= dict(points)
@@ -89,7 +89,7 @@ def lines(history: History, nodes: Sequence[Node], names: Sequence[str]) -> dict
 def _points(
     history: History, node: int, _started_at: float, names: tuple[str, ...]
 ) -> dict[str, list[Point]]:
-    """A node's curves; numbers of removed nodes are used again, so its beginning is in the key."""
+    """A node's curves. The start time is in the cache key, as ids of removed nodes are reused."""
     curves = history.metrics(node, names=[*names, _GLOBAL_STEP])
     steps = {step: at for step, at in curves.get(_GLOBAL_STEP, ()) if math.isfinite(at)}
     return {
@@ -102,6 +102,6 @@ def _points(
 _points_once = functools.lru_cache(maxsize=256)(_points)
 
 
-def draw(named: Mapping[str, Sequence[Point]]) -> list[Chart]:
-    """One chart a metric."""
+def charts(named: Mapping[str, Sequence[Point]]) -> list[Chart]:
+    """One chart per metric."""
     return [chart(name, [Series("", points)]) for name, points in named.items()]

@@ -1,4 +1,4 @@
-"""The evaluations of two runs, prompt by prompt."""
+"""Comparison of the evaluations of two runs, prompt by prompt."""
 
 import functools
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
-from nemo_rl_core.ui.origins import base_stage
+from nemo_rl_core.ui.ancestry import base_stage
 
 if TYPE_CHECKING:
     from nemo_rl_core.evals.comparison import Comparison
@@ -21,10 +21,10 @@ class Compared:
     """An evaluation that both runs have.
 
     Attributes:
-        name: What was evaluated.
-        artifacts: Ids of the first run's and of the second's.
-        compared: None where the two cannot be compared.
-        refused: Why not.
+        name: The evaluated stage.
+        artifacts: Ids of the evaluations in the first and in the second run.
+        compared: The comparison; None where the two cannot be compared.
+        refused: The reason if they cannot be compared.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Compared:
 
 
 def compared(history: History, before: Execution, after: Execution) -> list[Compared]:
-    """The evaluations of the same stage of model, the furthest trained one of each run."""
+    """Compares evaluations of the same stage, of each run the one with the most steps."""
     old, new = _evaluations(history, before), _evaluations(history, after)
     return [_compare(name, old[name], new[name]) for name in old if name in new]
 
@@ -66,7 +66,7 @@ def _compare(name: str, old: ArtifactRow, new: ArtifactRow) -> Compared:
 
 @functools.lru_cache(maxsize=64)
 def _measured(old: str, _old_hash: str, new: str, _new_hash: str) -> "Comparison":
-    """The bootstrap takes a while; artifacts never change, and their hashes are in the key."""
+    """Cached, since the bootstrap is slow. Artifacts never change; their hashes are in the key."""
     from nemo_rl_core.evals.comparison import compare
     from nemo_rl_core.evals.rows import greedy_outcomes, load_rows
 

@@ -1,17 +1,17 @@
-"""Graphs as `graph.js` draws them: boxes, some of them held by others, and arrows."""
+"""Graphs as JSON for `graph.js`: nested boxes and arrows."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from nemo_rl_core.history.records import AncestryGraph, Edge, GraphArtifact, Node
-from nemo_rl_core.ui.origins import base_stage
+from nemo_rl_core.ui.ancestry import base_stage
 from nemo_rl_core.ui.text import duration, visible
 
 _MAX_OPEN_CHILDREN, _MAX_ALL_OPEN = 12, 40
-"""A dynamic or sub-workflow that holds more is drawn closed until it is opened; in a run of more
-nodes than the second, all are, but for those in which something runs or failed."""
-_WORTH_A_LOOK = ("running", "failed")
+"""A dynamic or sub-workflow with more children starts closed. In a run with more nodes than the
+second limit all start closed, except those in which a node runs or failed."""
+_OPEN_STATES = ("running", "failed")
 
 
 def of_execution(
@@ -24,12 +24,12 @@ def of_execution(
     """The stages of a run, nested as they called each other.
 
     Args:
-        nodes: Of the run.
-        edges: Of the run.
-        artifacts: The outputs that are artifacts, by node and name; the others are plain values.
-        now: The end, as it were, of what goes on.
+        nodes: Nodes of the run.
+        edges: Edges of the run.
+        artifacts: `(node, name)` of the outputs that are artifacts; the others are plain values.
+        now: End time to use for nodes that are still running.
     """
-    held = Counter(node.parent for node in nodes)
+    num_children = Counter(node.parent for node in nodes)
     return {
         "direction": "TB",
         "nodes": [
@@ -41,8 +41,8 @@ def of_execution(
                 "kind": node.kind,
                 "detail": _detail(node, now),
                 "href": f"/nodes/{node.id}",
-                "open": held[node.id] <= _MAX_OPEN_CHILDREN
-                and (len(nodes) <= _MAX_ALL_OPEN or node.state in _WORTH_A_LOOK),
+                "open": num_children[node.id] <= _MAX_OPEN_CHILDREN
+                and (len(nodes) <= _MAX_ALL_OPEN or node.state in _OPEN_STATES),
             }
             for node in nodes
         ],
@@ -59,19 +59,19 @@ def of_execution(
 
 
 def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
-    """An artifact and all that it came from: data at the top, the artifact at the bottom.
+    """An artifact and its ancestors: data at the top, the artifact at the bottom.
 
-    Many artifacts of one stage, such as a long training's iterations, are held by one closed box.
+    Many artifacts of one stage, such as a long training's iterations, share one closed box.
     """
-    holders = _holders(graph)
+    boxes = _stage_boxes(graph)
     return {
         "direction": "TB",
         "nodes": [
-            *holders.values(),
+            *boxes.values(),
             *(
                 {
                     "id": one.id,
-                    "parent": holders.get(_base(one), {}).get("id") if one.depth else None,
+                    "parent": boxes.get(_base(one), {}).get("id") if one.depth else None,
                     "label": visible(one.artifact.stage if one.artifact else one.id),
                     "state": "",
                     "kind": one.artifact.kind if one.artifact else "unknown",
@@ -79,7 +79,7 @@ def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
                     + ("" if one.state == "found" else f" {one.state}"),
                     "href": f"/artifacts/{one.id}",
                     "open": True,
-                    "here": one.id == graph.root,
+                    "is_root": one.id == graph.root,
                 }
                 for one in graph.artifacts
             ),
@@ -96,33 +96,33 @@ def of_ancestry(graph: AncestryGraph) -> dict[str, Any]:
     }
 
 
-def _holders(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
-    """By the stage a box for its artifacts, where they are many; it leads to the table's rows."""
-    alike: dict[str, list[GraphArtifact]] = {}
+def _stage_boxes(graph: AncestryGraph) -> dict[str, dict[str, Any]]:
+    """One box per stage with many artifacts, by stage; it links to the rows of the table."""
+    by_stage: dict[str, list[GraphArtifact]] = {}
     for one in graph.artifacts:
-        if one.depth and one.artifact is not None:  # what was asked for stands alone
-            alike.setdefault(_base(one), []).append(one)
+        if one.depth and one.artifact is not None:  # the root stands alone
+            by_stage.setdefault(_base(one), []).append(one)
     return {
         stage: {
             "id": f"all:{stage}",
             "parent": None,
-            "label": visible(_span(stage, held)),
+            "label": visible(_span(stage, members)),
             "state": "",
-            "kind": held[0].artifact.kind if held[0].artifact else "unknown",
-            "detail": f"{len(held)} artifacts",
-            "href": f"#{held[0].id}",
+            "kind": members[0].artifact.kind if members[0].artifact else "unknown",
+            "detail": f"{len(members)} artifacts",
+            "href": f"#{members[0].id}",
             "open": False,
         }
-        for stage, held in alike.items()
-        if len(held) > _MAX_OPEN_CHILDREN
+        for stage, members in by_stage.items()
+        if len(members) > _MAX_OPEN_CHILDREN
     }
 
 
-def _span(stage: str, held: Sequence[GraphArtifact]) -> str:
-    """Such as `grpo_iteration 1 to 98`, where they are numbered so."""
-    words = [one.artifact.stage.partition(" ")[2] for one in held if one.artifact]
-    numbers = sorted(int(word) for word in words if word.isdecimal())
-    numbered = numbers == list(range(numbers[0], numbers[0] + len(held))) if numbers else False
+def _span(stage: str, members: Sequence[GraphArtifact]) -> str:
+    """Such as `grpo_iteration 1 to 98` if the artifacts are numbered consecutively."""
+    suffixes = [one.artifact.stage.partition(" ")[2] for one in members if one.artifact]
+    numbers = sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
+    numbered = numbers == list(range(numbers[0], numbers[0] + len(members))) if numbers else False
     return f"{stage} {numbers[0]} to {numbers[-1]}" if numbered else stage
 
 
@@ -133,5 +133,5 @@ def _base(one: GraphArtifact) -> str:
 def _detail(node: Node, now: float) -> str:
     if node.state == "cached":
         return "from an earlier run" if node.cached_from else ""
-    # Whole seconds: a running node's figure would else change the graph ten times a second.
+    # Rounded, since each new duration of a running node changes the graph.
     return duration(float(round((node.ended_at or now) - node.started_at, 1)))

@@ -1,8 +1,8 @@
-"""What stands before every page: who may ask, for what, and what a browser may do with it.
+"""Middleware that checks every request, and restricts what a browser may do with the response.
 
 The page has no login, because it listens on this machine alone. Two things could still reach it
 from outside: another site in the same browser, and a name that is rebound to 127.0.0.1. The first
-gets nothing to embed or read; the second is refused by its Host header.
+cannot embed or read a page; the second is refused by its Host header.
 """
 
 import ipaddress
@@ -33,11 +33,11 @@ _HEADERS = {
 
 
 class Guard:
-    """ASGI middleware: GET and HEAD only, known hosts only, strict headers on every answer.
+    """ASGI middleware: GET and HEAD only, known hosts only, strict headers on every response.
 
     Args:
-        app: What answers the requests that may pass.
-        hosts: Names under which the page may be asked for, besides `localhost` and addresses.
+        app: The application behind the guard.
+        hosts: Host names under which the page is served, besides `localhost` and IP addresses.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
@@ -45,12 +45,12 @@ class Guard:
         self._hosts = frozenset({"localhost", *(host.lower() for host in hosts)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or has it answered."""
+        """Refuses a request, or passes it to the application."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # no websockets here: the server closes the connection
+            return  # no websockets: the server closes the connection
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -63,7 +63,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         host = Headers(scope=scope).get("host", "")
-        if not self._knows(host):
+        if not self._is_allowed(host):
             return PlainTextResponse(
                 f"Host {host!a} is not served here.\nOpen the address that `nemo-rl ui` printed, "
                 "or name this host: nemo-rl ui --allow-host NAME\n",
@@ -71,13 +71,13 @@ class Guard:
             )
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse(
-                "This page only shows: it takes GET and HEAD.\n",
+                "This page is read-only: use GET or HEAD.\n",
                 status_code=405,
                 headers={"allow": "GET, HEAD"},
             )
         return None
 
-    def _knows(self, header: str) -> bool:
+    def _is_allowed(self, header: str) -> bool:
         host = header.lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if host in self._hosts:

@@ -1,18 +1,18 @@
-"""The log of a run: its newest part, or what was written while one node ran."""
+"""The log of a run: its newest part, or the part written while one node ran."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 MAX_BYTES = 200_000
-"""Of a log that one page shows: its newest part."""
+"""The largest part of a log that one page shows."""
 
 
 class LogPart(NamedTuple):
-    """What a page shows of a log.
+    """A part of a log.
 
     Attributes:
         text: The lines.
-        left_out: How many bytes before them are not shown.
+        left_out: Number of bytes before them that are not shown.
     """
 
     text: str
@@ -22,16 +22,16 @@ class LogPart(NamedTuple):
 def newest(
     path: Path, *, begin: int = 0, end: int | None = None, max_bytes: int = MAX_BYTES
 ) -> LogPart | None:
-    """The newest part of a stretch of a log, from the beginning of a line.
+    """Reads the newest part of a byte range of a log, from the beginning of a line.
 
     Args:
-        path: Of the log.
-        begin: The stretch's first byte.
-        end: The byte after its last; None for the end of the file.
-        max_bytes: At most so much is read.
+        path: The log file.
+        begin: First byte of the range.
+        end: Byte after the last; None for the end of the file.
+        max_bytes: The most to read.
 
     Returns:
-        None where there is no such log.
+        None if the log cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -43,6 +43,6 @@ def newest(
     except OSError:
         return None
     if start > begin:
-        whole = data.find(b"\n") + 1  # one line that is longer than the part has no beginning here
+        whole = data.find(b"\n") + 1  # 0 if one line is longer than the part
         start, data = start + whole, data[whole:]
     return LogPart(data.decode("utf-8", "backslashreplace"), start - begin)

@@ -1,4 +1,4 @@
-"""Templates, and how an answer is made of one."""
+"""Templates, and responses rendered from them."""
 
 import functools
 import hashlib
@@ -22,14 +22,14 @@ _LIVE_SECONDS = 2
 def render(
     request: Request, template: str, *, status: int = 200, live: bool = False, **context: Any
 ) -> HTMLResponse:
-    """A page.
+    """Renders a page.
 
     Args:
-        request: What was asked.
-        template: Its file name.
-        status: Of HTTP.
-        live: Whether the browser should ask again every other second, since something goes on.
-        **context: What the template shows. A context names it `section` where it belongs to one.
+        request: The request.
+        template: File name of the template.
+        status: HTTP status.
+        live: Whether the browser reloads the page every two seconds.
+        **context: Variables of the template; `section` names the active entry of the menu.
     """
     page = (
         environment()
@@ -49,7 +49,7 @@ def render(
 
 
 def link(request: Request, **changed: object) -> str:
-    """This page's address with other parameters."""
+    """The query string of this page with some parameters changed."""
     given = [(key, value) for key, value in request.query_params.multi_items() if value]
     kept = [(key, value) for key, value in given if key not in changed]
     return "?" + urlencode([*kept, *((key, str(value)) for key, value in changed.items())])
@@ -57,8 +57,8 @@ def link(request: Request, **changed: object) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates, which escape whatever they are given."""
-    made = Environment(
+    """The Jinja environment; all values are escaped."""
+    jinja = Environment(
         loader=PackageLoader("nemo_rl_core.ui"),
         autoescape=True,
         finalize=_finalize,
@@ -66,7 +66,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    jinja.filters |= {
         "cut": text.cut,
         "duration": text.duration,
         "iso": text.iso,
@@ -78,14 +78,14 @@ def environment() -> Environment:
         "stage": text.short_stage,
         "urlencode": _quoted,
     }
-    made.globals["static"] = static_address
-    made.policies["json.dumps_kwargs"] = {"sort_keys": True, "default": str}
-    return made
+    jinja.globals["static"] = static_address
+    jinja.policies["json.dumps_kwargs"] = {"sort_keys": True, "default": str}
+    return jinja
 
 
 @functools.cache
 def static_address(name: str) -> str:
-    """A file's address, which changes with its content: a browser may keep it for ever."""
+    """The URL of a static file, with a digest of its content so that browsers can cache it."""
     digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
     return f"/static/{name}?{digest}"
 
@@ -97,7 +97,7 @@ def _finalize(value: object) -> object:
 
 
 def _quoted(value: object) -> str:
-    # A file's name may hold bytes that are no text; what cannot be asked for is at least shown.
+    # A file name may contain bytes that are not valid text; its link is broken, the page is not.
     return quote(str(value), safe="/", errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Values as text that is safe to show and easy to read: completions, times, sizes."""
+"""Formats values as text that is safe to show: completions, times, sizes."""
 
 import json
 import math
@@ -7,38 +7,38 @@ import unicodedata
 from datetime import UTC, datetime
 from typing import Any
 
-# All but printable ASCII, line feed and tab is looked at; most of it is harmless.
+# Everything but printable ASCII, line feed and tab is checked; most of it is harmless.
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
-_PLAIN_CATEGORIES = "LMNPSZ"
+_HARMLESS_CATEGORIES = "LMNPSZ"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 NONE = "\u2013"
-"""Shown where there is nothing to show: a dash."""
+"""A dash, shown for a missing value."""
 
 
 def visible(text: str) -> str:
-    r"""The text with control, format, surrogate and private characters spelled out.
+    r"""Escapes control, format, surrogate and private characters.
 
     A terminal's colours, a reversed writing direction or half a surrogate pair would garble the
-    page or fail to encode; markup is left to the template's escaping.
+    page or fail to encode. Markup is escaped by the template.
 
     Example:
         >>> visible("\x1b[31mred\u202e\ud800é")
         '\\x1b[31mred\\u202e\\ud800é'
     """
-    return _SUSPECT.sub(_spelled_out, text)
+    return _SUSPECT.sub(_escaped, text)
 
 
-def _spelled_out(match: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     character = match[0]
-    if unicodedata.category(character)[0] in _PLAIN_CATEGORIES:
-        # Line and paragraph separators (Zl, Zp) break a line where nobody wrote one.
+    if unicodedata.category(character)[0] in _HARMLESS_CATEGORIES:
+        # Line and paragraph separators (Zl, Zp) would break a line.
         return character if character not in "\u2028\u2029" else f"\\u{ord(character):04x}"
     return character.encode("unicode_escape").decode()
 
 
 def cut(value: object, length: int = 400) -> str:
-    """At most `length` characters, and how many more there were.
+    """Cuts a text to `length` characters, and appends the number of omitted ones.
 
     Example:
         >>> cut("abcdef", 4)
@@ -51,7 +51,7 @@ def cut(value: object, length: int = 400) -> str:
 
 
 def duration(seconds: float | None) -> str:  # noqa: PLR0911  (one line a unit)
-    """Such as `40 ms`, `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash for what is no time."""
+    """Such as `40 ms`, `0.4 s`, `2 min 5 s`, `3 h 20 min`; a dash if not finite."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 0.1:
@@ -69,14 +69,14 @@ def duration(seconds: float | None) -> str:  # noqa: PLR0911  (one line a unit)
 
 
 def moment(seconds: float | None) -> str:
-    """A time of the database in UTC, to the second; a dash for None."""
+    """A Unix time in UTC, to the second; a dash for None."""
     if seconds is None:
         return NONE
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def iso(seconds: float) -> str:
-    """A time of the database as the attribute `datetime` wants it."""
+    """A Unix time in UTC, in ISO 8601 for the attribute `datetime`."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
@@ -90,7 +90,7 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: object) -> str:
-    """A figure with four significant digits; a dash where there is none."""
+    """A number with four significant digits; a dash for None."""
     if value is None:
         return NONE
     if isinstance(value, float):
@@ -99,7 +99,7 @@ def number(value: object) -> str:
 
 
 def readable(value: Any) -> str:
-    """A JSON value over several lines; a text as it is."""
+    """A JSON value, indented; a string unchanged."""
     if isinstance(value, str):
         return value
     return json.dumps(value, indent=2, ensure_ascii=False)

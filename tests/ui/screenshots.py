@@ -1,8 +1,7 @@
 """Writes the README's screenshots of the page: `python tests/ui/screenshots.py STORE FOLDER`.
 
-STORE holds a GRPO run that samples ahead, one by turns, and the rerun of that. The pictures lie in
-`deployment/screenshots/`: no part of the installed package, and beside what else is needed to show
-and ship the project.
+STORE holds an asynchronous GRPO run, a synchronous one, and the rerun of the latter. The pictures
+are in `deployment/screenshots/`, which is not part of the installed package.
 """
 
 import argparse
@@ -48,7 +47,7 @@ def write(browser: Browser, address: str, store: Store, folder: Path) -> None:
             page.get_by_text("grpo_iteration: reward").first.scroll_into_view_if_needed()
             page.mouse.wheel(0, HEIGHT // 2)
             page.wait_for_timeout(300)
-        # The store's place is this machine's business.
+        # Hide the path of the store on this machine.
         page.evaluate("document.querySelector('.foot .mono').textContent = '~/.nemo_rl'")
         page.screenshot(path=folder / f"{name}.png")
         page.close()

@@ -71,15 +71,15 @@ PAGES += ["artifact", "ancestry", "completions", "compare", "not found"]
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_is_accessible_and_complains_of_nothing(
+def test_a_page_is_accessible_and_logs_no_errors(
     context: BrowserContext, address: str, pages: dict[str, str], name: str, scheme: str
 ) -> None:
     """Axe's rules (contrast, landmarks, names, tables, order of headings), in both themes."""
     page = context.new_page()
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
+    messages: list[str] = []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
     page.goto(address + pages[name])
     page.wait_for_timeout(300)
 
@@ -92,7 +92,7 @@ def test_a_page_is_accessible_and_complains_of_nothing(
         for node in rule["nodes"]
     ]
     assert not broken, "\n".join(broken)
-    assert [text for text in said if "404" not in text] == []
+    assert [text for text in messages if "404" not in text] == []
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -22,7 +22,7 @@ def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("by_option", [True, False])
-def test_the_page_is_served_where_the_command_says(made, by_option: bool) -> None:
+def test_the_page_is_served_at_the_printed_address(made, by_option: bool) -> None:
     root = str(made.store.root)
     process = (
         start("--port", "0", "--store", root)
@@ -38,18 +38,18 @@ def test_the_page_is_served_where_the_command_says(made, by_option: bool) -> Non
         assert "20260101T000000Z-aaaaaa" in answer
     finally:
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=500)
-    assert said == ""
+        _, stderr = process.communicate(timeout=500)
+    assert stderr == ""
 
 
 def test_a_taken_port_is_explained(made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start("--port", str(taken.getsockname()[1]), NEMO_RL_HOME=str(made.store.root))
-        _, said = process.communicate(timeout=500)
+        _, stderr = process.communicate(timeout=500)
     assert process.returncode == 2
-    assert "cannot be served" in said
-    assert "--port 0" in said
-    assert "Traceback" not in said
+    assert "cannot be served" in stderr
+    assert "--port 0" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_an_address_that_others_reach_is_warned_of(made) -> None:

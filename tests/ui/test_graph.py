@@ -1,4 +1,4 @@
-"""What of a graph is drawn open, and what is held closed."""
+"""Which boxes of a graph start open, and which start closed."""
 
 import itertools
 from dataclasses import replace
@@ -20,11 +20,11 @@ def test_of_a_large_run_only_what_is_worth_a_look_is_drawn_open() -> None:
     nodes = [
         replace(
             node,
-            id=node.id + 20 * place,
-            parent=None if node.parent is None else 20 * place,
+            id=node.id + 20 * index,
+            parent=None if node.parent is None else 20 * index,
             state=state,
         )
-        for place, state in enumerate(states, start=1)
+        for index, state in enumerate(states, start=1)
         for node in _loop(12)
     ]
     drawn = of_execution(nodes, [], artifacts=set(), now=9.0)["nodes"]

@@ -1,4 +1,4 @@
-"""What the page refuses, and what it says to a browser."""
+"""Requests that the page refuses, and headers of its responses."""
 
 import pytest
 from starlette.testclient import TestClient

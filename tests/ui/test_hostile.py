@@ -1,4 +1,4 @@
-"""Names, settings, figures and files that nobody would choose: each page shows them as text."""
+"""Hostile names, settings, numbers and files: each page shows them as text."""
 
 import html
 import math
@@ -145,14 +145,14 @@ def test_a_browser_runs_nothing_and_keeps_to_the_screen(
 ) -> None:
     page = context.new_page()
     page.set_viewport_size({"width": width, "height": 800})
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: (said.append("a dialog"), dialog.dismiss()))
+    messages: list[str] = []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.on("dialog", lambda dialog: (messages.append("a dialog"), dialog.dismiss()))
     paths = _every_page(TestClient(create_app(store), base_url="http://localhost"))
     with serve(store) as address:
         for path in paths:
             page.goto(address + path)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path
     blocked = "frame is sandboxed"  # the deck's script
-    assert [text for text in said if blocked not in text and "503" not in text] == []
+    assert [text for text in messages if blocked not in text and "503" not in text] == []

@@ -212,7 +212,7 @@ def test_ancestry_reaches_the_data_and_shows_how_configs_changed(client: TestCli
         "train_sft",
         "prepare_data",
     }
-    assert [node["label"] for node in drawn["nodes"] if node["here"]] == ["grpo_iteration 2"]
+    assert [node["label"] for node in drawn["nodes"] if node["is_root"]] == ["grpo_iteration 2"]
     assert len(drawn["edges"]) == 5
     assert "grpo_iteration 2 against grpo_iteration 1" in page.text
     assert re.search(r"lr 0\.1 0\.2", page.text)
@@ -268,17 +268,17 @@ def test_two_runs_are_compared_field_by_field_and_prompt_by_prompt(client: TestC
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         ("", "Give two ids, or tick two rows"),
         ("run=", "Give two ids, or tick two rows"),
-        (f"run={FIRST}", "Choose two executions; 1 came."),
-        (f"run={FIRST}&run={RERUN}&run={LIVE}", "Choose two executions; 3 came."),
+        (f"run={FIRST}", "Choose two executions; 1 given."),
+        (f"run={FIRST}&run={RERUN}&run={LIVE}", "Choose two executions; 3 given."),
     ],
 )
-def test_a_comparison_needs_two(client: TestClient, query: str, said: str) -> None:
+def test_a_comparison_needs_two(client: TestClient, query: str, message: str) -> None:
     page = read(client, f"/compare?{query}")
-    assert said in page.text
+    assert message in page.text
     assert "Both executions" not in page.text
     assert "Fields of the inputs that differ" not in page.text
 

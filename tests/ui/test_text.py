@@ -3,7 +3,7 @@ import math
 import pytest
 
 from nemo_rl_core.ui.charts import Series, chart
-from nemo_rl_core.ui.figures import total_cost
+from nemo_rl_core.ui.costs import total_cost
 from nemo_rl_core.ui.logs import newest
 from nemo_rl_core.ui.text import NONE, cut, duration, iso, moment, number, size, visible
 
@@ -26,7 +26,7 @@ def test_what_would_garble_a_page_is_spelled_out(written: str, shown: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "shown"),
     [
         (None, NONE),
         (-0.1, "0 ms"),
@@ -38,8 +38,8 @@ def test_what_would_garble_a_page_is_spelled_out(written: str, shown: str) -> No
         (90_000, "1 d 1 h"),
     ],
 )
-def test_durations_read_well(seconds: float | None, said: str) -> None:
-    assert duration(seconds) == said
+def test_durations_read_well(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
 
 
 def test_times_sizes_and_figures() -> None:
@@ -64,19 +64,19 @@ def test_costs_add_up_but_peaks_do_not() -> None:
 
 
 def test_curves_share_one_scale_and_have_gaps_where_values_are_missing() -> None:
-    drawn = chart(
+    picture = chart(
         "loss", [Series("a", [(1, 0.0), (2, math.nan), (3, 10.0)]), Series("b", [(2, 5.0)])]
     )
 
-    assert drawn.lines[0].strokes == ["60.0,172.0 60.0,172.0", "410.0,14.0 410.0,14.0"]
-    assert drawn.lines[1].strokes == ["235.0,93.0 235.0,93.0"]
-    assert drawn.ticks_y == [(14, "10"), (172, "0")]
-    assert drawn.said == "loss over steps 1 to 3: a 10; b 5"
+    assert picture.lines[0].strokes == ["60.0,172.0 60.0,172.0", "410.0,14.0 410.0,14.0"]
+    assert picture.lines[1].strokes == ["235.0,93.0 235.0,93.0"]
+    assert picture.ticks_y == [(14, "10"), (172, "0")]
+    assert picture.description == "loss over steps 1 to 3: a 10; b 5"
 
 
-def test_a_curve_without_values_says_so() -> None:
-    drawn = chart("loss", [Series("", [(1, math.inf)])])
-    assert (drawn.ticks_x, drawn.said) == ([], "loss: no values")
+def test_a_curve_without_values_is_described_as_such() -> None:
+    picture = chart("loss", [Series("", [(1, math.inf)])])
+    assert (picture.ticks_x, picture.description) == ([], "loss: no values")
 
 
 def test_a_long_curve_is_thinned_but_keeps_its_extremes_and_its_end() -> None:
@@ -85,10 +85,10 @@ def test_a_long_curve_is_thinned_but_keeps_its_extremes_and_its_end() -> None:
     points[777] = (777.0, 50.0)
     (line,) = chart("spike", [Series("", points)]).lines
 
-    placed = line.strokes[0].split()
-    assert len(placed) < 500
-    assert any(place.endswith(",14.0") for place in placed)
-    assert placed[-1].startswith("410.0,")
+    points_shown = line.strokes[0].split()
+    assert len(points_shown) < 500
+    assert any(point.endswith(",14.0") for point in points_shown)
+    assert points_shown[-1].startswith("410.0,")
     assert line.count == 100_000
 
 

@@ -1,1 +1,1 @@
-"""One module a kind of page: what was asked, what the history knows of it, which template."""
+"""Request handlers, one module per kind of page."""

@@ -1,4 +1,4 @@
-"""An artifact: manifest, files, ancestry, and completions to read."""
+"""Pages of an artifact: manifest, files, ancestry and completions."""
 
 from itertools import islice
 from pathlib import Path
@@ -10,10 +10,10 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, Page
-from nemo_rl_core.ui import curves, graph, origins, readings
+from nemo_rl_core.ui import ancestry, completions, curves, graph
 from nemo_rl_core.ui.charts import Chart, Series, chart
-from nemo_rl_core.ui.figures import total_cost
-from nemo_rl_core.ui.pages.parameters import history_of, number, offset, word
+from nemo_rl_core.ui.costs import total_cost
+from nemo_rl_core.ui.pages.parameters import history_of, number, offset, parameter
 from nemo_rl_core.ui.templating import render
 
 _DESCENDANTS_SHOWN, _FILES_SHOWN, _READ_PER_PAGE = 200, 500, 20
@@ -22,8 +22,8 @@ _AS_TEXT = {".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".jinja", ".html"
 
 
 def find(request: Request) -> Response:
-    """From an id, the beginning of a hash, or a path to the artifact's page."""
-    wanted = word(request, "q")
+    """Redirects from an id, the beginning of a hash, or a path to the artifact's page."""
+    wanted = parameter(request, "q")
     if not wanted:
         return RedirectResponse("/", status_code=303)
     try:
@@ -37,7 +37,7 @@ def find(request: Request) -> Response:
             status=200 if several else 404,
             heading=f"Artifact {wanted[:200]}",
             text=text,
-            facts=[] if several else [("What to do", error.fix or "")],
+            facts=[] if several else [("Fix", error.fix or "")],
             command="",
             matches=several,
         )
@@ -45,7 +45,7 @@ def find(request: Request) -> Response:
 
 
 def manifest(request: Request) -> Response:
-    """What an artifact is, what it was made from, what was made from it, and its files."""
+    """Manifest, parents, descendants and files of an artifact."""
     history = history_of(request)
     one = _artifact(request)
     up, down = history.ancestry(one.id), history.descendants(one.id)
@@ -69,8 +69,8 @@ def manifest(request: Request) -> Response:
     )
 
 
-def ancestry(request: Request) -> Response:
-    """Everything an artifact came from, and how the configs changed along the way."""
+def ancestry_view(request: Request) -> Response:
+    """All ancestors of an artifact, and the config changes between them."""
     one = _artifact(request)
     found: AncestryGraph = history_of(request).ancestry(one.id)
     return _render(
@@ -78,30 +78,30 @@ def ancestry(request: Request) -> Response:
         one,
         "ancestry",
         graph=graph.of_ancestry(found),
-        rows=origins.rows(found),
-        steps=origins.changes(found),
+        rows=ancestry.rows(found),
+        steps=ancestry.changes(found),
     )
 
 
-def completions(request: Request) -> Response:
+def completions_view(request: Request) -> Response:
     """Completions of a training step or of an evaluation, filtered."""
     one = _artifact(request)
     folder = Path(one.path)
-    numbers = readings.steps(folder)
-    given = word(request, "step")
+    numbers = completions.steps(folder)
+    given = parameter(request, "step")
     step = (
         (int(given) if given.isdecimal() and int(given) in numbers else numbers[-1])
         if numbers
         else None
     )
-    path = readings.file_of(folder, step)
+    path = completions.file_of(folder, step)
     if path is None:
         raise HTTPException(404, "This artifact has no completions, or its folder is gone.")
-    chosen = {name: word(request, name) for name in ("low", "high", "only", "order", "text")}
+    chosen = {name: parameter(request, name) for name in ("low", "high", "only", "order", "text")}
     refused = ""
-    wanted = readings.Filter()
+    wanted = completions.Filter()
     try:
-        wanted = readings.Filter(
+        wanted = completions.Filter(
             number(request, "low"),
             number(request, "high"),
             chosen["text"],
@@ -110,7 +110,7 @@ def completions(request: Request) -> Response:
         )
     except ValueError:
         refused = "Rewards are numbers, such as 0.5. Nothing was filtered."
-    rows, total = readings.read(path, wanted)
+    rows, total = completions.read(path, wanted)
     start = offset(request)
     return _render(
         request,
@@ -120,14 +120,14 @@ def completions(request: Request) -> Response:
         step=step,
         chosen=chosen,
         refused=refused,
-        overview=_reward_course(request, one),
+        overview=_reward_chart(request, one),
         page=Page(tuple(rows[start : start + _READ_PER_PAGE]), len(rows), start, _READ_PER_PAGE),
         num_rows=total,
     )
 
 
 def file(request: Request) -> Response:
-    """A file of an artifact: shown where it is text, else handed over to be saved."""
+    """A file of an artifact: shown if it is text, else sent as a download."""
     root = Path(_artifact(request).path).resolve()
     path = (root / request.path_params["path"]).resolve()
     if not path.is_relative_to(root) or not path.is_file():
@@ -159,7 +159,7 @@ def _render(request: Request, one: ArtifactRow, tab: str, **context: Any) -> Res
         tab=tab,
         artifact=one,
         maker=maker,
-        readable_rows=readings.has_completions(Path(one.path)),
+        readable_rows=completions.has_completions(Path(one.path)),
         **context,
     )
 
@@ -172,8 +172,8 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _reward_course(request: Request, one: ArtifactRow) -> Chart | None:
-    """What a reader chooses a step by."""
+def _reward_chart(request: Request, one: ArtifactRow) -> Chart | None:
+    """The chart of the reward over steps, to choose a step by."""
     if one.made_by is None:
         return None
     history = history_of(request)

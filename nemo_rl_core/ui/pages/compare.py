@@ -1,4 +1,4 @@
-"""Two executions beside each other."""
+"""Comparison of two executions."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from nemo_rl_core.history.records import Execution
 from nemo_rl_core.ui import curves
 from nemo_rl_core.ui.charts import Chart, Series, chart
 from nemo_rl_core.ui.evaluations import compared
-from nemo_rl_core.ui.pages.parameters import history_of, word
+from nemo_rl_core.ui.pages.parameters import history_of, parameter
 from nemo_rl_core.ui.templating import render
 
 _RECENT = 30
@@ -33,18 +33,18 @@ def compare(request: Request) -> Response:
         )
     history = history_of(request)
     ids = [one.strip() for one in request.query_params.getlist("run") if one.strip()]
-    wanted = word(request, "metric")
+    wanted = parameter(request, "metric")
     context: dict[str, Any] = {
         "section": "compare",
         "ids": [*ids, "", ""][:2],
         "metric": wanted,
         "recent": history.executions(limit=_RECENT).items,
-        "refused": "" if len(ids) in (0, 2) else f"Choose two executions; {len(ids)} came.",
+        "refused": "" if len(ids) in (0, 2) else f"Choose two executions; {len(ids)} given.",
     }
     if len(ids) != 2:
         return render(request, "compare.html", runs=(), **context)
     before, after = (history.execution(one) for one in ids)
-    drawn, more = _overlaid(history, (before, after), wanted)
+    charts, more = _overlaid(history, (before, after), wanted)
     return render(
         request,
         "compare.html",
@@ -53,7 +53,7 @@ def compare(request: Request) -> Response:
         changed=differences(before.inputs, after.inputs),
         packages=differences(before.packages, after.packages),
         evaluations=compared(history, before, after),
-        drawn=drawn,
+        charts=charts,
         more=more,
         **context,
     )
@@ -62,9 +62,9 @@ def compare(request: Request) -> Response:
 def _overlaid(
     history: History, runs: tuple[Execution, Execution], wanted: str
 ) -> tuple[list[Chart], int]:
-    """Curves of the stages that measured something, both runs in one picture each."""
+    """Charts of the stages that have metrics, both runs in each, and the number left out."""
     found = [{s.task: s for s in curves.stages(history, run.id, wanted=wanted)} for run in runs]
-    drawn: list[Chart] = []
+    charts: list[Chart] = []
     more = 0
     for task in dict.fromkeys(task for stages in found for task in stages):
         names = curves.ordered(
@@ -80,5 +80,5 @@ def _overlaid(
             series = [
                 Series(run.id, line.get(name, ())) for run, line in zip(runs, lines, strict=True)
             ]
-            drawn.append(chart(f"{task.rpartition('.')[2]}: {name}", series))
-    return drawn, more
+            charts.append(chart(f"{task.rpartition('.')[2]}: {name}", series))
+    return charts, more

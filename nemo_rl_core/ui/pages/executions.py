@@ -1,4 +1,4 @@
-"""The list of executions, and the views of one."""
+"""The list of executions, and the views of one execution."""
 
 import functools
 import shlex
@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_rl_core.history.records import Execution, Node, Page, State
-from nemo_rl_core.ui import curves, graph, load, logs
-from nemo_rl_core.ui.figures import total_cost
-from nemo_rl_core.ui.pages.parameters import day, history_of, offset, word
+from nemo_rl_core.ui import curves, graph, logs, machine_load
+from nemo_rl_core.ui.costs import total_cost
+from nemo_rl_core.ui.pages.parameters import day, history_of, offset, parameter
 from nemo_rl_core.ui.templating import render
 
 TABS = ("overview", "graph", "nodes", "timeline", "curves", "log")
@@ -25,7 +25,7 @@ _STATES = tuple(state for state in get_args(State) if state != "cached")
 
 def index(request: Request) -> Response:
     """All executions, filtered."""
-    chosen = {name: word(request, name) for name in ("state", "workflow", "text", "since")}
+    chosen = {name: parameter(request, name) for name in ("state", "workflow", "text", "since")}
     page: Page[Execution] = Page((), 0, 0, _PER_PAGE)
     workflows: list[str] = []
     if not request.app.state.source.is_empty():
@@ -53,7 +53,7 @@ def index(request: Request) -> Response:
 
 
 def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]], Any]:
-    """A view of one execution: what it shows comes from the function, the rest is the same."""
+    """Decorates a function that returns what one view of an execution shows."""
 
     def decorate(content: Callable[[Request, Execution], dict[str, Any]]) -> Any:
         @functools.wraps(content)
@@ -77,7 +77,7 @@ def _view(tab: str) -> Callable[[Callable[[Request, Execution], dict[str, Any]]]
 
 @_view("overview")
 def overview(request: Request, run: Execution) -> dict[str, Any]:
-    """Command, code, cost, errors, inputs, and what came out."""
+    """Command, code, cost, errors, inputs and outputs."""
     nodes = history_of(request).nodes(run.id)
     return {
         "command": shlex.join(run.command),
@@ -88,7 +88,7 @@ def overview(request: Request, run: Execution) -> dict[str, Any]:
 
 @_view("graph")
 def graph_view(request: Request, run: Execution) -> dict[str, Any]:
-    """The stages and what flows between them."""
+    """The stages and the values passed between them."""
     history = history_of(request)
     found = graph.of_execution(
         history.nodes(run.id),
@@ -136,15 +136,15 @@ def timeline(request: Request, run: Execution) -> dict[str, Any]:
     end = run.ended_at if run.ended_at is not None else now
     span = max(end - run.started_at, 0.001)
 
-    def place(moment: float) -> float:
+    def position(moment: float) -> float:
         return min(1000.0, max(0.0, 1000 * (moment - run.started_at) / span))
 
     page = _page(request, nodes)
     rows = []
     for node in page.items:
-        left = place(node.started_at)
-        width = place(node.ended_at if node.ended_at is not None else end) - left
-        # Also what took no time is seen.
+        left = position(node.started_at)
+        width = position(node.ended_at if node.ended_at is not None else end) - left
+        # Nodes that took no time stay visible.
         width = max(width, 4.0)
         left = min(left, 1000 - width)
         rows.append(_Row(node, _depth(node, by_id), [], round(left, 1), round(width, 1)))
@@ -153,16 +153,16 @@ def timeline(request: Request, run: Execution) -> dict[str, Any]:
 
 @_view("curves")
 def curves_view(request: Request, run: Execution) -> dict[str, Any]:
-    """What the stages measured, live while they run."""
+    """Metrics of the stages, live while they run."""
     history = history_of(request)
-    wanted = word(request, "metric")
+    wanted = parameter(request, "metric")
     sections = []
     for stage in curves.stages(history, run.id, wanted=wanted):
         shown = stage.names[: 4 * curves.SHOWN if wanted else curves.SHOWN]
-        drawn = curves.draw(curves.lines(history, stage.nodes, shown))
-        sections.append((stage, drawn, len(stage.names) - len(shown)))
+        charts = curves.charts(curves.lines(history, stage.nodes, shown))
+        sections.append((stage, charts, len(stage.names) - len(shown)))
     names = history.metric_names_of(run.id)
-    machine = load.draw(history, history.nodes(run.id), names, wanted=wanted)
+    machine = machine_load.charts(history, history.nodes(run.id), names, wanted=wanted)
     return {"metric": wanted, "sections": sections, "machine": machine}
 
 

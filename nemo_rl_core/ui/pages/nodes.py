@@ -1,4 +1,4 @@
-"""A node, and its deck."""
+"""Pages of a node and its deck."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.ui import curves, load, logs
-from nemo_rl_core.ui.figures import total_cost
+from nemo_rl_core.ui import curves, logs, machine_load
+from nemo_rl_core.ui.costs import total_cost
 from nemo_rl_core.ui.guard import DECK_POLICY
 from nemo_rl_core.ui.pages.parameters import history_of, node_of
 from nemo_rl_core.ui.templating import render
@@ -41,9 +41,9 @@ def node(request: Request) -> Response:
         held=held[:_HELD_SHOWN],
         num_held=len(held),
         cost=total_cost([one.cost]),
-        drawn=curves.draw(curves.lines(history, [one], shown)),
+        charts=curves.charts(curves.lines(history, [one], shown)),
         more=len(names) - len(shown),
-        machine=load.draw(history, [one], {one.id: measured}),
+        machine=machine_load.charts(history, [one], {one.id: measured}),
         has_deck=_deck_of(history, request, one) is not None,
         part=None
         if one.log_from is None
@@ -52,7 +52,7 @@ def node(request: Request) -> Response:
 
 
 def deck(request: Request) -> Response:
-    """A node's deck, for a frame without scripts, network or origin."""
+    """The deck of a node, served for a frame without scripts, network or origin."""
     history = history_of(request)
     path = _deck_of(history, request, node_of(request).node)
     if path is None or path.stat().st_size > _MAX_DECK_BYTES:
@@ -65,9 +65,9 @@ def deck(request: Request) -> Response:
 
 
 def _deck_of(history: History, request: Request, one: Node) -> Path | None:
-    """The deck's file; that of the maker for a cache hit.
+    """The deck's file; for a cache hit the file of the node that ran.
 
-    Only files of the store are shown, and of artifacts that were imported.
+    Only files in the store and in imported artifacts are served.
     """
     maker = one if one.deck_path or one.cached_from is None else history.node(one.cached_from).node
     if not maker.deck_path:
@@ -75,9 +75,9 @@ def _deck_of(history: History, request: Request, one: Node) -> Path | None:
     made = [value.artifact for value in history.node(maker.id).outputs if value.artifact]
     folders = [Path(history.artifact(each).path) for each in made if history.has_artifact(each)]
     path = Path(maker.deck_path).resolve()
-    shown = (request.app.state.source.store.root, *folders)
-    may_be_shown = any(path.is_relative_to(folder) for folder in shown)
-    return path if may_be_shown and path.is_file() else None
+    roots = (request.app.state.source.store.root, *folders)
+    is_allowed = any(path.is_relative_to(folder) for folder in roots)
+    return path if is_allowed and path.is_file() else None
 
 
 def _above(one: Node, by_id: dict[int, Node]) -> list[Node]:

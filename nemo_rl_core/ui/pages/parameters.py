@@ -1,4 +1,4 @@
-"""What the address of a page asks for."""
+"""Parameters of requests."""
 
 import math
 from datetime import UTC, datetime
@@ -14,18 +14,18 @@ def history_of(request: Request) -> History:
     """The history that the application serves.
 
     Raises:
-        StoreError: If there is none, or it cannot be read.
+        StoreError: If it does not exist or cannot be read.
     """
     found: History = request.app.state.source.history()
     return found
 
 
 def node_of(request: Request) -> NodeDetail:
-    """The node that the address names.
+    """The node in the path of the request.
 
     Raises:
-        HTTPException: If its number is larger than any that the database can give.
-        StoreError: If there is none.
+        HTTPException: If its id is larger than the database's largest.
+        StoreError: If there is no such node.
     """
     number = request.path_params["node"]
     if number >= 2**63:
@@ -33,35 +33,35 @@ def node_of(request: Request) -> NodeDetail:
     return history_of(request).node(number)
 
 
-def word(request: Request, name: str) -> str:
-    """A parameter; empty where it was not given."""
+def parameter(request: Request, name: str) -> str:
+    """A parameter of the query; empty if missing."""
     return request.query_params.get(name, "").strip()
 
 
 def offset(request: Request) -> int:
-    """The place of a list's first item; 0 for whatever is no such place."""
-    given = word(request, "offset")
+    """Index of a list's first item; 0 if missing or invalid."""
+    given = parameter(request, "offset")
     return min(int(given), 10**9) if given.isdecimal() and len(given) < 12 else 0
 
 
 def number(request: Request, name: str) -> float | None:
-    """A figure.
+    """A number; None if missing.
 
     Raises:
-        ValueError: If something else was given.
+        ValueError: If the parameter is not a finite number.
     """
-    given = word(request, name)
+    given = parameter(request, name)
     if not given:
         return None
     value = float(given)
     if not math.isfinite(value):
-        raise ValueError(f"{given} is no finite number")
+        raise ValueError(f"{given} is not a finite number")
     return value
 
 
 def day(request: Request, name: str) -> float | None:
-    """The beginning of a day in UTC; None for whatever is no date."""
+    """The beginning of a day in UTC, as Unix time; None if missing or invalid."""
     try:
-        return datetime.fromisoformat(word(request, name)).replace(tzinfo=UTC).timestamp()
+        return datetime.fromisoformat(parameter(request, name)).replace(tzinfo=UTC).timestamp()
     except (ValueError, OverflowError):
         return None

@@ -1,4 +1,4 @@
-// Draws the graph that the page holds as JSON: laid out by dagre, moved by pointer and keys.
+// Draws the graph that the page contains as JSON. dagre computes the layout.
 "use strict";
 (() => {
   const figure = document.querySelector("[data-graph]");
@@ -36,7 +36,7 @@
     return true;
   }
 
-  // The node that stands for this one: itself, or the outermost closed one around it.
+  // The node that is shown for this one: itself, or the outermost closed one around it.
   function standIn(id) {
     let node = byId.get(id), found = node;
     while (node) {
@@ -57,19 +57,19 @@
     return free.flatMap((one) => ends(one, edges, side));
   }
 
-  // Arrows as the picture has them: lifted out of what is closed, led into what is open.
+  // Visible arrows: lifted out of closed nodes, led into open ones.
   function visibleEdges() {
     const lifted = data.edges
       .filter((edge) => edge.artifact || showsValues)
       .map((edge) => ({ ...edge, source: standIn(edge.source)?.id, target: standIn(edge.target)?.id }))
       .filter((edge) => edge.source !== undefined && edge.target !== undefined && edge.source !== edge.target);
-    const inner = (edge) => { // from a cluster to what it holds: the nesting shows it
+    const inner = (edge) => { // from a cluster to its members: the nesting shows it
       for (let node = byId.get(edge.target); node; node = byId.get(node.parent)) if (node.id === edge.source) return true;
       for (let node = byId.get(edge.source); node; node = byId.get(node.parent)) if (node.id === edge.target) return true;
       return false;
     };
     const found = new Map();
-    // What goes into an open box and on to something in it is drawn once, to the inner one.
+    // An edge into an open box and on to a node in it is drawn once, to the inner node.
     const within = (id, box) => { for (let node = byId.get(byId.get(id).parent); node; node = byId.get(node.parent)) if (node.id === box) return true; return false; };
     const repeated = (edge) => lifted.some((other) =>
       (other.source === edge.source && isCluster(byId.get(edge.target)) && within(other.target, edge.target)) ||
@@ -129,16 +129,16 @@
   function drawLeaf(node, box) {
     const left = box.x - LEAF_WIDTH / 2, top = box.y - LEAF_HEIGHT / 2;
     const held = children.get(node.id);
-    const said = [node.state, node.detail].filter(Boolean).join(" · ");
+    const status = [node.state, node.detail].filter(Boolean).join(" · ");
     const link = make("a", { href: node.href });
-    if (node.here) link.setAttribute("class", "here");
+    if (node.is_root) link.setAttribute("class", "here");
     if (held) link.append(make("rect", { class: "stack", x: left + 5, y: top + 5, width: LEAF_WIDTH, height: LEAF_HEIGHT, rx: 6 }));
     if (short(node.label) !== node.label) link.append(make("title", {}, node.label));
     link.append(
       make("rect", { class: "box", x: left, y: top, width: LEAF_WIDTH, height: LEAF_HEIGHT, rx: 6 }),
       mark(node.state || node.kind, left + 12, top + 11),
       make("text", { x: left + 36, y: top + 23 }, short(node.label)), " ", // parts the two lines for a screen reader
-      make("text", { class: "detail", x: left + 36, y: top + 42 }, short(said)));
+      make("text", { class: "detail", x: left + 36, y: top + 42 }, short(status)));
     const group = make("g", {}, link);
     if (held) group.append(toggle(node, left + LEAF_WIDTH - 6, top + LEAF_HEIGHT - 14, `+${held.length}`));
     return group;
@@ -147,11 +147,11 @@
   function drawCluster(node, box) {
     const header = 14; // dagre leaves no room for a title: the gap to the rank above has it
     const left = box.x - box.width / 2, top = box.y - box.height / 2 - header;
-    const said = `${node.label} · ${node.state || node.detail}`;
+    const title = `${node.label} · ${node.state || node.detail}`;
     return {
       back: make("rect", { class: "cluster", x: left, y: top, width: box.width, height: box.height + header, rx: 10 }),
       head: make("g", {},
-        make("a", { href: node.href, "aria-label": said }, make("text", { class: "title", x: left + 14, y: top + 18 }, short(said))),
+        make("a", { href: node.href, "aria-label": title }, make("text", { class: "title", x: left + 14, y: top + 18 }, short(title))),
         toggle(node, left + box.width - 6, top + 4, "–")),
     };
   }
@@ -236,7 +236,7 @@
     acts[event.key]();
   }
 
-  // What the tab key reaches is brought into view.
+  // Scrolls a focused element into view.
   function onFocus(event) {
     if (event.target === picture || !event.target.matches(":focus-visible")) return;
     const box = event.target.getBoundingClientRect(), frame = picture.getBoundingClientRect();

@@ -1,13 +1,13 @@
-// Keeps the page of a running execution up to date: asks for it again and puts in what changed.
+// Keeps the page of a running execution up to date: fetches it again and replaces changed parts.
 "use strict";
 (() => {
   const every = Number(document.documentElement.dataset.liveSeconds) * 1000;
   if (!every) return;
 
   function put(part, newer) {
-    // What a reader has opened stays open.
+    // Opened details stay open.
     const opened = [...part.querySelectorAll("details")].map((one) => one.open);
-    newer.querySelectorAll("details").forEach((one, place) => { if (opened[place]) one.open = true; });
+    newer.querySelectorAll("details").forEach((one, index) => { if (opened[index]) one.open = true; });
     if (part.innerHTML === newer.innerHTML) return;
     const focused = part.contains(document.activeElement) ? document.activeElement : null;
     const again = focused && (focused.id ? `#${CSS.escape(focused.id)}`
@@ -19,7 +19,7 @@
   }
 
   async function renew() {
-    let goesOn = true;
+    let isRunning = true;
     if (!document.hidden) {
       try {
         const answer = await fetch(location.href, { headers: { accept: "text/html" } });
@@ -29,13 +29,13 @@
             const newer = page.querySelector(`[data-live="${part.dataset.live}"]`);
             if (newer) put(part, newer);
           }
-          goesOn = Number(page.documentElement.dataset.liveSeconds) > 0;
+          isRunning = Number(page.documentElement.dataset.liveSeconds) > 0;
         }
       } catch {
-        // The server went away for now; the next round may find it again.
+        // The server is unreachable; the next round tries again.
       }
     }
-    if (goesOn) setTimeout(renew, every);
+    if (isRunning) setTimeout(renew, every);
     else document.documentElement.dataset.liveEnded = "yes";
   }
   setTimeout(renew, every);

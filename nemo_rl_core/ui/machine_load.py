@@ -1,4 +1,4 @@
-"""What the machine did while stages ran: curves over seconds of the run, not over steps."""
+"""Load of the machine while stages ran: curves over seconds of the run, not over steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,35 +10,35 @@ PREFIX = "machine/"
 _TOTAL, _CONSTANT = "_mib", "_total_gib"
 
 
-def draw(
+def charts(
     history: History, nodes: Sequence[Node], names: Mapping[int, Sequence[str]], *, wanted: str = ""
 ) -> list[Chart]:
-    """One chart a figure, over the nodes that did their work in this run.
+    """One chart per metric of the machine, over the nodes that ran in this run (no cache hits).
 
-    Totals of what was moved, which the system counts from its start, are shown from the first
-    sample on; what never changes is left out.
+    Totals, which the system counts from its boot, are shown relative to the first sample;
+    constants are left out.
 
     Args:
-        history: Where they are recorded.
-        nodes: Of one run.
-        names: Of what each node's record holds, by the node.
-        wanted: Only figures whose name holds this; letter case does not count.
+        history: The database that holds them.
+        nodes: Nodes of one run.
+        names: Names of each node's metrics, by node id.
+        wanted: Only metrics whose name contains this; case-insensitive.
     """
     found: dict[str, list[Point]] = {}
     for node in nodes:
         read = [name for name in names.get(node.id, ()) if name.startswith(PREFIX)]
-        if read and node.cached_from is None:  # a hit's figures are those of another run
+        if read and node.cached_from is None:  # a hit has the metrics of another run
             for name, points in history.metrics(node.id, names=read).items():
                 seconds = [(float(second), value) for second, value in points]
                 found.setdefault(name, []).extend(seconds)
     return [
-        chart(name.removeprefix(PREFIX), [Series("", _shown(name, points))], axis="seconds")
+        chart(name.removeprefix(PREFIX), [Series("", _relative(name, points))], axis="seconds")
         for name, points in sorted(found.items())
         if wanted.casefold() in name.casefold() and not name.endswith(_CONSTANT)
     ]
 
 
-def _shown(name: str, points: list[Point]) -> list[Point]:
+def _relative(name: str, points: list[Point]) -> list[Point]:
     points = sorted(points)
     start = points[0][1] if name.endswith(_TOTAL) else 0.0
     return [(second, value - start) for second, value in points]

@@ -1,5 +1,4 @@
-"""The store's history as the page's requests share it: opened once, and again when the file is
-another one."""
+"""The history database that all requests share; it is reopened if the file is replaced."""
 
 import threading
 import time
@@ -12,10 +11,10 @@ _SWEEP_SECONDS = 5.0
 
 
 class HistorySource:
-    """Hands out the history of a store that may appear, be replaced or vanish at any time.
+    """Opens the history of a store; the file may appear, be replaced or vanish at any time.
 
     Args:
-        store: Whose.
+        store: The store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -26,11 +25,11 @@ class HistorySource:
         self._swept = 0.0
 
     def is_empty(self) -> bool:
-        """Whether no run was ever recorded here."""
+        """True if the store has no recorded run."""
         return self._identity() is None
 
     def history(self) -> History:
-        """The history as it is now.
+        """Returns the current history.
 
         Raises:
             StoreError: If there is none, or it is damaged or newer than this code.
@@ -38,7 +37,7 @@ class HistorySource:
         with self._lock:
             file = self._identity()
             if self._history is None or file is None or file != self._file:
-                # An earlier one is not closed here: another thread may be in a query of it.
+                # The earlier connection is not closed: another thread may be querying it.
                 self._history = History(self.store)
                 self._file, self._swept = self._identity(), time.monotonic()
             elif time.monotonic() - self._swept > _SWEEP_SECONDS:

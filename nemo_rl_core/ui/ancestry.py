@@ -1,4 +1,4 @@
-"""The way that led to an artifact: its ancestors as rows, and how configs changed between them."""
+"""Ancestors of an artifact as table rows, and the config changes between them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ _MODELS = ("checkpoint", "model")
 
 @dataclass(frozen=True)
 class Parent:
-    """An artifact that another was made from, in one word and its role."""
+    """An artifact that another was made from, and its role."""
 
     id: str
     stage: str
@@ -20,7 +20,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class Row:
-    """An ancestor as the table shows it."""
+    """An ancestor as a row of the table."""
 
     ancestor: GraphArtifact
     stage: str
@@ -32,14 +32,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """How the config of one model differs from that of the one before it.
+    """Differences between the config of a model and the config of the model before it.
 
     Attributes:
-        stage: What made it.
-        before: What made the one before.
-        shared: Field by field, of those that both read.
-        single: Of those that only one of them reads.
-        commits: Of the code there and here, where the two differ.
+        stage: Stage that made the model.
+        before: Stage that made the model before it.
+        shared: Differences in fields that both stages read.
+        single: Fields that only one of the stages reads.
+        commits: Commits of the earlier and the later code, if they differ.
     """
 
     stage: str
@@ -49,13 +49,13 @@ class Change:
     commits: tuple[str, str] | None
 
     @property
-    def tells(self) -> bool:
-        """Whether anything differs."""
+    def differs(self) -> bool:
+        """True if config or code differ."""
         return bool(self.shared or self.single or self.commits)
 
 
 def rows(graph: AncestryGraph) -> list[Row]:
-    """Every artifact of the graph, nearest first."""
+    """One row per artifact of the graph, nearest first."""
     stages = {one.id: _stage(one) for one in graph.artifacts}
     parents: dict[str, list[Parent]] = {}
     for link in graph.parentage:
@@ -75,7 +75,7 @@ def rows(graph: AncestryGraph) -> list[Row]:
 
 
 def changes(graph: AncestryGraph) -> list[Change]:
-    """Each model against a model that it was made from: that of the same stage, if there is one."""
+    """Compares each model with one that it was made from, preferably of the same stage."""
     known = {one.id: one.artifact for one in graph.artifacts if one.artifact is not None}
     found = []
     for child in known.values():
@@ -84,8 +84,10 @@ def changes(graph: AncestryGraph) -> list[Change]:
         ids = [link.parent for link in graph.parentage if link.child == child.id]
         parents = [known[i] for i in dict.fromkeys(ids) if i in known and known[i].kind in _MODELS]
         if parents:
-            alike = [one for one in parents if base_stage(one.stage) == base_stage(child.stage)]
-            found.append(_change(alike[0] if alike else parents[0], child))
+            same_stage = [
+                one for one in parents if base_stage(one.stage) == base_stage(child.stage)
+            ]
+            found.append(_change(same_stage[0] if same_stage else parents[0], child))
     return found
 
 

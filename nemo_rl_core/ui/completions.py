@@ -1,4 +1,4 @@
-"""Completions to read: rows of an artifact's rollouts or of an evaluation, filtered."""
+"""Reads and filters completions: rows of an artifact's rollouts or of an evaluation."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -29,14 +29,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Filter:
-    """Which completions to show.
+    """A filter of completions.
 
     Attributes:
         low: The lowest reward; None for any.
-        high: The highest.
-        text: Must be in prompt or completion; letter case does not count.
+        high: The highest reward; None for any.
+        text: Substring of prompt or completion; case-insensitive.
         only: "" for all, else `error`, `truncated`, `correct` or `wrong`.
-        order: "" as written, else `best` or `worst` reward first.
+        order: "" as in the file, else `best` or `worst` reward first.
     """
 
     low: float | None = None
@@ -46,7 +46,7 @@ class Filter:
     order: str = ""
 
     def passes(self, row: dict[str, Any]) -> bool:
-        """Whether the row is to be shown."""
+        """True if the row matches the filter."""
         reward = row.get("reward")
         if self.low is not None and (reward is None or reward < self.low):
             return False
@@ -61,29 +61,29 @@ class Filter:
         return _PASSES[self.only](row) if self.only in _PASSES else True
 
 
-def _is_right(row: dict[str, Any]) -> bool:
-    """As the evaluation graded it; a rollout of training has only its reward."""
-    graded = row["correct"]
-    return (row["reward"] or 0) > 0 if graded is None else bool(graded)
+def _is_correct(row: dict[str, Any]) -> bool:
+    """Returns the column `correct`; for rollouts, which lack it, whether the reward is positive."""
+    correct = row["correct"]
+    return (row["reward"] or 0) > 0 if correct is None else bool(correct)
 
 
 _PASSES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "error": lambda row: bool(row.get("error")),
     "truncated": lambda row: bool(row.get("truncated")),
-    "correct": _is_right,
-    "wrong": lambda row: row["reward"] is not None and not _is_right(row),
+    "correct": _is_correct,
+    "wrong": lambda row: row["reward"] is not None and not _is_correct(row),
 }
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps whose rollouts an artifact keeps, in order."""
+    """The steps whose rollouts an artifact holds, in order."""
     found = (folder / _ROLLOUTS).glob("step_*.parquet")
     numbers = (path.stem.removeprefix("step_") for path in found)
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def file_of(folder: Path, step: int | None) -> Path | None:
-    """Where the rows of a step lie, or those of an evaluation; None where there are none."""
+    """The file with the rows of a step, or of an evaluation if `step` is None; None if missing."""
     path = (
         folder / "rows.parquet" if step is None else folder / _ROLLOUTS / f"step_{step:06d}.parquet"
     )
@@ -91,28 +91,28 @@ def file_of(folder: Path, step: int | None) -> Path | None:
 
 
 def has_completions(folder: Path) -> bool:
-    """Whether an artifact has completions to read."""
+    """True if an artifact has completions to show."""
     if steps(folder):
         return True
     path = file_of(folder, None)
     try:
         return path is not None and "completion" in _columns(path)
     except OSError:
-        return True  # the page of the completions says what is wrong
+        return True  # the page of the completions shows the error
 
 
 def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
-    """The rows that pass, and how many there are in all.
+    """Reads the rows that pass the filter, and counts all rows.
 
     Raises:
-        OSError: If the file went away, or is no parquet file.
+        OSError: If the file is missing, or is not a parquet file.
     """
     import pyarrow.parquet as pq
 
     columns = [name for name in _COLUMNS if name in _columns(path)]
-    with _damage_is_of_the_file():
+    with _arrow_errors_as_os_errors():
         found: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
-    rows = [_row(place, values) for place, values in enumerate(found)]
+    rows = [_row(index, values) for index, values in enumerate(found)]
     kept = [row for row in rows if wanted.passes(row)]
     if wanted.order in ("best", "worst"):
         sign = -1 if wanted.order == "best" else 1
@@ -123,9 +123,9 @@ def read(path: Path, wanted: Filter) -> tuple[list[dict[str, Any]], int]:
     return kept, len(rows)
 
 
-def _row(place: int, values: dict[str, Any]) -> dict[str, Any]:
-    """With every column that is shown; what is no number is no reward."""
-    row = {**dict.fromkeys(_COLUMNS), **values, "place": place}
+def _row(index: int, values: dict[str, Any]) -> dict[str, Any]:
+    """Fills missing columns with None, and replaces rewards that are not numbers by None."""
+    row = {**dict.fromkeys(_COLUMNS), **values, "index": index}
     if not isinstance(row["reward"], (int, float)) or math.isnan(row["reward"]):
         row["reward"] = None
     return row
@@ -134,14 +134,14 @@ def _row(place: int, values: dict[str, Any]) -> dict[str, Any]:
 def _columns(path: Path) -> list[str]:
     import pyarrow.parquet as pq
 
-    with _damage_is_of_the_file():
+    with _arrow_errors_as_os_errors():
         names: list[str] = pq.read_schema(path).names
     return names
 
 
 @contextmanager
-def _damage_is_of_the_file() -> Iterator[None]:
-    """Raises OSError for whatever pyarrow finds wrong in a file."""
+def _arrow_errors_as_os_errors() -> Iterator[None]:
+    """Turns pyarrow's errors into OSError."""
     import pyarrow as pa
 
     try:
