@@ -1,4 +1,4 @@
-"""Walks along the manifests' parents, across runs: up to the data, down to what was exported."""
+"""Ancestors and descendants of artifacts, across runs, by the parents in their manifests."""
 
 import json
 import sqlite3
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.history.places import from_record
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Parentage
+from nemo_rl_core.history.stored_paths import from_stored
 from nemo_rl_core.store.manifest import MANIFEST, Manifest, ParentRef, recorded_ancestors
 from nemo_rl_core.store.store import Store
 
 _LookUp = Callable[[int, str, str], GraphArtifact]
-"""Of a depth, an id, and a content hash, empty where the relative's own counts."""
+"""Arguments: depth, id, and content hash; an empty hash stands for the artifact's own."""
 _Relatives = Callable[[GraphArtifact], list[tuple[Parentage, str, str]]]
-"""Of an artifact: each relation, the relative's id, and the content hash it is known by."""
+"""Argument: an artifact. Returns relations, each with the relative's id and recorded hash."""
 
 
 def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGraph:
-    """The artifact and all that it came from.
+    """Returns the artifact and all its ancestors.
 
-    What is older than the database is read from the disk, as far as it is there.
+    Artifacts older than the database are read from the disk if they are there.
     """
 
     def parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
@@ -37,13 +37,13 @@ def upwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGr
                 row["parent_hash"],
             )
             for row in rows
-        ] or _named_parents(child)
+        ] or _manifest_parents(child)
 
-    return _walk(root, _looking_in(database, store), parents)
+    return _walk(root, _database_lookup(database, store), parents)
 
 
 def downwards(database: sqlite3.Connection, store: Store, root: str) -> AncestryGraph:
-    """The artifact and all that was made from it."""
+    """Returns the artifact and all its descendants."""
 
     def children(parent: GraphArtifact) -> list[tuple[Parentage, str, str]]:
         rows = database.execute(
@@ -51,14 +51,14 @@ def downwards(database: sqlite3.Connection, store: Store, root: str) -> Ancestry
         )
         return [(Parentage(parent.id, row["child"], row["role"]), row["child"], "") for row in rows]
 
-    return _walk(root, _looking_in(database, store), children)
+    return _walk(root, _database_lookup(database, store), children)
 
 
 def of_folder(folder: Path) -> AncestryGraph:
-    """An artifact that was downloaded, and all that it came from, by what its folder says alone.
+    """Returns a downloaded artifact and its ancestors, from the files in its folder alone.
 
     Raises:
-        StoreError: If the folder has no whole manifest.
+        StoreError: If the folder has no valid manifest.
     """
     manifest = Manifest.read(folder)
     root = manifest.ref(folder)
@@ -67,17 +67,19 @@ def of_folder(folder: Path) -> AncestryGraph:
         known[key] = _row(folder.parent / key, each)
 
     def look_up(depth: int, key: str, content_hash: str) -> GraphArtifact:
-        row = known.get(key) or known.get(content_hash)  # as those were called that have no name
+        row = known.get(key) or known.get(
+            content_hash
+        )  # artifacts without a name have their hash as key
         run = row.manifest["run"] if row else None
         execution = run["execution"] if run else None
         state: Literal["found", "missing"] = "found" if depth == 0 else "missing"
         return GraphArtifact(key, content_hash or root.content_hash, depth, row, execution, state)
 
-    return _walk(root.key, look_up, _named_parents)
+    return _walk(root.key, look_up, _manifest_parents)
 
 
-def _named_parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
-    """Those that the child's own manifest names."""
+def _manifest_parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
+    """The parents in the child's own manifest."""
     found = []
     for each in child.artifact.manifest["parents"] if child.artifact else ():
         ref = ParentRef.model_validate(each)
@@ -87,7 +89,7 @@ def _named_parents(child: GraphArtifact) -> list[tuple[Parentage, str, str]]:
 
 
 def _walk(root: str, look_up: _LookUp, relatives: _Relatives) -> AncestryGraph:
-    """Nearest first: a relative that is reached by two ways has the depth of the shorter one."""
+    """Breadth first, so that a relative reached by two paths has the depth of the shorter one."""
     found: dict[str, GraphArtifact] = {}
     parentage: list[Parentage] = []
     waiting = deque([(0, root, "")])
@@ -102,7 +104,7 @@ def _walk(root: str, look_up: _LookUp, relatives: _Relatives) -> AncestryGraph:
     return AncestryGraph(root, tuple(found.values()), tuple(parentage))
 
 
-def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
+def _database_lookup(database: sqlite3.Connection, store: Store) -> _LookUp:
     def look_up(depth: int, artifact: str, content_hash: str) -> GraphArtifact:
         row = database.execute(
             "SELECT artifacts.*, execution FROM artifacts LEFT JOIN nodes ON nodes.id = made_by "
@@ -113,7 +115,7 @@ def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
             record, execution = from_folder(store.artifacts / artifact), None
         else:
             fields: dict[str, Any] = {**dict(row), "manifest": json.loads(row["manifest"])}
-            fields["path"] = from_record(store, fields["path"])
+            fields["path"] = from_stored(store, fields["path"])
             execution = fields.pop("execution")
             record = ArtifactRow(**fields)
         known = content_hash or (record.content_hash if record else "")
@@ -124,18 +126,18 @@ def _looking_in(database: sqlite3.Connection, store: Store) -> _LookUp:
 
 
 def folder_around(path: Path) -> Path | None:
-    """The artifact's folder that a path is or lies in; None where it lies in none."""
-    # What is no path of a file (too long, with a null character) is no artifact either.
+    """The artifact folder that a path is or is inside of; None if there is none."""
+    # Invalid paths (too long, with a null character) are no artifacts.
     with suppress(OSError, ValueError):
         whole = path.resolve()
-        for place in (whole, *whole.parents) if whole.exists() else ():
-            if (place / MANIFEST).is_file():
-                return place
+        for folder in (whole, *whole.parents) if whole.exists() else ():
+            if (folder / MANIFEST).is_file():
+                return folder
     return None
 
 
 def from_folder(folder: Path) -> ArtifactRow | None:
-    """What an artifact's folder says of itself; None where there is no whole manifest."""
+    """Reads an artifact's row from its folder; None if there is no valid manifest."""
     try:
         manifest = Manifest.read(folder)
     except StoreError:

@@ -1,7 +1,7 @@
-"""A model's card in the hub's format, made from the manifests of all that it came from.
+"""A model card in the hub's format, generated from the manifests of a model and its ancestors.
 
-It needs no database, so that it can be written on a cluster, too. It tells neither times nor costs,
-so that a rerun ends with the same bytes; the manifests tell them.
+It needs no database, so that it can be written on a cluster, too. It contains neither times nor
+costs, so that a rerun ends with the same bytes; the manifests have them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +28,14 @@ _SHOWN_SETTINGS = 60
 
 @dataclass(frozen=True)
 class CardEvaluation:
-    """An evaluation's manifest, with its figures, and that of the checkpoint which it measured."""
+    """The manifests of an evaluation and of the checkpoint that it evaluated."""
 
     manifest: Manifest
     checkpoint: Manifest
 
     @property
     def accuracy(self) -> tuple[float, float, float] | None:
-        """The share of right answers, or of pairs told apart, and the ends of its interval."""
+        """Fraction of correct answers or correctly ranked pairs, and the ends of its interval."""
         figures = self.manifest.figures
         name = "greedy_accuracy" if "greedy_accuracy" in figures else "accuracy"
         if name not in figures:
@@ -49,13 +49,13 @@ class CardEvaluation:
 
     @property
     def num_rows(self) -> int:
-        """How many prompts, or pairs, that was measured on."""
+        """Number of prompts or pairs of the evaluation."""
         figures = self.manifest.figures
         return int(figures.get("num_prompts", figures.get("num_pairs", 0)))
 
     @property
     def confidence(self) -> float | None:
-        """Of the interval, as the recipe has it."""
+        """Confidence level of the interval, from the recipe."""
         config = self.manifest.config
         found = config.get("evaluation", config).get("confidence")
         return None if found is None else float(found)
@@ -83,10 +83,10 @@ def model_card(
     """The text of `README.md`.
 
     Args:
-        checkpoint: The artifact whose `model/` it is about.
-        evaluations: Of this model and of those it is compared with.
-        name: The headline; by default the stage and the hash of its content.
-        reproduce: The command that makes the model again; by default `nemo-rl reproduce`.
+        checkpoint: The artifact with the `model/` that the card describes.
+        evaluations: Evaluations of this model and of those it is compared with.
+        name: The title; by default the stage and the content hash.
+        reproduce: The command that reproduces the model; by default `nemo-rl reproduce`.
     """
     manifest = Manifest.read(checkpoint)
     ancestors = [each for each in ancestry_of(checkpoint) if each.manifest is not None]
@@ -98,7 +98,7 @@ def model_card(
         f"---\n{front}---\n",
         f"# {title}\n",
         f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
-        "This card was written from the record of its making.\n",
+        "This card was generated from its recorded lineage.\n",
         usage(checkpoint / "model"),
         _data(known),
         _training(known),
@@ -115,7 +115,8 @@ def _front_matter(
     known: Sequence[Manifest], own: Sequence[CardEvaluation], title: str
 ) -> dict[str, Any]:
     stages = [each.stage.split()[0] for each in known]
-    methods = [word for word in ("sft", "grpo", "ppo", "dpo") if any(word in s for s in stages)]
+    known_methods = ("sft", "grpo", "ppo", "dpo")
+    methods = [method for method in known_methods if any(method in stage for stage in stages)]
     front: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -142,7 +143,7 @@ def _result(accuracy: float) -> dict[str, Any]:
 
 
 def _base_model(known: Iterable[Manifest]) -> str | None:
-    """The hub's name of the model that training began with; none for one that was made here."""
+    """Name on the hub of the model that training started from; None for a local model."""
     for each in known:
         model = each.config.get("model")
         if isinstance(model, dict) and model.get("kind") == "pretrained":
@@ -168,12 +169,12 @@ def _data(known: Sequence[Manifest]) -> str:
 
 
 def _settings(config: Any) -> str:
-    words = [f"{key}: {value}" for key, value in flat(config or {}).items() if value is not None]
-    return _cell(", ".join(words))
+    options = [f"{key}: {value}" for key, value in flat(config or {}).items() if value is not None]
+    return _cell(", ".join(options))
 
 
 def _training(known: Sequence[Manifest]) -> str:
-    """Every stage that trained, with its tokens and its settings, behind all it was made from."""
+    """The training stages with their tokens and settings, parents first."""
     made = _parents_first(known)
     trained = [each for each in made if each.cost.tokens and each.kind == "checkpoint"]
     lines = ["## Training\n"] if trained else []
@@ -191,7 +192,7 @@ def _training(known: Sequence[Manifest]) -> str:
 
 
 def _parents_first(known: Sequence[Manifest]) -> list[Manifest]:
-    """By what was made from what; a stage may be a parent of all that came later."""
+    """Sorts manifests so that each follows its parents."""
     by_key = {each.name or each.content_hash: each for each in reversed(known)}
     parents = {key: [ref.key for ref in each.parents] for key, each in by_key.items()}
     return [by_key[key] for key in TopologicalSorter(parents).static_order() if key in by_key]
@@ -201,13 +202,13 @@ def _evaluation(evaluations: Sequence[CardEvaluation], manifest: Manifest) -> st
     if not evaluations:
         return "## Evaluation\n\nNo evaluation of this model is recorded.\n"
     confidences = sorted({f"{100 * e.confidence:g} %" for e in evaluations if e.confidence})
-    between = f"; in brackets the interval at {' and '.join(confidences)}" if confidences else ""
-    what = "Greedy answers on held-out prompts"
+    note = f"; in brackets the interval at {' and '.join(confidences)}" if confidences else ""
+    title = "Greedy answers on held-out prompts"
     if any(each.sampled for each in evaluations):
-        what += ", and pass@k and cons@k of sampled ones"
+        title += ", and pass@k and cons@k of sampled ones"
     lines = [
         "## Evaluation\n",
-        f"{what}{between}.\n",
+        f"{title}{note}.\n",
         "| model | accuracy | prompts |",
         "|---|---|---|",
     ]
@@ -245,7 +246,7 @@ def _reproduction(manifest: Manifest, command: str) -> str:
     )
     machine = f"{manifest.machine.cpu_model}, {manifest.machine.cores} cores"
     lines = [
-        "## Making it again\n",
+        "## Reproduction\n",
         f"```\n{command}\n```\n",
         f"With {versions}; on {machine}; the weights' hash is `{manifest.weights_hash}`.",
     ]
@@ -253,7 +254,7 @@ def _reproduction(manifest: Manifest, command: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """Text that cannot end its cell, nor be taken for markup."""
+    """Escapes text for a cell of a Markdown table."""
     text = " ".join(str(value).split())
     for character in "\\|`<*_[":
         text = text.replace(character, f"\\{character}")

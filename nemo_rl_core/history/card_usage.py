@@ -1,4 +1,4 @@
-"""The part of a model's card that says how to load it: in a chat, in transformers, in vLLM."""
+"""Usage section of a model card: chat, transformers and vLLM."""
 
 import json
 from pathlib import Path
@@ -28,13 +28,13 @@ _TURN = '[{"role": "user", "content": prompt}]'
 
 
 def usage(model_folder: Path) -> str:
-    """How to ask a language model in each; nothing for a model of another kind.
+    """Returns the section for a language model; empty for other kinds of models.
 
-    Prompts are written with the chat template that the model was trained with, where there is one.
-    All three then give the same greedy answer.
+    Prompts use the chat template that the model was trained with, if there is one. All three then
+    give the same greedy answer.
 
     Args:
-        model_folder: With `config.json` and the tokenizer.
+        model_folder: Folder with `config.json` and the tokenizer.
     """
     config = model_folder / "config.json"
     if not config.is_file():
@@ -66,5 +66,5 @@ def usage(model_folder: Path) -> str:
 def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
-    settings = folder / "tokenizer_config.json"  # where tokenizers of older folders have it
+    settings = folder / "tokenizer_config.json"  # older tokenizers have the template here
     return settings.is_file() and bool(json.loads(settings.read_text()).get("chat_template"))

@@ -1,9 +1,9 @@
-"""A run on a cluster, whose stages share no disk: each writes its own record into its artifact.
+"""Imports runs from a cluster, whose stages share no disk and write their record into artifacts.
 
-The manifest says which attempt of which execution made the artifact, and `ancestors.json` the same
-of all that it came from. So one downloaded artifact is enough for the way that led to it; decks,
-metrics and files are those of the folders that were downloaded. Stages that failed leave no
-artifact, and so no record here: Flyte's console has them.
+The manifest names the execution and the attempt that made the artifact, and `ancestors.json` holds
+the same of all ancestors. So one downloaded artifact is enough for its whole ancestry; decks,
+metrics and files come from the downloaded folders. Failed stages leave no artifact, and so no
+record here: Flyte's console has them.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, transaction
-from nemo_rl_core.history.places import from_record, to_record
+from nemo_rl_core.history.stored_paths import from_stored, to_stored
 from nemo_rl_core.history.writer import insert, insert_artifact
 from nemo_rl_core.store.manifest import Manifest, recorded_ancestors
 from nemo_rl_core.store.stage_run import StageRun
@@ -26,34 +26,34 @@ def import_folders(store: Store, folders: Sequence[Path]) -> set[str]:
     """Adds artifacts that a cluster made, and their ancestors, to the store's record.
 
     Args:
-        store: Whose record. The artifacts stay where they are; a folder that is imported again is
-            looked for at its new place from then on.
-        folders: Downloaded artifacts.
+        store: The store with the database. The artifacts stay where they are; importing a folder
+            again records its new location.
+        folders: Folders of downloaded artifacts.
 
     Returns:
-        The ids of the executions that made them or an ancestor.
+        Ids of the executions that made them or an ancestor.
 
     Raises:
         StoreError: If a folder has no manifest that names its run.
     """
     found: dict[str, tuple[StageRun, Manifest]] = {}
     others: dict[str, Manifest] = {}
-    places: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder in folders:
         run, manifest = _read(folder)
-        found[manifest.name], places[manifest.name] = (run, manifest), folder.resolve()
+        found[manifest.name], paths[manifest.name] = (run, manifest), folder.resolve()
         for name, each in recorded_ancestors(folder).items():
-            if each.run is None:  # of a local run, that somebody has uploaded
+            if each.run is None:  # of a local run, uploaded later
                 others[name] = each
             else:
                 found.setdefault(name, (each.run, each))
     with closing(open_for_writing(store)) as database, transaction(database):
         for name, each in others.items():
-            if _place_of(database, store, name) is None:
+            if _recorded_path(database, store, name) is None:
                 insert_artifact(database, store, store.artifacts / name, each, None)
         in_order = sorted(found.items(), key=lambda each: each[1][0].started_at)
         nodes = {
-            name: _import(database, store, run, manifest, places.get(name))
+            name: _import(database, store, run, manifest, paths.get(name))
             for name, (run, manifest) in in_order
         }
         for name, (run, manifest) in in_order:
@@ -80,30 +80,30 @@ def _import(
     manifest: Manifest,
     folder: Path | None,
 ) -> int:
-    """Adds the stage and what it made, and returns its node; what is there already stays."""
+    """Adds the node and the artifact of a stage unless they are recorded; returns the node's id."""
     known = database.execute(
         "SELECT nodes.id FROM nodes JOIN node_outputs ON node = nodes.id "
         "WHERE execution = ? AND artifact = ?",
         (run.execution, manifest.name),
     ).fetchone()
     node: int = known["id"] if known else _insert_node(database, run, manifest)
-    place = _place_of(database, store, manifest.name)
-    if place is None or (folder is not None and not place.is_dir()):
-        # A run of this machine may have made the very same, and keeps it.
+    known_path = _recorded_path(database, store, manifest.name)
+    if known_path is None or (folder is not None and not known_path.is_dir()):
+        # An identical artifact of a local run stays recorded.
         insert_artifact(database, store, folder or store.artifacts / manifest.name, manifest, node)
     if folder is not None:
-        _take_files(database, store, node, folder)
+        _record_files(database, store, node, folder)
     return node
 
 
-def _place_of(database: sqlite3.Connection, store: Store, name: str) -> Path | None:
-    """Where an artifact that is recorded lies, or lay."""
+def _recorded_path(database: sqlite3.Connection, store: Store, name: str) -> Path | None:
+    """The recorded path of an artifact; None if it is not recorded."""
     row = database.execute("SELECT path FROM artifacts WHERE id = ?", (name,)).fetchone()
-    return Path(from_record(store, row["path"])) if row else None
+    return Path(from_stored(store, row["path"])) if row else None
 
 
 def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest) -> int:
-    # When its manifest was written is known to the second only.
+    # The time in the manifest has a resolution of one second.
     ended = run.started_at + manifest.cost.wall_seconds
     _import_execution(database, run, manifest, ended)
     node = insert(
@@ -136,7 +136,7 @@ def _insert_node(database: sqlite3.Connection, run: StageRun, manifest: Manifest
 
 
 def _connect(database: sqlite3.Connection, run: StageRun, manifest: Manifest, node: int) -> None:
-    """From the nodes of the same execution that made what this one read."""
+    """Adds edges from the nodes of the same execution that made this node's inputs."""
     for parent in manifest.parents:
         database.execute(
             "INSERT OR IGNORE INTO edges SELECT execution, nodes.id, ?, 'o0', ? "
@@ -146,9 +146,9 @@ def _connect(database: sqlite3.Connection, run: StageRun, manifest: Manifest, no
         )
 
 
-def _take_files(database: sqlite3.Connection, store: Store, node: int, folder: Path) -> None:
-    """What an artifact's own folder tells, beyond its manifest."""
-    deck = to_record(store, folder / "deck.html")
+def _record_files(database: sqlite3.Connection, store: Store, node: int, folder: Path) -> None:
+    """Records the deck and the metrics in an artifact's folder."""
+    deck = to_stored(store, folder / "deck.html")
     database.execute("UPDATE nodes SET deck_path = ? WHERE id = ?", (deck, node))
     database.execute("DELETE FROM metrics WHERE node = ?", (node,))
     for line in MetricsFile(folder / "metrics.jsonl").read():
@@ -160,7 +160,7 @@ def _take_files(database: sqlite3.Connection, store: Store, node: int, folder: P
 def _import_execution(
     database: sqlite3.Connection, run: StageRun, manifest: Manifest, ended: float
 ) -> None:
-    """An execution lasts from its first stage to its last, as far as they were imported."""
+    """Records an execution, or extends it to this stage's start and end."""
     exists = "SELECT 1 FROM executions WHERE id = ?"
     if not database.execute(exists, (run.execution,)).fetchone():
         insert(

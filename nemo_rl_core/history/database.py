@@ -1,8 +1,8 @@
-"""How the runs' database is opened, and how a run whose process is gone is told from one at work.
+"""Opens the runs' database, and marks runs as aborted whose process has died.
 
-A run holds a lock on `runs/<id>/alive` while its process lives. The kernel gives it back however
-the process ends, so that nothing has to be guessed from process numbers, which are used again and
-differ between containers that share a store.
+A run holds a lock on `runs/<id>/alive` while its process lives. The kernel releases it however the
+process ends. Process ids would not do: they are reused, and differ between containers that share a
+store.
 """
 
 import fcntl
@@ -19,22 +19,22 @@ from nemo_rl_core.store.store import Store
 FILE = "history.db"
 _BUSY_SECONDS = 10.0
 
-_ours: set[str] = set()
-"""Executions of this process: opening their lock file again would let go of the lock."""
+_own_executions: set[str] = set()
+"""Executions of this process: opening and closing their lock file again would release the lock."""
 
 
 def path_of(store: Store) -> Path:
-    """Where the store's database lies."""
+    """Path of the store's database."""
     return store.root / FILE
 
 
 def open_for_writing(store: Store) -> sqlite3.Connection:
-    """Opens the database, which is made or brought up to date where that is needed.
+    """Opens the database; creates or migrates it if needed.
 
     Raises:
-        StoreError: If a newer version wrote it.
+        StoreError: If a newer version of the project wrote it.
         sqlite3.Error: If it is damaged or cannot be written.
-        OSError: If the store cannot be made.
+        OSError: If the store cannot be created.
     """
     store.root.mkdir(parents=True, exist_ok=True)
     database = _connect(f"{path_of(store).as_uri()}?mode=rwc")
@@ -51,10 +51,10 @@ def open_for_writing(store: Store) -> sqlite3.Connection:
 
 
 def open_for_reading(store: Store) -> sqlite3.Connection:
-    """Opens the database as it is; a reader blocks no writer.
+    """Opens the database for reading; a reader blocks no writer.
 
     Raises:
-        StoreError: If there is none, or it is damaged, older or newer than this code.
+        StoreError: If it is missing, damaged, older or newer than this code.
     """
     path = path_of(store)
     if not path.is_file():
@@ -64,7 +64,7 @@ def open_for_reading(store: Store) -> sqlite3.Connection:
             got="no such file",
             fix="run a workflow first, or point NEMO_RL_HOME at the store that was used",
         )
-    with damage_explained(path):
+    with sqlite_errors_explained(path):
         database = _open_unchanged(path)
         try:
             if check_version(database) < VERSION:
@@ -78,8 +78,8 @@ def open_for_reading(store: Store) -> sqlite3.Connection:
 
 
 def _open_unchanged(path: Path) -> sqlite3.Connection:
-    # A database in WAL mode wants to write files beside itself even to be read. Where it may not,
-    # it can be read only as a file that nobody changes.
+    # Reading a database in WAL mode writes files beside it. In a read-only folder it can be opened
+    # only as immutable.
     writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
     return _connect(f"{path.as_uri()}?mode=ro{'' if writable else '&immutable=1'}")
 
@@ -94,8 +94,8 @@ def _connect(uri: str) -> sqlite3.Connection:
 
 
 @contextmanager
-def damage_explained(path: Path) -> Iterator[None]:
-    """Turns an error of SQLite into one that says what to do.
+def sqlite_errors_explained(path: Path) -> Iterator[None]:
+    """Turns an error of SQLite into one with a fix.
 
     Raises:
         StoreError: For every `sqlite3.Error`.
@@ -113,7 +113,7 @@ def damage_explained(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """All of the statements or none."""
+    """Runs statements in one transaction."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield database
@@ -124,8 +124,8 @@ def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         raise
 
 
-class Alive:
-    """The lock that says that an execution's process lives; `close` gives it back.
+class ExecutionLock:
+    """The lock that an execution holds while its process lives; `close` releases it.
 
     Raises:
         OSError: If the run's folder cannot be written.
@@ -136,31 +136,31 @@ class Alive:
         self._path = _lock_path(store, execution)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        # A lock of POSIX, not of BSD: a forked child does not inherit it, so that a worker that
-        # outlives its killed parent does not pass for it.
+        # A POSIX lock, not a BSD one: a forked child does not inherit it, so that a worker that
+        # outlives its killed parent does not hold it.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _ours.add(execution)
+        _own_executions.add(execution)
 
     def close(self) -> None:
-        """Gives the lock back; calling it again does nothing."""
-        if self._execution in _ours:
-            _ours.remove(self._execution)
+        """Releases the lock; idempotent."""
+        if self._execution in _own_executions:
+            _own_executions.remove(self._execution)
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
 
 
 def is_alive(store: Store, execution: str) -> bool:
-    """Whether the process that runs the execution still lives."""
-    if execution in _ours:
+    """True if the process of the execution is alive."""
+    if execution in _own_executions:
         return True
     try:
         descriptor = os.open(_lock_path(store, execution), os.O_RDWR)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # not ours to lock: whoever may write the store will find out
+        return True  # no permission to lock: a process that may write decides
     try:
-        # Shared: two who ask at once do not take each other for the run.
+        # Shared, so that two concurrent checks do not mistake each other for the run.
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -171,18 +171,18 @@ def is_alive(store: Store, execution: str) -> bool:
 
 
 def mark_aborted(store: Store, database: sqlite3.Connection) -> list[str]:
-    """Ends the executions that say they run and whose process is gone; returns their ids."""
+    """Marks running executions as aborted whose process has died; returns their ids."""
     rows = database.execute("SELECT id FROM executions WHERE state = 'running'").fetchall()
-    gone = [row["id"] for row in rows if not is_alive(store, row["id"])]
-    for execution in gone:
+    dead = [row["id"] for row in rows if not is_alive(store, row["id"])]
+    for execution in dead:
         with transaction(database):
-            last = _last_sign(database, execution)
+            last = _last_record_time(database, execution)
             end_execution(database, execution, state="aborted", ended_at=last)
-    return gone
+    return dead
 
 
 def sweep(store: Store) -> None:
-    """`mark_aborted` where the store can be written; nothing happens where it cannot."""
+    """Runs `mark_aborted` if the store is writable, else does nothing."""
     try:
         with closing(open_for_writing(store)) as database:
             mark_aborted(store, database)
@@ -193,7 +193,7 @@ def sweep(store: Store) -> None:
 def end_execution(
     database: sqlite3.Connection, execution: str, *, state: str, ended_at: float, error: str = ""
 ) -> None:
-    """Ends an execution that still says it runs, and as aborted what still runs in it."""
+    """Ends a running execution; its running nodes and attempts end as aborted."""
     for table, node in (("attempts", "node"), ("nodes", "id")):
         database.execute(
             f"UPDATE {table} SET state = 'aborted', ended_at = ? WHERE state = 'running' "
@@ -207,8 +207,8 @@ def end_execution(
     )
 
 
-def _last_sign(database: sqlite3.Connection, execution: str) -> float:
-    """When an execution was last heard of: the best guess at when its process ended."""
+def _last_record_time(database: sqlite3.Connection, execution: str) -> float:
+    """Time of an execution's last record: the best estimate of when its process died."""
     row = database.execute(
         "SELECT max(executions.started_at, coalesce(max(nodes.started_at), 0), "
         "coalesce(max(nodes.ended_at), 0)) FROM executions "

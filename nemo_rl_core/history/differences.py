@@ -1,16 +1,16 @@
-"""What differs between two configs, field by field."""
+"""Differences between two configs, field by field."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MISSING = "(not set)"
-"""What stands for a field that one of the two does not have."""
+"""Stands for a field that one of the configs lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field, by its path, that is not the same; `MISSING` where a config has no such field."""
+    """A field, by its dotted path, with both values; `MISSING` if a config lacks it."""
 
     field: str
     before: Any
@@ -18,7 +18,7 @@ class Difference:
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested config by dotted paths.
+    """Flattens a nested config to dotted paths.
 
     Example:
         >>> flat({"grpo": {"kl": 0.1, "parts": [1, {"a": 2}]}})
@@ -39,7 +39,7 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any) -> list[Difference]:
-    """Fields that differ, in the order of their names.
+    """Returns the fields that differ, sorted by name.
 
     Example:
         >>> differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}})

@@ -1,4 +1,4 @@
-"""Whether two artifacts are the same to the bit, and if not, which tensor is how far off."""
+"""Bitwise comparison of two artifacts, with the difference of each tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same.
+    """A tensor that differs.
 
     Attributes:
-        what: "differs", or which of the two has no such tensor, or another shape or dtype.
+        what: "differs", or the artifact that lacks the tensor, or both shapes and dtypes.
         largest: The largest absolute difference.
-        share: Of elements that differ.
+        share: Fraction of the elements that differ.
     """
 
     name: str
@@ -31,13 +31,13 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """Two artifacts held against each other.
+    """Result of comparing two artifacts.
 
     Attributes:
-        content: All their files that mean anything hold the same bytes.
-        weights: Those of the model do; None where neither has weights.
-        tensors: Those that differ, the furthest first.
-        num_tensors: How many were compared.
+        content: True if all files that count for the content hash are equal.
+        weights: True if the files of the model are equal; None if neither artifact has a model.
+        tensors: Tensors that differ, the largest difference first.
+        num_tensors: Number of tensors in both.
     """
 
     content: bool
@@ -47,15 +47,15 @@ class Equality:
 
     @property
     def to_the_bit(self) -> bool:
-        """Whether nothing that means anything differs."""
+        """True if content, weights and tensors are equal."""
         return self.content and self.weights is not False and not self.tensors
 
 
 def compare_artifacts(one: Path, other: Path) -> Equality:
-    """Compares the files as they lie on the disk, and every tensor of the weights.
+    """Compares the files on disk, and every tensor of the weights.
 
     Raises:
-        StoreError: If one of the folders is no artifact.
+        StoreError: If one of the folders is not an artifact.
     """
     for folder in (one, other):
         Manifest.read(folder)
@@ -70,38 +70,41 @@ def compare_artifacts(one: Path, other: Path) -> Equality:
 
 
 def _hash(folder: Path, exclude: Sequence[str]) -> str | None:
-    """Not that of the manifest, which says what was there when it was written."""
+    """Hash of the files on disk, which may have changed since the manifest was written."""
     return hash_folder(folder, exclude=exclude) if folder.is_dir() else None
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
     from safetensors import safe_open
 
-    places = []
+    files_by_name = []
     for folder in (one, other):
         names: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 names |= dict.fromkeys(file.keys(), path)
-        places.append(names)
+        files_by_name.append(names)
     found = []
-    for name in sorted({*places[0], *places[1]}):
-        if name not in places[0] or name not in places[1]:
-            which = "first" if name in places[0] else "second"
+    for name in sorted({*files_by_name[0], *files_by_name[1]}):
+        if name not in files_by_name[0] or name not in files_by_name[1]:
+            which = "first" if name in files_by_name[0] else "second"
             found.append(TensorDifference(name, f"only the {which} has it", float("inf")))
             continue
-        with safe_open(places[0][name], "pt") as a, safe_open(places[1][name], "pt") as b:
+        with (
+            safe_open(files_by_name[0][name], "pt") as a,
+            safe_open(files_by_name[1][name], "pt") as b,
+        ):
             left, right = a.get_tensor(name), b.get_tensor(name)
         if left.shape != right.shape or left.dtype != right.dtype:
             what = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
             found.append(TensorDifference(name, what, float("inf")))
         elif difference := _difference(name, left, right):
             found.append(difference)
-    return len({*places[0], *places[1]}), found
+    return len({*files_by_name[0], *files_by_name[1]}), found
 
 
 def _difference(name: str, left: "Tensor", right: "Tensor") -> TensorDifference | None:
-    """By their bits: 0 is not -0, and a NaN is equal to the same NaN."""
+    """Compares bits: 0 differs from -0, and a NaN equals a NaN of the same bits."""
     differs = _bits(left).ne(_bits(right)).any(-1)
     if not differs.any():
         return None
@@ -111,7 +114,7 @@ def _difference(name: str, left: "Tensor", right: "Tensor") -> TensorDifference 
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """`[elements, bytes of each]`."""
+    """Returns the bytes, `[elements, bytes per element]`."""
     import torch
 
     return tensor.contiguous().view(-1, 1).view(torch.uint8)

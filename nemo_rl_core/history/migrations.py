@@ -1,7 +1,7 @@
-"""The database's tables, version by version.
+"""The tables of the database, version by version.
 
-A file of an older version is brought up to date when it is opened for writing; one of a newer
-version is refused. A script that has been released is never edited: what changes is a new one.
+A file of an older version is migrated when it is opened for writing; a newer one is refused. A
+released script is never edited: a change is a new script.
 Times are seconds since 1970 in UTC; columns named in `records.py` as JSON are text.
 """
 
@@ -75,12 +75,12 @@ _LOG_PARTS = """
 ALTER TABLE nodes ADD COLUMN log_from INTEGER;
 ALTER TABLE nodes ADD COLUMN log_to INTEGER;
 """
-"""Which bytes of the run's log were written while a node ran."""
+"""Range of bytes of the run's log that were written while a node ran."""
 
 _FOLDER = """
 ALTER TABLE executions ADD COLUMN folder TEXT NOT NULL DEFAULT '';
 """
-"""In which folder the command was given."""
+"""Working directory of the command."""
 
 _OWN_LOG = "'/runs/' || id || '/run.log'"
 
@@ -94,7 +94,7 @@ def _from_store(table: str, column: str) -> str:
     )
 
 
-_PLACES = f"""
+_RELATIVE_PATHS = f"""
 CREATE TEMP TABLE roots AS
   SELECT DISTINCT substr(log_path, 1, length(log_path) - length({_OWN_LOG})) || '/' AS root
   FROM executions WHERE substr(log_path, -length({_OWN_LOG})) = {_OWN_LOG};
@@ -103,19 +103,19 @@ CREATE TEMP TABLE roots AS
 {_from_store("artifacts", "path")};
 DROP TABLE roots;
 """
-"""Names what lies in the store from there. Where the store was, its runs' logs tell, also where it
-has been moved since."""
+"""Makes paths in the store relative to it. The store's location is derived from the paths of the
+runs' logs, so that this works for a store that was moved."""
 
-SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _PLACES)
-"""The script at place `n` makes version `n + 1` of version `n`."""
+SCRIPTS = (_TABLES, _LOG_PARTS, _FOLDER, _RELATIVE_PATHS)
+"""Script `n` migrates from version `n` to `n + 1`."""
 
 VERSION = len(SCRIPTS)
 
 
 def migrate(database: sqlite3.Connection) -> None:
-    """Brings the tables to `VERSION`, each version in one transaction.
+    """Migrates the tables to `VERSION`, each version in one transaction.
 
-    Two processes may do so at once: the second finds the work done.
+    Two processes may migrate at once: the second finds nothing to do.
 
     Raises:
         StoreError: If a newer version of this project wrote the file.
@@ -135,7 +135,7 @@ def migrate(database: sqlite3.Connection) -> None:
 
 
 def check_version(database: sqlite3.Connection) -> int:
-    """The file's version; 0 of an empty one.
+    """Returns the version of the file; 0 if it is empty.
 
     Raises:
         StoreError: If it is newer than this code.

@@ -1,10 +1,10 @@
-"""An ancestry as OpenLineage events, for catalogues that read them.
+"""Ancestry as OpenLineage events, for data catalogues.
 
-Every artifact's making is a run with a START and a COMPLETE event, whose inputs and output are data
-sets. Ids are made from the artifacts' own, so that sending the same twice adds nothing.
+The stage that made an artifact is a run with a START and a COMPLETE event, whose inputs and outputs
+are data sets. Run ids are derived from artifact ids, so that sending events twice adds nothing.
 See https://openlineage.io/spec/2-0-2/OpenLineage.json; the facets' versions are those of the client
-openlineage-python 1.54. The code's commit stands in a facet of our own: `sourceCodeLocation` asks
-for a web address, which is not known here.
+openlineage-python 1.54. The commit is in a custom facet, as `sourceCodeLocation` requires
+a URL, which is not known here.
 """
 
 import json
@@ -30,15 +30,15 @@ Event = dict[str, Any]
 
 
 def events_of(graph: AncestryGraph, *, namespace: str = "nemo-rl-flow") -> list[Event]:
-    """START and COMPLETE of every artifact's making, oldest first.
+    """START and COMPLETE events of every artifact, oldest first.
 
     Args:
-        graph: As `History.ancestry` returns it. Artifacts of which nothing is left are inputs only.
-        namespace: Under which jobs and data sets are known.
+        graph: As `History.ancestry` returns it. Artifacts without a manifest are inputs only.
+        namespace: Namespace of jobs and data sets.
     """
     known = {each.id: each for each in graph.artifacts}
     events = []
-    # Times are of whole seconds: what has the same one stays in the order of its making.
+    # Times have a resolution of one second; the sort is stable, so equal ones stay in order.
     for each in reversed(graph.artifacts):
         if each.artifact is not None:
             roles: dict[str, list[str]] = {}
@@ -46,11 +46,11 @@ def events_of(graph: AncestryGraph, *, namespace: str = "nemo-rl-flow") -> list[
                 if link.child == each.id and link.parent in known:
                     roles.setdefault(link.parent, []).append(link.role)
             parents = [(known[name], ", ".join(sorted(read))) for name, read in roles.items()]
-            events += _making(each, each.artifact, parents, namespace)
+            events += _stage_events(each, each.artifact, parents, namespace)
     return sorted(events, key=lambda event: str(event["eventTime"]))
 
 
-def _making(
+def _stage_events(
     each: GraphArtifact,
     artifact: ArtifactRow,
     parents: Sequence[tuple[GraphArtifact, str]],
@@ -86,7 +86,7 @@ def _time(moment: datetime) -> str:
 
 
 def _facet(version: str, schema: str, /, **fields: object) -> dict[str, Any]:
-    """A facet of the standard, by its schema's version and name."""
+    """A standard facet, by version and name of its schema."""
     url = f"{_SPEC}/facets/{version}/{schema}.json#/$defs/{schema}"
     return {"_producer": PRODUCER, "_schemaURL": url, **fields}
 
@@ -145,11 +145,11 @@ def send(events: Sequence[Event], target: str) -> None:
     """Writes events as JSON lines to a file, or posts them to an endpoint one by one.
 
     Args:
-        events: As `events_of` makes them.
-        target: A file's path, or such as `http://localhost:5000/api/v1/lineage`.
+        events: As `events_of` returns them.
+        target: Path of a file, or a URL such as `http://localhost:5000/api/v1/lineage`.
 
     Raises:
-        ConfigError: If the endpoint refuses or does not answer.
+        ConfigError: If the endpoint refuses an event or cannot be reached.
         OSError: If the file cannot be written.
     """
     if not target.startswith(("http://", "https://")):
@@ -168,8 +168,8 @@ def send(events: Sequence[Event], target: str) -> None:
                 pass
         except (urllib.error.URLError, TimeoutError) as error:
             raise ConfigError(
-                f"the OpenLineage endpoint {target} took no event",
-                expected="an answer of 200 or 201 to a POST",
+                f"the OpenLineage endpoint {target} accepted no event",
+                expected="status 200 or 201 for a POST",
                 got=str(error),
                 fix="check the address (Marquez: http://HOST:5000/api/v1/lineage), or name a file",
             ) from error

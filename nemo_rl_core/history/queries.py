@@ -1,7 +1,7 @@
-"""What pages and commands ask of the runs' database.
+"""Queries of the runs' database, for pages and commands.
 
-Every list that grows with the number of runs is paged. A reader sees what was written up to its
-question, also while runs go on.
+Lists that grow with the number of runs are paged. A query sees everything committed before it, also
+while runs go on.
 """
 
 import json
@@ -15,8 +15,7 @@ from typing import Any, Self
 
 from nemo_rl_core.errors import NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
-from nemo_rl_core.history.database import damage_explained, open_for_reading, path_of, sweep
-from nemo_rl_core.history.places import from_record
+from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained, sweep
 from nemo_rl_core.history.records import (
     AncestryGraph,
     ArtifactRow,
@@ -29,13 +28,14 @@ from nemo_rl_core.history.records import (
     State,
     Value,
 )
+from nemo_rl_core.history.stored_paths import from_stored
 from nemo_rl_core.store.store import Store
 
 Curves = dict[str, list[tuple[int, float]]]
 """`(step, value)` by the metric's name, steps ascending."""
 
 _JSON = {"command", "inputs", "packages", "machine", "cost", "manifest"}
-_PLACES = {"log_path", "deck_path", "path"}
+_PATHS = {"log_path", "deck_path", "path"}
 _COUNTED = """
 SELECT executions.*,
   (SELECT count(*) FROM nodes WHERE execution = executions.id AND kind = 'task') AS num_nodes,
@@ -45,13 +45,12 @@ FROM executions
 
 
 class History:
-    """The record of a store's runs. A context manager; may be asked from several threads.
+    """The recorded runs of a store. A context manager; thread-safe.
 
-    Runs whose process is gone without an end are marked as aborted when it is opened, and whenever
-    `sweep` is called.
+    Runs whose process died are marked as aborted when it is opened, and by `sweep`.
 
     Raises:
-        StoreError: If there is no record, or it is damaged or newer than this code.
+        StoreError: If there is no database, or it is damaged or newer than this code.
 
     Example:
         >>> with History(Store.default()) as history:                          # doctest: +SKIP
@@ -62,17 +61,17 @@ class History:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._lock = threading.Lock()
-        # First the reader, which says what is wrong with a file that cannot be swept either.
+        # Opened first, as it raises a clear error for a damaged file.
         self._database = open_for_reading(store)
         self.sweep()
 
     def sweep(self) -> None:
-        """Marks runs as aborted whose process is gone."""
-        with damage_explained(path_of(self.store)):
+        """Marks runs as aborted whose process has died."""
+        with sqlite_errors_explained(path_of(self.store)):
             sweep(self.store)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the database."""
         self._database.close()
 
     def __enter__(self) -> Self:
@@ -94,12 +93,12 @@ class History:
         """Runs, the latest first.
 
         Args:
-            state: Only those.
-            workflow: Its whole name, or the last part: `grpo` for `workflows.grpo.grpo`.
-            text: Found in the id, recipe, inputs, commit or error; case does not count.
-            since: Only those that began then or later.
-            limit: At most so many.
-            offset: How many to pass over.
+            state: Only runs in this state.
+            workflow: Full name, or the last part: `grpo` for `workflows.grpo.grpo`.
+            text: Substring of id, recipe, inputs, commit or error; case-insensitive.
+            since: Only runs that started then or later (Unix time).
+            limit: Largest number of runs to return.
+            offset: Number of runs to skip.
         """
         wanted: dict[str, tuple[object, ...]] = {}
         if state:
@@ -125,7 +124,7 @@ class History:
         return Page(tuple(self._execution(row) for row in rows), total, offset, limit)
 
     def workflows(self) -> list[str]:
-        """Names of all workflows that ever ran."""
+        """Names of all recorded workflows."""
         rows = self._all("SELECT DISTINCT workflow FROM executions ORDER BY workflow", ())
         return [row["workflow"] for row in rows]
 
@@ -133,7 +132,7 @@ class History:
         """A run by its id.
 
         Raises:
-            StoreError: If there is none; so do all the others.
+            StoreError: If there is no such run; the other queries raise likewise.
         """
         row = self._first(f"{_COUNTED} WHERE id = ?", (execution,))
         if row is None:
@@ -141,12 +140,12 @@ class History:
         return self._execution(row)
 
     def nodes(self, execution: str) -> list[Node]:
-        """All nodes of a run, in the order in which they began."""
+        """All nodes of a run, in order of start."""
         rows = self._all("SELECT * FROM nodes WHERE execution = ? ORDER BY id", (execution,))
         return [self._node(row) for row in rows]
 
     def edges(self, execution: str) -> list[Edge]:
-        """What flowed between the nodes of a run."""
+        """The edges between the nodes of a run."""
         rows = self._all(
             "SELECT source, target, source_output, target_input FROM edges WHERE execution = ? "
             "ORDER BY target, target_input",
@@ -155,7 +154,7 @@ class History:
         return [Edge(**dict(row)) for row in rows]
 
     def node(self, node: int) -> NodeDetail:
-        """A node with its attempts, inputs, outputs, and where a hit came from."""
+        """A node with its attempts, inputs, outputs, and the maker of a cache hit."""
         row = self._first("SELECT * FROM nodes WHERE id = ?", (node,))
         if row is None:
             raise _unknown("node", str(node), "see the nodes of its run")
@@ -177,10 +176,10 @@ class History:
     def metrics(
         self, node: int, *, names: list[str] | None = None, since_step: int | None = None
     ) -> Curves:
-        """A stage's curves, as far as they are; a cache hit has those of the node it came from.
+        """The curves of a node so far; a cache hit has the curves of its maker.
 
         Args:
-            node: Whose.
+            node: Id of the node.
             names: Only these; None for all.
             since_step: Only steps after this one.
         """
@@ -188,7 +187,7 @@ class History:
         rows = self._all(
             f"SELECT name, step, value FROM metrics WHERE node = ? {marks} AND step > ? "
             "ORDER BY name, step",
-            (self._measured(node), *(names or ()), -1 if since_step is None else since_step),
+            (self._measured_node(node), *(names or ()), -1 if since_step is None else since_step),
         )
         curves: Curves = {}
         for row in rows:
@@ -198,20 +197,20 @@ class History:
         return curves
 
     def metric_names(self, node: int) -> list[str]:
-        """Names of a stage's curves."""
+        """Names of a node's curves."""
         rows = self._all(
             "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name",
-            (self._measured(node),),
+            (self._measured_node(node),),
         )
         return [row["name"] for row in rows]
 
     def metric_names_of(self, execution: str) -> dict[int, list[str]]:
-        """Names of the curves of each node of a run that has any."""
+        """Names of the curves of a run's nodes, by node; nodes without curves are left out."""
         nodes = self._all(
             "SELECT id, coalesce(cached_from, id) AS measured FROM nodes WHERE execution = ?",
             (execution,),
         )
-        # A question a node: over all of them at once, DISTINCT would sort every step.
+        # One query per node: over all of them at once, DISTINCT would sort every step.
         query = "SELECT DISTINCT name FROM metrics WHERE node = ? ORDER BY name"
         found = {row["id"]: self._all(query, (row["measured"],)) for row in nodes}
         return {node: [row["name"] for row in rows] for node, rows in found.items() if rows}
@@ -233,17 +232,17 @@ class History:
         return self._artifact(row)
 
     def has_artifact(self, artifact: str) -> bool:
-        """Whether an artifact of this id is recorded."""
+        """True if an artifact of this id is recorded."""
         return self._first("SELECT 1 FROM artifacts WHERE id = ?", (artifact,)) is not None
 
     def find_artifact(self, name: str) -> ArtifactRow:
-        """An artifact by the beginning of its id or content hash, or by a path in its folder.
+        """Finds an artifact by a prefix of its id or content hash, or by a path in its folder.
 
         Raises:
-            StoreError: If there is none, or several.
+            StoreError: If none or several match.
         """
-        if here := self._on_disk(name):
-            return here
+        if found := self._on_disk(name):
+            return found
         parts = Path(name).expanduser().parts
         rows = []
         for part in reversed(parts):
@@ -260,23 +259,23 @@ class History:
         if rows:
             several = ", ".join(row["id"] for row in rows)
             raise StoreError(
-                f"{name!r} may stand for several artifacts",
-                expected="enough of an id to tell",
+                f"{name!r} matches several artifacts",
+                expected="a prefix of one id",
                 got=several,
             )
         raise _unknown("artifact", name, "give its id, its folder, or the beginning of its hash")
 
     def _on_disk(self, name: str) -> ArtifactRow | None:
-        """By a path in an artifact's folder, wherever that lies and whatever it is called now."""
+        """Finds an artifact by a path in its folder, which may have been moved or renamed."""
         for folder in (Path(name).expanduser(), self.store.artifacts / name):
-            place = ancestry.folder_around(folder)
-            found = ancestry.from_folder(place) if place else None
+            root = ancestry.folder_around(folder)
+            found = ancestry.from_folder(root) if root else None
             if found:
                 return self.artifact(found.id) if self.has_artifact(found.id) else found
         return None
 
     def artifacts_of(self, execution: str) -> list[ArtifactRow]:
-        """What a run's nodes returned, made or taken from the cache, oldest first."""
+        """The artifacts that a run's nodes returned, also from the cache, oldest first."""
         rows = self._all(
             "SELECT * FROM artifacts WHERE id IN (SELECT artifact FROM node_outputs JOIN nodes "
             "ON nodes.id = node_outputs.node WHERE execution = ?) ORDER BY created_at, id",
@@ -285,7 +284,7 @@ class History:
         return [self._artifact(row) for row in rows]
 
     def artifacts_used(self, execution: str) -> set[str]:
-        """Ids of all artifacts that a run's nodes took or returned."""
+        """Ids of all artifacts that a run's nodes read or returned."""
         rows = self._all(
             "SELECT artifact FROM node_inputs JOIN nodes ON nodes.id = node WHERE execution = ? "
             "UNION SELECT artifact FROM node_outputs JOIN nodes ON nodes.id = node "
@@ -295,7 +294,7 @@ class History:
         return {row["artifact"] for row in rows if row["artifact"]}
 
     def users(self, artifact: str, *, limit: int = 50, offset: int = 0) -> Page[Node]:
-        """Nodes that took an artifact as an input, the latest first."""
+        """Nodes that read an artifact, the latest first."""
         found = "FROM nodes WHERE id IN (SELECT node FROM node_inputs WHERE artifact = ?)"
         total = self._one(f"SELECT count(*) AS n {found}", (artifact,))["n"]
         rows = self._all(
@@ -304,7 +303,7 @@ class History:
         return Page(tuple(self._node(row) for row in rows), total, offset, limit)
 
     def maker(self, artifact: ArtifactRow) -> Execution | None:
-        """The run that made an artifact; None where that is not recorded."""
+        """The run that made an artifact; None if it is not recorded."""
         row = self._first(
             f"{_COUNTED} WHERE id = (SELECT execution FROM nodes WHERE id = ?)",
             (artifact.made_by,),
@@ -312,13 +311,13 @@ class History:
         return self._execution(row) if row else None
 
     def ancestry(self, artifact: str) -> AncestryGraph:
-        """An artifact and all that it came from, across runs."""
-        with self._asking() as database:
+        """An artifact and all its ancestors, across runs."""
+        with self._locked() as database:
             return ancestry.upwards(database, self.store, artifact)
 
     def descendants(self, artifact: str) -> AncestryGraph:
-        """An artifact and all that was made from it."""
-        with self._asking() as database:
+        """An artifact and all its descendants."""
+        with self._locked() as database:
             return ancestry.downwards(database, self.store, artifact)
 
     def _values(self, table: str, node: int) -> tuple[Value, ...]:
@@ -328,21 +327,21 @@ class History:
         )
         return tuple(Value(**dict(row)) for row in rows)
 
-    def _measured(self, node: int) -> int:
+    def _measured_node(self, node: int) -> int:
         row = self._first("SELECT coalesce(cached_from, id) AS id FROM nodes WHERE id = ?", (node,))
         return int(row["id"]) if row else node
 
     @contextmanager
-    def _asking(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, damage_explained(path_of(self.store)):
+    def _locked(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, sqlite_errors_explained(path_of(self.store)):
             yield self._database
 
     def _all(self, query: str, values: tuple[object, ...]) -> list[sqlite3.Row]:
-        with self._asking() as database:
+        with self._locked() as database:
             return database.execute(query, values).fetchall()
 
     def _first(self, query: str, values: tuple[object, ...]) -> sqlite3.Row | None:
-        with self._asking() as database:
+        with self._locked() as database:
             row: sqlite3.Row | None = database.execute(query, values).fetchone()
             return row
 
@@ -365,13 +364,13 @@ class History:
     def _fields(self, row: sqlite3.Row) -> dict[str, Any]:
         found = dict(row)
         found |= {key: json.loads(found[key]) for key in _JSON & found.keys()}
-        return found | {key: from_record(self.store, found[key]) for key in _PLACES & found.keys()}
+        return found | {key: from_stored(self.store, found[key]) for key in _PATHS & found.keys()}
 
 
 def _escaped(text: str) -> str:
-    """For LIKE, in which % and _ stand for others."""
+    """Escapes the wildcards % and _ of LIKE."""
     return "".join(f"\\{character}" if character in "\\%_" else character for character in text)
 
 
-def _unknown(what: str, name: str, fix: str) -> NotRecordedError:
-    return NotRecordedError(f"the store has no record of the {what} {name!r}", fix=fix)
+def _unknown(kind: str, name: str, fix: str) -> NotRecordedError:
+    return NotRecordedError(f"the store has no record of the {kind} {name!r}", fix=fix)

@@ -1,6 +1,6 @@
-"""What the runs' database says, as frozen records.
+"""Rows of the runs' database, as frozen dataclasses.
 
-Times are seconds since 1970 in UTC. `None` stands for what is not known or has not ended.
+Times are seconds since 1970 in UTC. `None` stands for an unknown value or a missing end.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ class Page(Generic[T]):
 
     Attributes:
         items: At most `limit` of them.
-        total: How many there are in all.
-        offset: Place of the first one.
-        limit: What was asked for.
+        total: Length of the whole list.
+        offset: Index of the first item.
+        limit: Largest number of items.
     """
 
     items: tuple[T, ...]
@@ -36,15 +36,15 @@ class Execution:
     Attributes:
         id: Name of its folder under `runs/`.
         workflow: Such as `workflows.grpo.grpo`.
-        recipe: The recipe's name; empty where none was given.
-        state: "aborted" when its process ended without saying how.
-        command: The command line, word by word.
-        inputs: The workflow's inputs, whole configs.
+        recipe: Name of the recipe; empty if none was given.
+        state: "aborted" if its process died without recording an end.
+        command: Arguments of the command line.
+        inputs: Inputs of the workflow, with complete configs.
         packages: Versions by name.
-        machine: The fields of `infra.machine.Machine`; older records have fewer.
-        folder: In which the command was given; relative paths in the inputs begin there.
-        num_nodes: How many tasks it called so far; sub-workflows do not count.
-        num_cached: How many of those were cache hits.
+        machine: The fields of `store.machine.Machine`; older records have fewer.
+        folder: Working directory of the command; relative paths in the inputs start there.
+        num_nodes: Number of tasks called so far, without sub-workflows.
+        num_cached: Number of cache hits among them.
     """
 
     id: str
@@ -77,10 +77,10 @@ class Node:
         parent: The dynamic or sub-workflow that called it; None at the top.
         name: Such as `grpo_iteration 2`.
         task: Such as `tasks.grpo_iteration.grpo_iteration`.
-        cached_from: The node, of whichever run, that made what a cache hit returned.
-        cost: As in the manifest; of what this node itself made.
-        summary: One line about what it made.
-        log_from: The first byte of the run's log that was written while it ran; `log_to` the last.
+        cached_from: For a cache hit, the node of any run that made the outputs.
+        cost: As in the manifest; only of artifacts that this node made.
+        summary: One line about its outputs.
+        log_from: First byte of the run's log that was written while it ran; `log_to` is the end.
     """
 
     id: int
@@ -103,7 +103,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One of the times that a node was tried; `resumed_from_step` where a save was found."""
+    """One attempt of a node; `resumed_from_step` is set if a save was found."""
 
     number: int
     state: State
@@ -118,10 +118,9 @@ class Value:
     """An input or an output of a node.
 
     Attributes:
-        type: The Python type as it is written.
-        value: JSON text; what is longer than 64 KiB is a JSON string of its beginning, which ends
-            with "… (cut)".
-        artifact: The artifact's id, where the value is one.
+        type: The Python type as text.
+        value: JSON text; one longer than 64 KiB is cut to a JSON string that ends with "… (cut)".
+        artifact: Id of the artifact if the value is one.
     """
 
     name: str
@@ -132,7 +131,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An output of one node that was an input of another, of the same run."""
+    """An output of one node that is an input of another node of the same run."""
 
     source: int
     target: int
@@ -142,7 +141,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class NodeDetail:
-    """A node with all that is known of it; `maker` is the node that a cache hit came from."""
+    """A node with its attempts and values; `maker` is the node that made a cache hit."""
 
     node: Node
     attempts: tuple[Attempt, ...]
@@ -153,13 +152,13 @@ class NodeDetail:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRow:
-    """An artifact as a run saw it.
+    """An artifact as it was recorded.
 
     Attributes:
         id: Name of its folder under `artifacts/`.
-        path: The folder, which may be gone by now.
-        manifest: What lay in it as `manifest.json`.
-        made_by: The node that made it; None where it is older than the database.
+        path: Its folder, which may have been removed.
+        manifest: Content of its `manifest.json`.
+        made_by: Id of the node that made it; None if it is older than the database.
     """
 
     id: str
@@ -179,10 +178,10 @@ class GraphArtifact:
     """An artifact in a graph of ancestors or descendants.
 
     Attributes:
-        depth: 0 for the one that was asked for; the shortest way counts.
-        artifact: None where the database and the disk know no more than the id.
-        execution: The run that made it.
-        state: What lies at its path now: "changed" is another content hash.
+        depth: Length of the shortest path from the root, which has 0.
+        artifact: None if neither database nor disk have more than the id.
+        execution: Id of the run that made it.
+        state: State of its folder now; "changed" is another content hash.
     """
 
     id: str
@@ -195,7 +194,7 @@ class GraphArtifact:
 
 @dataclass(frozen=True, slots=True)
 class Parentage:
-    """One artifact read another; `role` is the input's name, empty where it is not known."""
+    """A parent of an artifact; `role` is the name of the input, empty if unknown."""
 
     parent: str
     child: str
@@ -204,7 +203,7 @@ class Parentage:
 
 @dataclass(frozen=True, slots=True)
 class AncestryGraph:
-    """Artifacts, nearest first, and who read whom."""
+    """Artifacts, nearest first, and the relations between them."""
 
     root: str
     artifacts: tuple[GraphArtifact, ...]

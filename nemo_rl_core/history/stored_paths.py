@@ -1,6 +1,6 @@
-"""Where files lie, as the database holds it: a store that is moved takes its record along.
+"""Paths as the database stores them, so that a store can be moved.
 
-What lies in the store is named from there, what lies elsewhere by its whole path.
+Paths in the store are relative to it, others are absolute.
 """
 
 from pathlib import Path
@@ -8,22 +8,22 @@ from pathlib import Path
 from nemo_rl_core.store.store import Store
 
 
-def to_record(store: Store, path: Path | str) -> str:
-    """A path as the database holds it; nothing stays nothing.
+def to_stored(store: Store, path: Path | str) -> str:
+    """Returns a path as the database stores it; an empty path stays empty.
 
     Example:
-        >>> to_record(Store(Path("/store")), "/store/runs/one/run.log")
+        >>> to_stored(Store(Path("/store")), "/store/runs/one/run.log")
         'runs/one/run.log'
     """
     inside = path != "" and Path(path).is_relative_to(store.root)
     return str(Path(path).relative_to(store.root)) if inside else str(path)
 
 
-def from_record(store: Store, recorded: str) -> str:
-    """Where it lies now.
+def from_stored(store: Store, stored: str) -> str:
+    """Returns the current path.
 
     Example:
-        >>> from_record(Store(Path("/moved")), "runs/one/run.log")
+        >>> from_stored(Store(Path("/moved")), "runs/one/run.log")
         '/moved/runs/one/run.log'
     """
-    return str(store.root / recorded) if recorded else ""
+    return str(store.root / stored) if stored else ""

@@ -1,7 +1,7 @@
-"""What a run writes down of itself, while it goes on.
+"""Records a run in the database while it goes on.
 
-A run never fails for its record: the first error (a read-only or damaged file, a full disk) is one
-warning in the log, and from then on nothing more is written but the end.
+A run never fails because of its record: the first error (a read-only or damaged file, a full disk)
+is logged as one warning, and only the end of the run is still written.
 """
 
 import functools
@@ -20,15 +20,15 @@ import psutil
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import (
-    Alive,
+    ExecutionLock,
     end_execution,
     mark_aborted,
     open_for_writing,
     path_of,
     transaction,
 )
-from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.records import Kind, State, Value
+from nemo_rl_core.history.stored_paths import to_stored
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class NewExecution:
-    """What is known of an execution when it begins; the fields of `records.Execution`."""
+    """An execution at its start; the fields of `records.Execution`."""
 
     workflow: str
     recipe: str
@@ -59,10 +59,10 @@ class NewExecution:
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """How a node ended; the fields of `records.Node`.
+    """The end of a node; the fields of `records.Node`.
 
     Attributes:
-        made: Artifacts that the node returned, by folder, its own and those it passed on.
+        made: Folders and manifests of the artifacts that the node returned, also of older ones.
     """
 
     state: State
@@ -78,19 +78,19 @@ class NodeEnd:
 def _recorded(
     method: Callable[Concatenate["HistoryWriter", P], R],
 ) -> Callable[Concatenate["HistoryWriter", P], R | None]:
-    """The boundary behind which the database may fail."""
+    """Fault boundary: logs the first error of the database, and stops recording."""
 
     @functools.wraps(method)
     def guarded(self: "HistoryWriter", /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         with self._lock:
-            if not self._working:
+            if not self._is_recording:
                 return None
             try:
                 return method(self, *args, **kwargs)
             except (sqlite3.Error, OSError, OverflowError, StoreError) as error:
-                self._working = False
+                self._is_recording = False
                 logger.warning(
-                    "this run is recorded in %s no further, and goes on: %s",
+                    "recording of this run in %s stopped, the run goes on: %s",
                     path_of(self._store),
                     str(error).splitlines()[0],
                 )
@@ -103,7 +103,7 @@ class HistoryWriter:
     """Writes one execution into the store's database.
 
     Args:
-        store: Whose database.
+        store: The store with the database.
         execution_id: Name of the run's folder under `runs/`.
 
     Example:
@@ -118,13 +118,13 @@ class HistoryWriter:
         self._store, self._id = store, execution_id
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
-        self._alive: Alive | None = None
-        self._working = True
+        self._execution_lock: ExecutionLock | None = None
+        self._is_recording = True
 
     @_recorded
     def begin(self, execution: NewExecution) -> None:
-        """Opens the database and says that the execution runs."""
-        self._alive = Alive(self._store, self._id)
+        """Opens the database and records the start of the execution."""
+        self._execution_lock = ExecutionLock(self._store, self._id)
         self._database = open_for_writing(self._store)
         mark_aborted(self._store, self._database)
         process = psutil.Process()
@@ -141,24 +141,24 @@ class HistoryWriter:
             git_commit=execution.git_commit,
             git_dirty=execution.git_dirty,
             packages=_json(execution.packages),
-            machine=Machine.here().model_dump_json(),
+            machine=Machine.current().model_dump_json(),
             source_digest=execution.source_digest,
             pid=process.pid,
             process_started=process.create_time(),
-            log_path=to_record(self._store, execution.log_path),
+            log_path=to_stored(self._store, execution.log_path),
             folder=str(Path.cwd()),
         )
 
     def end(self, state: State, error: str = "") -> None:
-        """Says how the execution ended, and closes the database; call it once."""
+        """Records the end of the execution, and closes the database; call it once."""
         with self._lock:
-            self._working = self._database is not None
+            self._is_recording = self._database is not None
             self._end(state, error)
             if self._database is not None:
                 self._database.close()
                 self._database = None
-            if self._alive is not None:
-                self._alive.close()
+            if self._execution_lock is not None:
+                self._execution_lock.close()
 
     @_recorded
     def begin_node(
@@ -171,10 +171,10 @@ class HistoryWriter:
         inputs: Sequence[Value] = (),
         log_from: int | None = None,
     ) -> int | None:
-        """Says that a node runs.
+        """Records the start of a node.
 
         Returns:
-            Its id; None where nothing can be written.
+            Id of the node; None if the database cannot be written.
         """
         with transaction(self._open) as database:
             now = time.time()
@@ -196,7 +196,7 @@ class HistoryWriter:
 
     @_recorded
     def connect(self, source: int | None, output: str, target: int | None, name: str) -> None:
-        """Says that an output of one node is an input of another."""
+        """Records that an output of one node is an input of another."""
         if source is None or target is None:
             return
         with transaction(self._open) as database:
@@ -207,13 +207,13 @@ class HistoryWriter:
 
     @_recorded
     def end_node(self, node: int | None, end: NodeEnd) -> None:
-        """Says how a node ended, and what it made."""
+        """Records the end of a node, and its outputs."""
         if node is None:
             return
         with transaction(self._open) as database:
             now = time.time()
             for folder, manifest in end.made:
-                own = end.state == "succeeded" and _made_it(database, manifest, node)
+                own = end.state == "succeeded" and _is_maker(database, manifest, node)
                 insert_artifact(database, self._store, folder, manifest, node if own else None)
             _insert_values(database, "node_outputs", node, end.outputs)
             database.execute(
@@ -223,7 +223,7 @@ class HistoryWriter:
                     end.state,
                     now,
                     _maker(database, node) if end.state == "cached" else None,
-                    to_record(self._store, end.deck_path),
+                    to_stored(self._store, end.deck_path),
                     _json(end.cost),
                     end.summary,
                     end.error,
@@ -239,7 +239,7 @@ class HistoryWriter:
 
     @_recorded
     def resumed(self, node: int | None, step: int) -> None:
-        """Says that the attempt which runs goes on after a step that an earlier run saved."""
+        """Records that the running attempt resumed from a saved step."""
         if node is None:
             return
         with transaction(self._open) as database:
@@ -250,7 +250,7 @@ class HistoryWriter:
 
     @_recorded
     def log_metrics(self, node: int | None, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step; those of a step that is done again are replaced."""
+        """Records the metrics of a step; a repeated step replaces its metrics."""
         if node is None:
             return
         with transaction(self._open) as database:
@@ -262,8 +262,8 @@ class HistoryWriter:
     @_recorded
     def _end(self, state: State, error: str) -> None:
         with transaction(self._open) as database:
-            (said,) = _storable(error)
-            end_execution(database, self._id, state=state, ended_at=time.time(), error=said)
+            (text,) = _storable(error)
+            end_execution(database, self._id, state=state, ended_at=time.time(), error=text)
 
     @property
     def _open(self) -> sqlite3.Connection:
@@ -272,7 +272,7 @@ class HistoryWriter:
 
 
 def as_value(name: str, kind: str, value: object, artifact: str | None = None) -> Value:
-    """An input or output as it is written: JSON, cut where it is very long."""
+    """Returns an input or output as JSON, cut if longer than 64 KiB."""
     text = _json(value)
     if len(text) > _MAX_VALUE_BYTES:
         text = json.dumps(text[: _MAX_VALUE_BYTES // 2] + _CUT)
@@ -285,7 +285,7 @@ def _json(value: object) -> str:
 
 
 def _storable(*values: Any) -> tuple[Any, ...]:
-    """A row whose texts SQLite can store: an error's may quote a completion, too."""
+    """Escapes surrogates, which SQLite cannot store; an error may quote a completion."""
     return tuple(
         each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each
         for each in values
@@ -293,7 +293,7 @@ def _storable(*values: Any) -> tuple[Any, ...]:
 
 
 def insert(database: sqlite3.Connection, table: str, **values: object) -> int:
-    """Adds a row; returns its number."""
+    """Adds a row; returns its id."""
     columns, marks = ", ".join(values), ", ".join("?" * len(values))
     done = database.execute(
         f"INSERT INTO {table} ({columns}) VALUES ({marks})", _storable(*values.values())
@@ -310,10 +310,11 @@ def _insert_values(
     )
 
 
-def _made_it(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
-    """Whether a task made what it returned, or passed an older artifact on.
+def _is_maker(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
+    """True if a task made the artifact that it returned, False if it passed on an older one.
 
-    A task may make more than one artifact, which then name other stages; they are of its time.
+    A task may make several artifacts, whose manifests name other stages; they are as new as the
+    task.
     """
     row = database.execute(
         "SELECT task, kind, started_at FROM nodes WHERE id = ?", (node,)
@@ -332,16 +333,16 @@ def insert_artifact(
     manifest: Manifest,
     maker: int | None,
 ) -> None:
-    """Adds or renews an artifact's row, and who its parents are.
+    """Inserts or updates an artifact and its parents.
 
-    Who made it first, has made it: a later node that returns it passes it on.
+    The first maker is kept: a later node that returns the artifact passes it on.
 
     Args:
-        database: Of the store, in a transaction.
-        store: The artifact may lie elsewhere.
-        folder: The artifact's, or where it would be if it were here.
-        manifest: What lies in it.
-        maker: The node that made it; None where that is another or is not known.
+        database: The store's database, in a transaction.
+        store: The store; the artifact may be outside of it.
+        folder: Folder of the artifact, which may not exist.
+        manifest: Its manifest.
+        maker: Id of the node that made it; None if that is another node or unknown.
     """
     name = manifest.name or folder.name
     row = (
@@ -350,7 +351,7 @@ def insert_artifact(
         manifest.stage,
         manifest.format,
         manifest.content_hash,
-        to_record(store, folder),
+        to_stored(store, folder),
         manifest.step,
         manifest.created_at,
         manifest.model_dump_json(),
@@ -366,7 +367,7 @@ def insert_artifact(
         "made_by"
     ]
     if maker is not None and made_by == maker:
-        # Who only returns it, and came first, did not know under which names its parents were read.
+        # A node that passed it on earlier recorded its parents without the names of the inputs.
         database.execute("DELETE FROM artifact_parents WHERE child = ?", (name,))
     elif database.execute("SELECT 1 FROM artifact_parents WHERE child = ?", (name,)).fetchone():
         return
@@ -382,7 +383,7 @@ def insert_artifact(
 
 
 def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) -> list[str]:
-    """Under which names the maker took the artifact's parents."""
+    """Names of the maker's inputs that were the artifact's parents."""
     rows = database.execute(
         "SELECT artifact, name FROM node_inputs WHERE node = ? AND artifact IS NOT NULL", (maker,)
     )
@@ -397,7 +398,7 @@ def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) 
 
 
 def _maker(database: sqlite3.Connection, node: int) -> int | None:
-    """The last node of the same task that worked, and returned what this hit returns."""
+    """Id of the last node of the same task that ran and returned the outputs of this cache hit."""
     row = database.execute(
         "SELECT earlier.id FROM nodes AS hit JOIN node_outputs AS mine ON mine.node = hit.id "
         "JOIN node_outputs AS theirs "

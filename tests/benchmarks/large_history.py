@@ -15,8 +15,8 @@ from pathlib import Path
 import click
 
 from nemo_rl_core.history.database import open_for_writing, transaction
-from nemo_rl_core.history.places import to_record
 from nemo_rl_core.history.queries import History
+from nemo_rl_core.history.stored_paths import to_stored
 from nemo_rl_core.store.store import Store
 
 STATES = ("succeeded", "succeeded", "succeeded", "failed", "aborted")
@@ -123,7 +123,7 @@ def _fill_artifact(
             artifact,
             f"grpo_iteration {place}",
             digest,
-            to_record(store, store.artifacts / artifact),
+            to_stored(store, store.artifacts / artifact),
             json.dumps(manifest),
             node,
         ),

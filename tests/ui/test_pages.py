@@ -88,7 +88,7 @@ def test_pages_of_a_list_keep_the_filter(made, tmp_path: Path) -> None:
     assert "51 to 51 of 51" in read(client, "/?state=succeeded&offset=50").text
 
 
-def test_an_execution_says_how_it_was_started_and_what_it_cost(client: TestClient) -> None:
+def test_an_execution_shows_its_command_and_cost(client: TestClient) -> None:
     text = read(client, f"/executions/{FIRST}").text
 
     assert "pyflyte run --config 'a b'" in text
@@ -121,7 +121,7 @@ def test_the_graph_has_the_nodes_as_they_called_each_other(client: TestClient, m
     assert {node["state"] for node in drawn["nodes"]} == {"succeeded"}
 
 
-def test_the_table_of_nodes_says_what_each_one_read(client: TestClient, made) -> None:
+def test_the_table_of_nodes_shows_their_inputs(client: TestClient, made) -> None:
     page = read(client, f"/executions/{FIRST}/nodes")
     assert re.search(r"train_sft succeeded task [-\d: ]+ [\d.]+ m?s prepare_data loss 3", page.text)
     cached = read(client, f"/executions/{RERUN}/nodes")
@@ -362,7 +362,7 @@ def test_what_is_not_there_is_a_page_that_helps(client: TestClient, path: str) -
     assert "/" in page.links
 
 
-def test_an_empty_store_says_what_to_run_and_shows_the_first_run(tmp_path: Path) -> None:
+def test_an_empty_store_shows_a_command_and_then_the_first_run(tmp_path: Path) -> None:
     from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 
     store = Store(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Model cards, and what two artifacts differ in."""
+"""Model cards, and differences between two artifacts."""
 
 import hashlib
 import math
@@ -66,7 +66,7 @@ def evaluation(tmp_path: Path, trained: Path) -> Path:
     )
 
 
-def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evaluation: Path) -> None:
+def test_a_card_has_data_training_evaluation_and_lineage(trained: Path, evaluation: Path) -> None:
     card = model_card(trained, evaluations=evaluations_behind(evaluation))
     _, front, body = card.split("---\n", 2)
     known = yaml.safe_load(front)
@@ -88,7 +88,7 @@ def test_a_card_tells_data_training_evaluation_and_lineage(trained: Path, evalua
     assert "a\\|b\\<script>\\`x\\`" in body
 
 
-def test_training_is_told_in_the_order_it_was_done_in(tmp_path: Path) -> None:
+def test_training_stages_are_in_order(tmp_path: Path) -> None:
     # Every iteration has the start as its reference, which so is a parent of the last one, too.
     cost, config = Cost(tokens=5), {"model": {"kind": "pretrained", "name": "org/model"}}
     base = artifact(tmp_path / "base", "prepare_model", "checkpoint", config=config)
@@ -98,11 +98,11 @@ def test_training_is_told_in_the_order_it_was_done_in(tmp_path: Path) -> None:
         stage, folder = f"grpo_iteration {number}", tmp_path / f"grpo{number}"
         last = artifact(folder, stage, "checkpoint", last, start, cost=cost)
     lines = model_card(last, evaluations=[]).splitlines()
-    told = [line.split("**")[1] for line in lines if line.endswith("5 tokens.")]
-    assert told == ["train_sft", *(f"grpo_iteration {number}" for number in range(1, 12))]
+    stages = [line.split("**")[1] for line in lines if line.endswith("5 tokens.")]
+    assert stages == ["train_sft", *(f"grpo_iteration {number}" for number in range(1, 12))]
 
 
-def test_times_and_costs_are_not_told(trained: Path) -> None:
+def test_times_and_costs_are_left_out(trained: Path) -> None:
     card = model_card(trained, evaluations=[])
     manifest = Manifest.read(trained)
     cost = Cost(tokens=1234, wall_seconds=7.0, cpu_seconds=9.0, flops=1e9, peak_memory_gib=2.5)
@@ -127,7 +127,7 @@ def test_figures_travel_where_the_evaluation_does_not(
     assert found.checkpoint.stage == "grpo_iteration 2"
 
 
-def test_a_card_without_evaluation_says_so(trained: Path) -> None:
+def test_a_card_without_evaluation_has_a_note(trained: Path) -> None:
     card = model_card(trained, evaluations=[], name="My: model")
     assert "No evaluation of this model is recorded." in card
     assert "model-index" not in card
@@ -163,7 +163,7 @@ def test_which_tensor_differs_and_by_how_much(tmp_path: Path) -> None:
     ("before", "after", "far"),
     [(1.0, 1.0 + 2**-23, 2**-23), (0.0, -0.0, 0.0), (1.0, math.nan, math.inf)],
 )
-def test_one_bit_on_the_disk_is_seen_whatever_the_manifest_says(
+def test_one_bit_on_the_disk_is_found_despite_an_equal_manifest(
     tmp_path: Path, before: float, after: float, far: float
 ) -> None:
     weights = torch.full((4,), 7.0)

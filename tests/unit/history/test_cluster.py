@@ -36,7 +36,7 @@ def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
         )
         return Made("checkpoint", "text")
 
-    run = StageRun.here(environment, task=f"tasks.{name}.{name}")
+    run = StageRun.from_environment(environment, task=f"tasks.{name}.{name}")
     return produce(Inputs(name, {}, parents=parents), work, run=run)
 
 
@@ -91,7 +91,7 @@ def test_stages_of_a_cluster_become_a_run(store: Store, downloaded: dict[str, Pa
         assert history.find_artifact(str(downloaded["train_sft"])).id == graph.root
 
 
-def test_one_folder_tells_of_the_others(store: Store, downloaded: dict[str, Path]) -> None:
+def test_one_folder_is_enough_for_its_ancestors(store: Store, downloaded: dict[str, Path]) -> None:
     trained, rows = downloaded["train_sft"], downloaded["prepare_data"]
     aside = rows.rename(rows.with_name("aside"))
     assert import_folders(store, [trained]) == {"a1b2"}

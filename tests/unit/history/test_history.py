@@ -1,4 +1,4 @@
-"""What a run writes is what a reader finds."""
+"""Records of runs, as written and as read."""
 
 import json
 import math
@@ -133,7 +133,7 @@ def test_what_a_task_passes_on_is_not_its_own(
         assert history.artifact(older[0].name).made_by is None
 
 
-def test_an_attempt_says_where_it_went_on(store: Store, begin: Begin) -> None:
+def test_an_attempt_records_where_it_resumed(store: Store, begin: Begin) -> None:
     writer = begin("run1")
     node = writer.begin_node("grpo_iteration 1", task="t.grpo_iteration", kind="task")
     writer.resumed(node, 4)
@@ -165,7 +165,7 @@ def test_lists_are_filtered_and_paged(store: Store, begin: Begin) -> None:
         assert history.workflows() == ["workflows.grpo.grpo", "workflows.sft.sft"]
 
 
-def test_ancestry_crosses_runs_and_says_what_is_gone(
+def test_ancestry_crosses_runs_and_marks_missing_artifacts(
     store: Store, begin: Begin, make_artifact: MakeArtifact
 ) -> None:
     data = make_artifact("prepare_data", "aa")
@@ -335,7 +335,7 @@ def test_a_newer_file_is_refused_and_left_alone(
     assert writer.begin_node("n", task="t.n", kind="task") is None
     writer.end("succeeded")
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        f"this run is recorded in {store.root / 'history.db'} no further, and goes on"
+        f"recording of this run in {store.root / 'history.db'} stopped, the run goes on"
     ]
 
 
@@ -370,7 +370,7 @@ def test_a_file_that_breaks_while_a_run_goes_on_stops_nothing(
         assert history.execution("run1").state == "succeeded"  # its end is written all the same
 
 
-def test_an_empty_store_says_what_to_do(store: Store) -> None:
+def test_an_empty_store_names_the_fix(store: Store) -> None:
     with pytest.raises(StoreError, match="run a workflow first"):
         History(store)
 

@@ -206,5 +206,5 @@ def test_events_go_to_a_file_or_an_endpoint(
     assert taken == [("application/json", event) for event in events]
     with pytest.raises(ConfigError, match="422"):
         send(events, f"{address}/refuse")
-    with pytest.raises(ConfigError, match="took no event"):
+    with pytest.raises(ConfigError, match="accepted no event"):
         send(events, "http://127.0.0.1:9/api/v1/lineage")
