@@ -136,7 +136,7 @@ def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float
         "cpu_seconds": round(spent.cpu_seconds, 3),
         "gpu_seconds": round(num_gpus * wall_seconds, 3),
     }
-    prices = Prices.here()
+    prices = Prices.from_environment()
     return Cost(
         wall_seconds=round(wall_seconds, 3),
         tokens=made.num_tokens,
@@ -151,7 +151,7 @@ def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float
         ),
         device=device,
         peak_memory_gib=round(made.peak_memory_gib, 3),
-        money=prices.of(**seconds, device=device) if prices else None,
+        money=prices.total(**seconds, device=device) if prices else None,
         currency=prices.currency if prices else "",
         **seconds,
     )
@@ -201,6 +201,6 @@ def _manifest(
         parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
         cost=cost,
         figures=made.figures,
-        machine=Machine.here(cluster.num_threads if cluster else None),
+        machine=Machine.current(cluster.num_threads if cluster else None),
         run=run,
     )

@@ -1,1 +1,1 @@
-"""The store: artifacts with their manifests, made once, locked, verified, never half there."""
+"""The store: artifacts with manifests, published atomically, locked and verified."""

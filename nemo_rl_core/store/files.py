@@ -1,8 +1,8 @@
-"""Files that are either there and whole, or not there: atomic writes, syncing and hashing.
+"""Atomic writes, syncing, deletion and hashing of files.
 
-Whatever is being written lies beside its final place under a name that ends in `ASIDE`; whatever
-is being deleted is first renamed to end in `DISCARDED`. A killed process leaves only such names
-behind, so that nothing unfinished is ever taken for a result.
+A file is written beside its final path under a name that ends in `ASIDE`; a folder to delete is
+first renamed to end in `DISCARDED`. A killed process leaves only such names behind, so that nothing
+unfinished is taken for a result.
 """
 
 import errno
@@ -34,13 +34,13 @@ _EXPLANATIONS = {
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusals (full, read-only, in the way) into a StoreError.
+    """Turns errors of the disk (full, read-only, no permission) into a StoreError.
 
     Args:
-        path: Named in the message where the refusal itself names no file.
+        path: Named in the message if the error names no file.
 
     Raises:
-        StoreError: For the refusals a user can mend; any other OSError passes unchanged.
+        StoreError: For errors that a user can fix; any other OSError passes unchanged.
     """
     try:
         yield
@@ -58,10 +58,10 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a name to write a file under, which takes the place of `path` on a clean exit.
+    """Yields a temporary path, whose file replaces `path` on a clean exit.
 
     Raises:
-        StoreError: If the disk refuses; `path` is then what it was before.
+        StoreError: If the disk refuses; `path` is then unchanged.
     """
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
     with storage_errors(path):
@@ -76,7 +76,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replaces a file's content so that a reader sees the old or the new, never a part.
+    """Replaces a file's content atomically.
 
     Raises:
         StoreError: If the disk refuses; the old content then stays.
@@ -86,7 +86,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, has reached the disk."""
+    """Syncs a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,7 +95,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Syncs every file and folder under `folder`, contents before the names that lead to them."""
+    """Syncs every file and folder under `folder`, contents before the entries that name them."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             fsync(Path(parent, name))
@@ -116,10 +116,10 @@ def hash_file(path: Path) -> str:
     """The sha256 of a file's content, in hex.
 
     Raises:
-        OSError: If it cannot be read, or is a pipe or device, which has no end.
+        OSError: If it cannot be read, or is a pipe or device.
     """
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -133,9 +133,9 @@ def hash_folder(
 
     Args:
         folder: The folder to hash.
-        exclude: `fnmatch` patterns held against the whole relative path, so that
-            `manifest.json` leaves out the one at the top alone and `*.log` those at any depth.
-        hash_of: The sha256 of a file's content.
+        exclude: `fnmatch` patterns for the whole relative path: `manifest.json` excludes only the
+            one at the top, `*.log` files at any depth.
+        hash_of: Returns the sha256 of a file's content.
 
     Raises:
         FileNotFoundError: If there is no such folder (an absent folder is not an empty one).
@@ -145,27 +145,24 @@ def hash_folder(
     digest = hashlib.sha256()
     for name in list_files(folder):
         if not any(fnmatchcase(name, pattern) for pattern in exclude):
-            # A path can hold any byte but NUL, and a digest has a fixed length, so that no two
-            # different folders feed the same bytes to the hash.
+            # A path contains any byte but NUL, and a digest has a fixed length, so that different
+            # folders give different input to the hash.
             digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(hash_of(folder / name)))
     return digest.hexdigest()
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder so that it is gone at once: killed half-way, no half folder is left.
-
-    Nothing happens when it is gone already.
-    """
+    """Deletes a folder atomically: it is renamed first. Does nothing if it is missing."""
     doomed = mark_discarded(path)
     if doomed is not None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def mark_discarded(path: Path) -> Path | None:
-    """Renames a folder so that it counts as gone, and is deleted by whoever sweeps next.
+    """Renames a folder so that it counts as deleted; `sweep_discarded` removes it.
 
     Returns:
-        Its new name; None when it is gone already.
+        The new path; None if the folder is missing.
     """
     doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
     try:
@@ -177,12 +174,12 @@ def mark_discarded(path: Path) -> Path | None:
 def sweep_discarded(parent: Path) -> None:
     """Finishes the deletions that killed processes left behind in `parent`."""
     for doomed in parent.glob(f".*{DISCARDED}"):
-        # Its own process may still be busy deleting it, hence no complaint when it vanishes.
+        # Errors are ignored, since the process that discarded it may still be deleting it.
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes everything unfinished or half-deleted below a folder that nobody else writes."""
+    """Removes unfinished and half-deleted files below a folder that no other process writes."""
     for path in sorted(folder.rglob(".*~")):
         if path.name.endswith((ASIDE, DISCARDED)):
             if path.is_dir():

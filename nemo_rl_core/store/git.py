@@ -1,4 +1,4 @@
-"""Which commit the code at hand is."""
+"""The commit of the running code."""
 
 import os
 import subprocess
@@ -6,29 +6,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 _COMMIT = "NEMO_RL_COMMIT"
-"""What a container is told, which has the code and no repository."""
+"""Environment variable with the commit, for containers, which have no repository."""
 
 
 class GitState(NamedTuple):
-    """The commit of a working tree, and whether it holds anything else; None outside a tree."""
+    """The commit of a working tree, and whether it has changes; None outside of a repository."""
 
     commit: str | None
     dirty: bool | None
 
     @property
     def as_environment(self) -> dict[str, str]:
-        """What tells a container of it, where the code lies and the repository does not."""
+        """The environment variable that passes the commit to a container without the repository."""
         if self.commit is None:
             return {}
         return {_COMMIT: f"{self.commit} {'dirty' if self.dirty else 'clean'}"}
 
 
 def git_state(path: Path) -> GitState:
-    """The state of the repository that holds `path`; files that git does not know make it dirty.
+    """Returns the state of the repository that contains `path`; untracked files make it dirty.
 
-    Outside a repository, what `GitState.as_environment` has said of one.
+    Outside of a repository, reads the variable that `GitState.as_environment` sets.
     """
-    # A git hook exports GIT_DIR, which would make git look at another repository than this one.
+    # A git hook exports GIT_DIR, which would point git at another repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:

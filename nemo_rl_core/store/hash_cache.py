@@ -1,7 +1,7 @@
-"""Digests of files that need not be read again: remembered by size, times and inode.
+"""A cache of file hashes, by size, times and inode.
 
-A rerun of a finished recipe would spend most of its time on hashing. The memory lies in
-`cache/verified/`, one file an artifact: no artifact is ever written to, and without it all is read.
+Without it a rerun of a finished recipe would spend most of its time on hashing. It is in
+`cache/verified/`, one file per artifact, as artifacts are never written to.
 """
 
 import json
@@ -14,58 +14,58 @@ from pydantic import Field, TypeAdapter, ValidationError
 from nemo_rl_core.store.files import hash_file, write_atomic
 
 _SETTLED_NS = 2 * 10**9
-"""File systems count time in steps, of up to 2 s: a younger file may change within its step."""
+"""File systems have time steps of up to 2 s: a younger file may change within its step."""
 
-_Seen = tuple[int, int, int, int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
-_MEMORY = TypeAdapter(dict[str, _Seen])
+_Entry = tuple[int, int, int, int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
+_CACHE = TypeAdapter(dict[str, _Entry])
 
 
-class RememberedHashes:
-    """The sha256 of an artifact's files; a file that has not changed is not read again.
+class HashCache:
+    """The sha256 of an artifact's files; an unchanged file is not read again.
 
-    Two processes may remember at once: each writes all that it knows in one step, and an entry is
-    right for as long as size, both times and inode are the file's.
+    Two processes may use it at once: each replaces the cache file atomically, and an entry is valid
+    as long as size, both times and inode are equal.
 
     Args:
         folder: The artifact.
-        path: Where the digests are kept; one that is missing or damaged is an empty memory.
+        path: The cache file; a missing or damaged one counts as empty.
     """
 
     def __init__(self, folder: Path, path: Path) -> None:
         self._folder, self._path = folder, path
-        self._known = _read_memory(path)
-        self._seen: dict[str, _Seen] = {}
+        self._known = _read_cache(path)
+        self._used: dict[str, _Entry] = {}
 
     def __call__(self, path: Path) -> str:
-        """The sha256 of the content of a file of the folder, in hex."""
+        """Returns the sha256 of a file of the folder, in hex."""
         name = path.relative_to(self._folder).as_posix()
-        asked, identity = time.time_ns(), _identity(path)
+        now, identity = time.time_ns(), _identity(path)
         known = self._known.get(name)
         is_known = known is not None and known[:4] == identity
         digest = known[4] if known and is_known else hash_file(path)
-        is_settled = asked - identity[2] > _SETTLED_NS
+        is_settled = now - identity[2] > _SETTLED_NS
         if is_settled and _identity(path) == identity:
-            self._seen[name] = (*identity, digest)
+            self._used[name] = (*identity, digest)
         return digest
 
     def save(self) -> None:
-        """Keeps what was asked for since the beginning, where that is news.
+        """Writes the hashes that were used, if they differ from the file.
 
         Raises:
             StoreError: If the disk refuses.
         """
-        if self._seen != self._known:
-            write_atomic(self._path, json.dumps(self._seen))
+        if self._used != self._known:
+            write_atomic(self._path, json.dumps(self._used))
 
 
-def _read_memory(path: Path) -> dict[str, _Seen]:
+def _read_cache(path: Path) -> dict[str, _Entry]:
     try:
-        return _MEMORY.validate_json(path.read_bytes())
+        return _CACHE.validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return {}
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:
-    """Size, times and inode; no program can set the time of a file's last change of any kind."""
+    """Size, times and inode; programs cannot set the time of the last inode change (ctime)."""
     stat = path.stat()
     return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

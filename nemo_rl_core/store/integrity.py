@@ -1,8 +1,8 @@
-"""Whether an artifact is what its manifest describes: content, weights, config.
+"""Checks content, weights and config of artifacts against their manifests.
 
-A stage's parents, and what is taken instead of running a stage, are hashed before they are used:
-each file once, and again when it has changed. `nemo-rl verify` reads all of them every time: a disk
-can damage a file without touching its times.
+Parents and cached artifacts are hashed before use: each file once, and again if it has changed.
+`nemo-rl verify` reads every file every time, since a disk can damage a file without changing its
+times.
 """
 
 import errno
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.files import hash_file, hash_folder
+from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
-from nemo_rl_core.store.remembered import RememberedHashes
 from nemo_rl_core.store.store import Store
 
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-"""A model's card, in its folder: it tells commit and machine, and no model depends on it."""
+"""A model's card, in its folder. It names commit and machine, so hashes leave it out."""
 
 VOLATILE = (
     MANIFEST,
@@ -31,35 +31,35 @@ VOLATILE = (
     "summary.txt",
     f"model/{CARD}",
 )
-"""Files of an artifact that tell times, costs or who made it; its content hash leaves them out."""
+"""Files with times, costs or the maker of an artifact; its content hash leaves them out."""
 
 HashOfFile = Callable[[Path], str]
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EIO)
-"""What the system says of a file that is gone, is no file any more, or that the disk lost."""
+"""Errors for a file that is missing, replaced by something else, or lost by the disk."""
 
 
 def hash_content(folder: Path, hash_of: HashOfFile = hash_file) -> str:
-    """What an artifact's manifest calls its content hash."""
+    """Computes the `content_hash` of an artifact's manifest."""
     return hash_folder(folder, exclude=VOLATILE, hash_of=hash_of)
 
 
 def hash_weights(folder: Path, hash_of: HashOfFile = hash_file) -> str | None:
-    """What an artifact's manifest calls its weights' hash; None where it holds no model."""
+    """Computes the `weights_hash` of an artifact's manifest; None without a model."""
     model = folder / "model"
     return hash_folder(model, exclude=(CARD,), hash_of=hash_of) if model.is_dir() else None
 
 
 def damage(folder: Path, hash_of: HashOfFile = hash_file) -> str:
-    """What is wrong with an artifact's folder, in one line; empty where nothing is.
+    """Describes the damage of an artifact in one line; empty if it is intact.
 
     Args:
-        folder: The artifact, in a store or a copy of it elsewhere.
-        hash_of: The sha256 of a file's content.
+        folder: The artifact, in a store or elsewhere.
+        hash_of: Returns the sha256 of a file's content.
 
     Raises:
-        OSError: If the folder cannot be read now, which says nothing about it, such as for too
-            many open files; likewise `StoreError`.
+        OSError: If the folder cannot be read for a reason that is no damage, such as too many open
+            files; likewise `StoreError`.
     """
     try:
         manifest = Manifest.read(folder)
@@ -86,40 +86,40 @@ def _differences(folder: Path, manifest: Manifest, hash_of: HashOfFile) -> Itera
             yield _differs("weights", manifest.weights_hash, weights)
 
 
-def _differs(what: str, recorded: str, found: str) -> str:
-    return f"the hash of its {what} was {recorded[:12]} and is {found[:12]}"
+def _differs(part: str, recorded: str, found: str) -> str:
+    return f"the hash of its {part} was {recorded[:12]} and is {found[:12]}"
 
 
-def damage_since(store: Store, folder: Path) -> str:
-    """As `damage`, but files that have not changed since they were hashed are not read again.
+def damage_of_changed_files(store: Store, folder: Path) -> str:
+    """As `damage`, but reads only files that have changed since they were last hashed.
 
     Args:
-        store: Its cache remembers what was hashed.
-        folder: An artifact. One that lies outside the store, such as a download, is read in whole.
+        store: The store with the cache of hashes.
+        folder: An artifact. One outside of the store, such as a download, is read completely.
     """
     if folder.parent != store.artifacts:
         return damage(folder)
-    known = RememberedHashes(folder, store.verified / f"{folder.name}.json")
+    known = HashCache(folder, store.verified / f"{folder.name}.json")
     if damage(folder, known):
-        # The memory may be what is damaged, and condemns nothing by itself.
+        # The cache itself may be damaged, so the files decide.
         return damage(folder)
     known.save()
     return ""
 
 
 def set_aside_damaged(store: Store, folder: Path) -> bool:
-    """Moves an artifact out of the way if it is there and damaged; call it inside `work_folder`.
+    """Moves a damaged artifact to `damaged/`; call it inside `work_folder`.
 
-    The stage's lock keeps a second process from moving what the first has made again meanwhile. A
-    process that reads the damaged artifact keeps the files that it has open, and opens no more.
+    The stage's lock keeps a second process from moving the artifact that the first has rebuilt. A
+    process that reads the damaged artifact keeps its open files, and can open no more.
 
     Returns:
-        Whether that was so; a warning says what is wrong, and where the folder lies now.
+        True if it was damaged; a warning describes the damage and the new location.
 
     Raises:
         StoreError: If the disk refuses.
     """
-    problem = damage_since(store, folder) if folder.is_dir() else ""
+    problem = damage_of_changed_files(store, folder) if folder.is_dir() else ""
     if not problem:
         return False
     aside = store.set_aside(folder)
@@ -128,17 +128,17 @@ def set_aside_damaged(store: Store, folder: Path) -> bool:
 
 
 def refuse_damaged(store: Store, folder: Path) -> None:
-    """Checks an artifact that a stage is about to read.
+    """Checks an artifact before a stage reads it.
 
     Raises:
         StoreError: If it is damaged.
     """
-    problem = damage_since(store, folder)
+    problem = damage_of_changed_files(store, folder)
     if problem:
         raise StoreError(
             f"the artifact in {folder} is damaged",
-            expected="what its stage made",
+            expected="the content that its stage made",
             got=problem,
-            fix="give the same command again, which makes it again; on a cluster with "
+            fix="run the same command again, which rebuilds it; on a cluster with "
             "--overwrite-cache",
         )

@@ -1,9 +1,9 @@
-"""Locks that the kernel gives back when their process ends, killed or not.
+"""Locks that the kernel releases when their process ends, killed or not.
 
-Two kinds. Work is held by one process at a time: a lock file each, which says who holds it. What
-a process only reads is shared by many: one byte a name in one file of the store, so that a run
-with a thousand artifacts has one file open. The bytes are locked for the open file, not for the
-process (`F_OFD_SETLK`, Linux): such locks keep apart two users within one process, too.
+There are two kinds. Work is locked exclusively: one lock file each, which contains the id of the
+process. Artifacts in use are locked shared: one byte per name in one file of the store, so that a
+run with a thousand artifacts has one file open. The bytes are locked for the open file, not for the
+process (`F_OFD_SETLK`, Linux), so that locks also work between two users within one process.
 """
 
 import fcntl
@@ -24,8 +24,8 @@ _shared: dict[Path, int] = {}
 
 
 def _forget_locks_in_child() -> None:
-    # A lock lasts as long as any process has it open. A pool's worker that outlives its killed
-    # parent would keep it for ever; closing the copy here takes nothing from the parent.
+    # A lock lasts as long as any process has the file open. A worker of a pool that outlives its
+    # killed parent would keep it for ever; closing the copy here does not release the parent's.
     for descriptor in _open_locks:
         os.close(descriptor)
     _open_locks.clear()
@@ -37,11 +37,11 @@ os.register_at_fork(after_in_child=_forget_locks_in_child)
 
 @contextmanager
 def held(path: Path, stage: str) -> Iterator[None]:
-    """Holds a lock file, waiting for whoever has it.
+    """Holds a lock file, after waiting for its holder.
 
     Args:
-        path: The lock file; created where there is none.
-        stage: What it is held for, named in the log when this process must wait.
+        path: The lock file; created if missing.
+        stage: Name of the stage, logged when this process must wait.
     """
     lock = _acquire(path, stage)
     try:
@@ -55,7 +55,7 @@ def held(path: Path, stage: str) -> Iterator[None]:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Holds a lock file if nobody else does; yields whether it is held."""
+    """Holds a lock file if it is free; yields whether it is held."""
     lock = _open(path)
     try:
         try:
@@ -69,11 +69,13 @@ def held_if_free(path: Path) -> Iterator[bool]:
 
 
 def share(path: Path, name: str) -> None:
-    """Marks a name as used by this process until it ends, or `release` is called.
+    """Marks a name as used by this process until it ends or calls `release`.
+
+    Waits while another process holds it by `exclusive`, which takes a moment.
 
     Args:
-        path: The file of the store that all such marks are in.
-        name: Of what is used. Waits while another process has it `alone`, which is a moment.
+        path: The file of the store with all marks.
+        name: Name of the used artifact or run.
     """
     lock = _shared.get(path)
     if lock is None or not _is_at(lock, path):
@@ -82,19 +84,19 @@ def share(path: Path, name: str) -> None:
 
 
 def release(path: Path) -> None:
-    """Ends all marks that this process has set by `share` in that file."""
+    """Removes all marks that this process has set by `share` in a file."""
     lock = _shared.pop(path, None)
     if lock is not None:
         _close(lock)
 
 
 @contextmanager
-def alone(path: Path, name: str) -> Iterator[bool]:
-    """Keeps others from using a name; yields False where somebody uses it, this process included.
+def exclusive(path: Path, name: str) -> Iterator[bool]:
+    """Locks a name exclusively; yields False if any process, this one included, uses it.
 
     Args:
-        path: The file of the store that all marks are in.
-        name: Of what is to be used by nobody.
+        path: The file of the store with all marks.
+        name: Name of the artifact or run.
     """
     lock = _open(path)
     try:
@@ -109,7 +111,7 @@ def alone(path: Path, name: str) -> Iterator[bool]:
 
 
 def is_shared(path: Path, name: str) -> bool:
-    """Whether any process, this one included, uses a name; writes nothing."""
+    """True if any process, this one included, uses a name; writes nothing."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -127,7 +129,7 @@ def _lock_byte(lock: int, command: int, kind: int, name: str) -> None:
 
 
 def _one_byte(kind: int, name: str) -> bytes:
-    # Two names that share a byte, one pair in 2**56, would only be kept together.
+    # A collision of two names (one pair in 2**56) would only keep both of them.
     offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0)
 
@@ -143,7 +145,7 @@ def _acquire(path: Path, stage: str) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_at(lock, path):
             return lock
-        _close(lock)  # whoever cleared the store removed the file meanwhile: this lock keeps nobody
+        _close(lock)  # the file was removed while this process waited: the lock has no effect
 
 
 def _open(path: Path) -> int:

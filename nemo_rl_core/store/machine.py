@@ -11,14 +11,16 @@ _VECTOR_FLAGS = re.compile(r"avx|amx|fma|f16c|sse4|asimd|sve|bf16|i8mm")
 
 
 class Machine(BaseModel):
-    """The kind of machine; no name, so that a manifest can be shown to anyone.
+    """The kind of a machine; no host name, so that a manifest can be published.
 
-    The last bits of sums depend on it: libraries choose their kernels by the instruction set, and
-    divide sums among threads.
+    The last bits of sums depend on it: libraries choose kernels by the instruction set, and divide
+    sums among threads.
 
     Attributes:
+        cpu_model: The model name of the processor.
+        cores: Number of logical cores.
         instruction_set: The processor's vector extensions, such as "avx2 avx512f fma".
-        threads: That each worker computes with; of a stage without workers, what libraries take.
+        threads: Threads of each worker; of a stage without workers, the libraries' default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,11 +31,11 @@ class Machine(BaseModel):
     threads: int = 0
 
     @classmethod
-    def here(cls, threads: int | None = None) -> "Machine":
-        """This machine.
+    def current(cls, threads: int | None = None) -> "Machine":
+        """Returns this machine.
 
         Args:
-            threads: Of each worker; None for what libraries take by default.
+            threads: Threads of each worker; None for the libraries' default.
         """
         cpuinfo = Path("/proc/cpuinfo")
         model, extensions = read_cpuinfo(cpuinfo.read_text() if cpuinfo.exists() else "")
@@ -46,7 +48,7 @@ class Machine(BaseModel):
 
 
 def read_cpuinfo(text: str) -> tuple[str, str]:
-    """The first processor's model and its vector extensions, as Linux names them on x86 and ARM."""
+    """Returns model and vector extensions of the first processor, as Linux names them."""
     first, _, _ = text.partition("\n\n")
     fields = {
         name.strip(): value.strip()
@@ -57,5 +59,5 @@ def read_cpuinfo(text: str) -> tuple[str, str]:
 
 
 def _default_threads() -> int:
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdecimal() and int(said) else len(os.sched_getaffinity(0))
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdecimal() and int(value) else len(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
-"""Where an artifact came from: the manifest that lies in its folder, and the walk to its ancestors.
+"""Lineage of artifacts: the manifest in an artifact's folder, and the walk to its ancestors.
 
-The manifest holds times and versions, so it is left out when an artifact's content is hashed. Two
-hashes cover it instead: its own checksum, for damage, and one in every manifest of a child, which
-covers its ancestors in turn, for lineages that somebody has written anew.
+The manifest contains times and versions, so the content hash leaves it out. Two other hashes cover
+it: its own checksum detects damage, and a hash in the manifests of its children, which covers its
+ancestors in turn, detects a forged lineage.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.stage_run import StageRun
 
 MANIFEST = "manifest.json"
-"""The file's name; leave it out when hashing: `hash_folder(folder, exclude=(MANIFEST,))`."""
+"""Name of the file; exclude it from hashes: `hash_folder(folder, exclude=(MANIFEST,))`."""
 
 ANCESTORS = "ancestors.json"
-"""Manifests of all that an artifact came from, by name. An artifact travels: on a cluster every
-stage has a disk of its own, and an exported model leaves the store for good."""
+"""File with the manifests of all ancestors, by name. Used outside of the store: on a cluster every
+stage has its own disk, and an exported model leaves the store."""
 
 _PACKAGES = (
     "datasets",
@@ -53,10 +53,10 @@ _PACKAGES = (
 
 _CHECKSUM = "checksum"
 
-_OF_ONE_MAKING = frozenset(
+_VARYING_FIELDS = frozenset(
     {"cost", "created_at", "git_commit", "git_dirty", "machine", "packages", "run"}
 )
-"""Fields that tell when and where an artifact was made: made again, it has others."""
+"""Fields about when and where an artifact was made, which differ when it is made again."""
 
 
 class _Record(BaseModel):
@@ -67,10 +67,13 @@ class ParentRef(_Record):
     """An artifact that another was made from.
 
     Attributes:
-        path: Where it lay on the machine that read it.
-        name: Its manifest's, which it has wherever it lies.
-        role: What the stage read it as.
-        manifest_hash: The `Manifest.lasting_hash` of what was read.
+        kind: Kind of the artifact, as in its manifest.
+        stage: Stage that made it.
+        content_hash: Content hash in its manifest.
+        path: Its folder on the machine that read it.
+        name: Name in its manifest, which does not depend on the folder.
+        role: Name of the stage's input.
+        manifest_hash: `Manifest.lasting_hash` of the artifact that was read.
     """
 
     kind: str
@@ -82,36 +85,37 @@ class ParentRef(_Record):
     manifest_hash: str = ""
 
     def is_of(self, manifest: "Manifest") -> bool:
-        """Whether a manifest is the one that was read, or of the same made again."""
+        """True if a manifest is the referenced one, or of the same artifact made again."""
         return (
             manifest.content_hash == self.content_hash
-            and self.manifest_hash in ("", manifest.lasting_hash)  # older references have none
+            and self.manifest_hash in ("", manifest.lasting_hash)  # older references lack it
         )
 
     @property
     def key(self) -> str:
-        """What it is called among the ancestors that travel along."""
+        """Key in `ancestors.json`."""
         return self.name or self.content_hash
 
 
 class Cost(_Record):
-    """What making an artifact took, without what its parents took.
+    """The cost of making an artifact, without its parents.
 
-    Of a stage that was killed and went on, `tokens` are all; the rest is what the attempt took that
-    finished it.
+    For a stage that was killed and resumed, `tokens` counts all attempts; the other fields count
+    the last attempt.
 
     Attributes:
-        wall_seconds: From its start to its end.
-        cpu_seconds: That its processes have computed, workers included.
-        gpu_seconds: That it held GPUs: their number times the wall seconds.
-        tokens: That the loss was taken of, or that were generated where nothing was trained.
-        generated_tokens: Drawn by engines.
-        trained_tokens: Of all sequences that were trained on, prompts included.
-        flops: That the model needs for these; see `nemo_rl_core.telemetry.cost`.
-        mfu: The share of the GPUs' peak; None without GPUs, or of a kind whose peak is not known.
+        wall_seconds: Wall time of the stage.
+        cpu_seconds: CPU time of its processes, workers included.
+        gpu_seconds: Number of GPUs times the wall seconds.
+        tokens: Tokens in the loss; generated tokens if nothing was trained.
+        generated_tokens: Tokens sampled by engines.
+        trained_tokens: Tokens of all sequences that were trained on, prompts included.
+        flops: FLOPs that the model needs for them; see `nemo_rl_core.telemetry.cost`.
+        mfu: Model FLOPs utilization; None without GPUs or for a GPU whose peak is unknown.
         device: The kind of GPU; empty without any.
-        peak_memory_gib: Of all workers, summed.
-        money: In `currency`; None without a price table.
+        peak_memory_gib: Peak memory of all workers, summed.
+        money: Price in `currency`; None without a price table.
+        currency: Currency of `money`.
     """
 
     wall_seconds: float = 0.0
@@ -128,7 +132,7 @@ class Cost(_Record):
     currency: str = ""
 
     def plus(self, other: "Cost") -> "Cost":
-        """Both together, one after the other; the share of the peak is that of neither alone."""
+        """Returns the sum of two costs, without MFU; of the peak memory the larger one."""
         money = [each.money for each in (self, other) if each.money is not None]
         added = ["wall_seconds", "cpu_seconds", "gpu_seconds", "flops"]
         added += ["tokens", "generated_tokens", "trained_tokens"]
@@ -147,25 +151,28 @@ def _now() -> str:
 
 
 class Manifest(_Record):
-    """What an artifact is and where it came from.
+    """Description and lineage of an artifact.
 
     Attributes:
         kind: Such as "dataset", "model", "checkpoint", "evaluation", "promotion".
-        format: Of the files beside it, such as "parquet" or "hf".
+        format: Format of its files, such as "parquet" or "hf".
         stage: The stage that made it.
-        name: Of its folder in a store. A folder that was downloaded or copied may be called
-            otherwise, and is the same artifact.
-        content_hash: Of what the artifact means.
-        weights_hash: Of the weights alone, where it holds any.
-        step: The training step it belongs to, where it has one.
+        name: Name of its folder in a store; a downloaded or copied folder may have another name.
+        content_hash: Hash of its files, without times and costs.
+        weights_hash: Hash of the weights alone; None without weights.
+        step: The training step; None if it has none.
         config_hash: `config_hash(config)`.
         config: The fields that the stage read, as JSON.
-        source_digest: Of the source the stage ran.
-        git_commit: None outside a repository; `git_dirty` likewise.
+        seed: The seed of the stage.
+        git_commit: None outside of a repository; `git_dirty` likewise.
+        source_digest: Digest of the source that the stage ran.
+        packages: Versions of installed packages.
         parents: The artifacts that the stage read.
-        figures: What was measured, where that is what the artifact is.
-        run: Which run made it; None for one of this machine, of which its store has a record.
+        cost: The cost of making it.
+        figures: Results of an evaluation or comparison, by name.
+        run: The run on a cluster that made it; None for local runs, which the history records.
         created_at: UTC, ISO 8601.
+        machine: The machine that made it.
 
     Example:
         >>> manifest = Manifest(kind="dataset", format="parquet", stage="prepare_data",
@@ -193,18 +200,18 @@ class Manifest(_Record):
     figures: dict[str, float] = {}
     run: StageRun | None = None
     created_at: str = Field(default_factory=_now)
-    machine: Machine = Field(default_factory=Machine.here)
+    machine: Machine = Field(default_factory=Machine.current)
 
     def write(self, folder: Path) -> Path:
-        """Writes `manifest.json` into the artifact's folder, with its checksum; returns its path.
+        """Writes `manifest.json` with its checksum into the artifact's folder; returns its path.
 
         Raises:
             StoreError: If the disk refuses.
         """
         path = folder / MANIFEST
-        plain = json.loads(self.model_dump_json())
-        plain[_CHECKSUM] = config_hash(plain)
-        write_atomic(path, json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
+        fields = json.loads(self.model_dump_json())
+        fields[_CHECKSUM] = config_hash(fields)
+        write_atomic(path, json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
         return path
 
     @classmethod
@@ -212,36 +219,36 @@ class Manifest(_Record):
         """Reads the manifest of an artifact's folder.
 
         Raises:
-            StoreError: If there is none, or it is damaged.
+            StoreError: If it is missing or damaged.
         """
         path = folder / MANIFEST
         try:
-            plain = json.loads(path.read_bytes())
-            checksum = plain.pop(_CHECKSUM, None)  # older ones have none
-            if checksum is not None and checksum != config_hash(plain):
-                raise ValueError("its checksum is not that of its fields: something has changed")
-            return cls.model_validate(plain)
+            fields = json.loads(path.read_bytes())
+            checksum = fields.pop(_CHECKSUM, None)  # older manifests have none
+            if checksum is not None and checksum != config_hash(fields):
+                raise ValueError("checksum mismatch: a field has been changed")
+            return cls.model_validate(fields)
         except (OSError, ValueError, AttributeError) as error:
             raise StoreError(
-                f"{folder} is no artifact that this project made",
-                expected=f"a whole {MANIFEST}",
+                f"{folder} is not an artifact of this project",
+                expected=f"a valid {MANIFEST}",
                 got=str(error).splitlines()[0],
-                fix="give the command that made it again, which makes it again",
+                fix="run the command that made it again, which rebuilds it",
             ) from error
 
     @property
     def lasting_hash(self) -> str:
-        """The sha256 of all that the same artifact, made again, would have in its manifest too.
+        """The sha256 of the fields that stay equal when the artifact is made again.
 
-        The parents' own hashes are in it, their places are not.
+        It covers the hashes of the parents, but not their paths.
         """
-        left_out: dict[str, Any] = dict.fromkeys(_OF_ONE_MAKING, True)
+        left_out: dict[str, Any] = dict.fromkeys(_VARYING_FIELDS, True)
         left_out["parents"] = {"__all__": {"path"}}
-        # Without defaults: a field that a later version adds changes no older hash.
+        # Defaults are excluded, so that a field added later changes no older hash.
         return config_hash(self.model_dump(mode="json", exclude=left_out, exclude_defaults=True))
 
     def ref(self, folder: Path, role: str = "") -> ParentRef:
-        """How an artifact made from this one refers to it."""
+        """Returns a reference to this artifact for the manifests of its children."""
         return ParentRef(
             kind=self.kind,
             stage=self.stage,
@@ -255,13 +262,13 @@ class Manifest(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """One step of a walk up the parents.
+    """An ancestor of an artifact.
 
     Attributes:
         depth: 1 for a parent, 2 for its parent.
-        ref: How its child refers to it.
-        state: "changed" when another artifact lies there now, or another manifest; "recorded" when
-            its files are not here, but its manifest travelled with its descendant.
+        ref: The reference in its child's manifest.
+        state: "changed" if its folder holds another artifact or manifest; "recorded" if its files
+            are not on this machine, but its manifest is in `ancestors.json`.
         manifest: None unless found or recorded.
     """
 
@@ -272,51 +279,51 @@ class Ancestor:
 
 
 def write_ancestors(folder: Path, parents: Iterable[Path]) -> None:
-    """Writes `ancestors.json` for an artifact out of its parents' manifests and theirs.
+    """Writes `ancestors.json` of an artifact from the manifests of its parents and their ancestors.
 
     Raises:
-        StoreError: If a parent has no whole manifest, or the disk refuses.
+        StoreError: If a parent has no valid manifest, or the disk refuses.
     """
     known: dict[str, Manifest] = {}
     for parent in parents:
         known |= recorded_ancestors(parent)
         manifest = Manifest.read(parent)
         known[manifest.ref(parent).key] = manifest
-    plain = {key: known[key].model_dump(mode="json") for key in sorted(known)}
-    write_atomic(folder / ANCESTORS, json.dumps(plain, indent=1) + "\n")
+    dumped = {key: known[key].model_dump(mode="json") for key in sorted(known)}
+    write_atomic(folder / ANCESTORS, json.dumps(dumped, indent=1) + "\n")
 
 
 def recorded_ancestors(folder: Path) -> dict[str, Manifest]:
-    """The manifests in an artifact's `ancestors.json`; none where it is missing or damaged."""
+    """Reads the manifests in `ancestors.json`; empty if it is missing or damaged."""
     try:
-        plain = json.loads((folder / ANCESTORS).read_bytes())
-        return {key: Manifest.model_validate(value) for key, value in plain.items()}
+        content = json.loads((folder / ANCESTORS).read_bytes())
+        return {key: Manifest.model_validate(value) for key, value in content.items()}
     except (OSError, ValueError, AttributeError):
         return {}
 
 
 def ancestry_of(folder: Path) -> list[Ancestor]:
-    """Every ancestor of an artifact once, nearest first: found here, or as it was recorded.
+    """Returns every ancestor of an artifact once, nearest first, from disk or `ancestors.json`.
 
     Raises:
-        StoreError: If the folder has no whole manifest.
+        StoreError: If the folder has no valid manifest.
     """
     return ancestry(Manifest.read(folder), recorded_ancestors(folder))
 
 
 def ancestry(manifest: Manifest, recorded: Mapping[str, Manifest] | None = None) -> list[Ancestor]:
-    """Every ancestor once, nearest first; those that cannot be read end their branch.
+    """Returns every ancestor once, nearest first; a missing one ends its branch.
 
     Args:
-        manifest: Of the artifact whose ancestors are asked for.
-        recorded: What travelled with it (`recorded_ancestors`), for those not on this machine.
+        manifest: Manifest of the artifact.
+        recorded: `recorded_ancestors` of it, for ancestors that are not on this machine.
     """
     found: list[Ancestor] = []
     seen: set[tuple[str, str]] = set()
     waiting = deque((1, parent) for parent in manifest.parents)
     while waiting:
         depth, ref = waiting.popleft()
-        # One artifact has many paths: each pod has its own.
+        # One artifact has a different path in each pod.
         identity = (ref.key, "" if ref.name else ref.path)
         if identity in seen:
             continue
@@ -345,7 +352,7 @@ def _look_up(depth: int, ref: ParentRef, recorded: Mapping[str, Manifest]) -> An
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that a result can depend on."""
+    """Returns versions of Python and of the installed packages that results depend on."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -356,31 +363,31 @@ def package_versions() -> dict[str, str]:
 
 
 def config_hash(config: object) -> str:
-    """The sha256 of a config's canonical JSON: the order of keys and of sets does not count.
+    """Returns the sha256 of a config's canonical JSON: the order of keys and sets does not count.
 
     Args:
-        config: pydantic models, dataclasses, mappings, sequences, sets, paths, enums and plain
-            values, nested in any way.
+        config: pydantic models, dataclasses, mappings, sequences, sets, paths, enums and scalars,
+            nested in any way.
 
     Raises:
-        TypeError: For any other type, which may have no stable form.
+        TypeError: For any other type, which may have no stable JSON.
         ValueError: For NaN or infinity.
     """
     text = json.dumps(
-        config, default=_plain, sort_keys=True, allow_nan=False, separators=(",", ":")
+        config, default=_to_json, sort_keys=True, allow_nan=False, separators=(",", ":")
     )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, BaseModel):
         return value.model_dump()
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Set):
-        return sorted(value, key=lambda item: json.dumps(item, default=_plain, sort_keys=True))
+        return sorted(value, key=lambda item: json.dumps(item, default=_to_json, sort_keys=True))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"a {type(value).__name__} has no stable form to hash: {value!r:.80}")
+    raise TypeError(f"a {type(value).__name__} has no stable JSON to hash: {value!r:.80}")

@@ -1,7 +1,6 @@
-"""Which run of which task makes an artifact, where that is on a cluster.
+"""The run on a cluster that makes an artifact, recorded in its manifest.
 
-There no database is at hand, so the artifact's manifest says it. On one machine the run's recorder
-does.
+On a cluster no stage can write the history database. On one machine the run's recorder writes it.
 """
 
 import time
@@ -11,10 +10,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StageRun(BaseModel):
-    """One attempt at a stage.
+    """One attempt of a stage.
 
     Attributes:
-        execution: Flyte's name of the execution.
+        execution: Name of the execution in Flyte.
         workflow: Such as `workflows.grpo.grpo`.
         task: Such as `tasks.train_sft.train_sft`.
         attempt: 1 for the first.
@@ -30,8 +29,8 @@ class StageRun(BaseModel):
     started_at: float
 
     @classmethod
-    def here(cls, environment: Mapping[str, str], *, task: str) -> "StageRun | None":
-        """The attempt that begins now, if the environment is that of a container of Flyte's."""
+    def from_environment(cls, environment: Mapping[str, str], *, task: str) -> "StageRun | None":
+        """Returns the attempt that starts now; None outside of a Flyte container."""
         execution = environment.get("FLYTE_INTERNAL_EXECUTION_ID")
         if execution is None:
             return None

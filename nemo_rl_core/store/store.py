@@ -1,10 +1,10 @@
-"""The store: one folder that holds everything a later run may reuse.
+"""The store: one folder with everything that a later run can reuse.
 
-Work in progress lies in `work/<stage>-<key>` under a lock; a finished stage is renamed from there
-into `artifacts/<stage>-<hash>` and `work/<stage>-<key>.done` names it. The record is written
-before the rename and counts only while the artifact is there, so that a kill between the two
-costs nothing. What a process has made or found it holds until its run ends: nothing that a run
-uses is removed beside it.
+Work in progress is in `work/<stage>-<key>` under a lock. A finished stage is renamed from there to
+`artifacts/<stage>-<hash>`, which the record `work/<stage>-<key>.done` names. The record is written
+before the rename and counts only if the artifact exists, so that a kill between the two costs
+nothing. A process holds the artifacts that it has made or found until its run ends, so that no
+other process removes them.
 """
 
 import errno
@@ -32,13 +32,13 @@ class Store:
     """A folder for artifacts, caches, runs and work in progress.
 
     Args:
-        root: Made absolute when given; created on first use.
+        root: Made absolute; created on first use.
 
     Example:
         >>> with store.work_folder("train_sft", key) as folder:            # doctest: +SKIP
         ...     path = store.published("train_sft", key)
         ...     if path is None:
-        ...         train(folder)                                # resumes what it finds in it
+        ...         train(folder)                                # resumes from saves in it
         ...         path = store.publish(folder, stage="train_sft", content_hash=digest)
     """
 
@@ -49,22 +49,22 @@ class Store:
 
     @classmethod
     def default(cls) -> "Store":
-        """The store that NEMO_RL_HOME names, else `~/.nemo_rl`."""
+        """The store in NEMO_RL_HOME, else `~/.nemo_rl`."""
         return cls(Path(os.environ.get("NEMO_RL_HOME") or "~/.nemo_rl"))
 
     @property
     def artifacts(self) -> Path:
-        """What finished stages hand on; never written to again."""
+        """Artifacts of finished stages; read-only."""
         return self.root / "artifacts"
 
     @property
     def cache(self) -> Path:
-        """What the stage cache and downloads keep."""
+        """The stage cache and downloads."""
         return self.root / "cache"
 
     @property
     def runs(self) -> Path:
-        """One folder a run, with its log."""
+        """One folder per run, with its log."""
         return self.root / "runs"
 
     @property
@@ -74,28 +74,28 @@ class Store:
 
     @property
     def models(self) -> Path:
-        """Models brought in from outside, in the HF layout."""
+        """Models from outside, in the HF layout."""
         return self.root / "models"
 
     @property
     def verified(self) -> Path:
-        """Digests of artifacts' files, kept by `nemo_rl_core.store.remembered`."""
+        """Hashes of artifacts' files; see `nemo_rl_core.store.hash_cache`."""
         return self.cache / "verified"
 
     @property
     def damaged(self) -> Path:
-        """What was found damaged, out of the way of everything."""
+        """Damaged artifacts and records that were moved away."""
         return self.root / "damaged"
 
     @property
     def marks(self) -> Path:
-        """The file in which processes mark what they use; it stays empty."""
+        """The file whose byte locks mark artifacts and runs in use; it stays empty."""
         return self.root / "in_use.lock"
 
     def check_writable(self, *, min_free_mib: int = 256) -> None:
-        """Creates the folders and really writes to each, so that a run fails before it works.
+        """Creates the folders and writes to each, so that a run fails before it starts.
 
-        Permission bits say nothing to root and nothing about quotas; a synced probe does.
+        Permission bits do not apply to root and do not show quotas; a synced probe does.
 
         Raises:
             StoreError: If a folder cannot be written or the disk is nearly full.
@@ -131,18 +131,18 @@ class Store:
 
     @contextmanager
     def work_folder(self, stage: str, key: str) -> Iterator[Path]:
-        """The folder in which a stage with these inputs works, held by one process at a time.
+        """Locks and yields the folder in which a stage with these inputs works.
 
-        What an earlier, killed process left is still in it. A second process waits until the first
-        ends in whatever way; ask `published` next, since the first may have finished the stage.
+        Files of an earlier, killed process are still in it. A second process waits until the first
+        ends; call `published` next, since the first may have finished the stage.
 
         Args:
-            stage: The stage's name.
-            key: Of its inputs, such as a hex digest.
+            stage: Name of the stage.
+            key: Key of its inputs, such as a hex digest.
 
         Raises:
-            StoreError: If the folder cannot be made.
-            ValueError: If the two do not make a file name.
+            StoreError: If the folder cannot be created.
+            ValueError: If stage and key do not make a file name.
         """
         folder = self.work / _work_name(stage, key)
         with files.storage_errors(folder):
@@ -153,7 +153,7 @@ class Store:
                 for torn in self.work.glob(f".{_record_path(folder).name}.*{files.ASIDE}"):
                     torn.unlink()
                 if folder.exists() and self.published(stage, key):
-                    files.discard(folder)  # its process was killed while it dropped a second copy
+                    files.discard(folder)  # a process was killed while it dropped a duplicate
                 folder.mkdir(exist_ok=True)
             try:
                 yield folder
@@ -161,23 +161,23 @@ class Store:
                 _remove_if_empty(folder)
 
     def publish(self, folder: Path, *, stage: str, content_hash: str) -> Path:
-        """Turns a work folder into an artifact in one step; call it inside `work_folder`.
+        """Turns a work folder into an artifact atomically; call it inside `work_folder`.
 
         Args:
-            folder: What `work_folder` yielded. It is gone afterwards.
-            stage: The stage's name.
-            content_hash: Of what the artifact means; at least 16 characters. An artifact with the
-                same hash that is there already wins, and `folder` is dropped.
+            folder: The folder that `work_folder` yielded. It is moved.
+            stage: Name of the stage.
+            content_hash: Hash of the content; at least 16 characters. If an artifact with this hash
+                exists, it is kept and `folder` is deleted.
 
         Returns:
             The artifact's folder.
 
         Raises:
             StoreError: If the disk refuses; the work folder then stays.
-            ValueError: If `folder` is no work folder of the stage, or the hash is too short.
+            ValueError: If `folder` is not a work folder of the stage, or the hash is too short.
         """
         if folder.parent != self.work or not folder.name.startswith(f"{stage}-"):
-            raise ValueError(f"{folder} is no work folder of stage {stage!r} in {self.work}")
+            raise ValueError(f"{folder} is not a work folder of stage {stage!r} in {self.work}")
         if not re.fullmatch(r"[A-Za-z0-9]{16,}", content_hash):
             raise ValueError(f"content_hash must be 16 or more letters or digits: {content_hash!r}")
         target = self.artifacts / artifact_name(stage, content_hash)
@@ -199,9 +199,9 @@ class Store:
         return target
 
     def published(self, stage: str, key: str) -> Path | None:
-        """The artifact that a stage with these inputs has made, if it is still there.
+        """Returns the artifact that a stage with these inputs has made; None if it does not exist.
 
-        It is held from then on, as `hold` does.
+        The artifact is held from then on; see `hold`.
         """
         record = _record_path(self.work / _work_name(stage, key))
         try:
@@ -214,13 +214,13 @@ class Store:
         return artifact if artifact.is_dir() and self.hold(artifact) else None
 
     def set_aside(self, path: Path) -> Path:
-        """Moves a damaged artifact or record into `damaged/`, where nothing finds it.
+        """Moves a damaged artifact or record into `damaged/`.
 
         Returns:
-            Its new place.
+            Its new path.
 
         Raises:
-            FileNotFoundError: If it is gone.
+            FileNotFoundError: If it does not exist.
             StoreError: If the disk refuses.
         """
         aside = self.damaged / f"{path.name}.{uuid.uuid4().hex[:8]}"
@@ -235,24 +235,23 @@ class Store:
         """Keeps `nemo-rl gc` of any process from removing a folder while this process uses it.
 
         Args:
-            folder: An artifact or the folder of a run; what lies outside the store is only looked
-                for.
+            folder: An artifact or the folder of a run. A folder outside of the store is not locked.
 
         Returns:
-            Whether the folder is there. It stays there until this process ends or calls `release`,
-            unless its stage finds it damaged and makes it again.
+            True if the folder exists. It stays until this process ends or calls `release`, unless
+            its stage finds it damaged and rebuilds it.
         """
         if folder.is_relative_to(self.root):
             locks.share(self.marks, folder.relative_to(self.root).as_posix())
         return folder.is_dir()
 
     def release(self) -> None:
-        """Ends all that `hold` has set in this process: the run is over."""
+        """Releases everything that this process holds, at the end of a run."""
         locks.release(self.marks)
 
 
 def artifact_name(stage: str, content_hash: str) -> str:
-    """Of the folder that `Store.publish` makes."""
+    """Name of the folder that `Store.publish` creates."""
     return f"{stage}-{content_hash[:16]}"
 
 
@@ -270,4 +269,4 @@ def _remove_if_empty(folder: Path) -> None:
     try:
         folder.rmdir()
     except OSError:
-        logger.debug("%s stays: it holds work, or was published", folder)
+        logger.debug("%s stays: it contains work, or was published", folder)

@@ -97,7 +97,7 @@ def doubts_about(execution: Execution, *, checked_out: bool = False) -> Doubts:
         remarks.append(f"the commit was {execution.git_commit} and is {commit}")
     if not checked_out and dirty:
         remarks.append("the working tree has uncommitted changes")
-    bits = tuple(_of_machine(execution.machine, Machine.here()))
+    bits = tuple(_of_machine(execution.machine, Machine.current()))
     return Doubts(tuple(serious), tuple(remarks), bits)
 
 

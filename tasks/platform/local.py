@@ -16,7 +16,7 @@ from flytekit.core import data_persistence, local_cache
 from flytekit.core.context_manager import FlyteContextManager
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.store.integrity import damage_since
+from nemo_rl_core.store.integrity import damage_of_changed_files
 from nemo_rl_core.store.store import Store
 from tasks.platform.flyte_cache import folders, has_lost_points
 
@@ -97,4 +97,4 @@ def _get_if_whole(*args: Any) -> Any:
 
 def _is_whole(store: Store, folder: Path) -> bool:
     own = folder.parent == store.artifacts
-    return own and store.hold(folder) and not damage_since(store, folder)
+    return own and store.hold(folder) and not damage_of_changed_files(store, folder)

@@ -86,7 +86,7 @@ def make(
         source=source_digest(caller),
         part=part,
     )
-    run = StageRun.here(os.environ, task=f"{caller}.{stage}")
+    run = StageRun.from_environment(os.environ, task=f"{caller}.{stage}")
     with _tracked_on_cluster():
         artifact = produce(inputs, carried_over(work), run=run)
     _show_deck(artifact)

@@ -13,11 +13,11 @@ import pytest
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.produce import Inputs, Made, produce
-from nemo_rl_core.store import remembered
+from nemo_rl_core.store import hash_cache
 from nemo_rl_core.store.files import hash_file
-from nemo_rl_core.store.integrity import damage, damage_since
+from nemo_rl_core.store.hash_cache import HashCache
+from nemo_rl_core.store.integrity import damage, damage_of_changed_files
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.remembered import RememberedHashes
 from nemo_rl_core.store.store import Store
 
 INPUTS = Inputs("train_sft", {"num_steps": 6})
@@ -74,9 +74,9 @@ def test_a_damaged_artifact_is_set_aside_and_made_again(
     assert good == (hash_file(made / "rows"), hash_file(made / "model" / "model.safetensors"))
     (aside,) = store.damaged.iterdir()
     assert aside.name.startswith(made.name)
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"{made.name} is damaged and is made again: ")
-    assert told.endswith(f"moved to {aside}") and "\n" not in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{made.name} is damaged and is made again: ")
+    assert message.endswith(f"moved to {aside}") and "\n" not in message
     assert damage(made) == ""
 
 
@@ -128,7 +128,7 @@ def test_settings_are_held_against_their_hash(store: Store) -> None:
 def test_what_is_no_file_is_damage_and_is_not_waited_for(store: Store) -> None:
     made = produce(INPUTS, work)
     os.mkfifo(made / "pipe")
-    assert "no regular file" in damage(made)
+    assert "not a regular file" in damage(made)
     (made / "pipe").unlink()
     (made / "pipe").symlink_to(made / "nowhere")
     assert "No such file" in damage(made)
@@ -165,7 +165,7 @@ CHANGES: dict[str, Callable[[Path, os.stat_result], None]] = {
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as old enough at once: the test waits for the file system's clock itself."""
-    monkeypatch.setattr(remembered, "_SETTLED_NS", -1)
+    monkeypatch.setattr(hash_cache, "_SETTLED_NS", -1)
 
 
 @pytest.mark.usefixtures("settled")
@@ -173,19 +173,19 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, kind: str) -> None:
     path, memory = tmp_path / "rows", tmp_path / "memory.json"
     path.write_text("rows")
-    first = RememberedHashes(tmp_path, memory)
+    first = HashCache(tmp_path, memory)
     assert first(path) == hash_file(path)
     first.save()
     was = path.stat()
     change(path, lambda: CHANGES[kind](path, was))
-    assert RememberedHashes(tmp_path, memory)(path) == hash_file(path)
+    assert HashCache(tmp_path, memory)(path) == hash_file(path)
 
 
 @pytest.mark.usefixtures("settled")
 def test_another_file_in_its_place_is_read(tmp_path: Path) -> None:
     path, memory = tmp_path / "rows", tmp_path / "memory.json"
     path.write_text("rows")
-    first = RememberedHashes(tmp_path, memory)
+    first = HashCache(tmp_path, memory)
     first(path)
     first.save()
     seen = json.loads(memory.read_text())
@@ -195,23 +195,23 @@ def test_another_file_in_its_place_is_read(tmp_path: Path) -> None:
     # Though it had the same size and times.
     seen["rows"][1:3] = [now.st_mtime_ns, now.st_ctime_ns]
     memory.write_text(json.dumps(seen))
-    assert RememberedHashes(tmp_path, memory)(path) == hash_file(path)
+    assert HashCache(tmp_path, memory)(path) == hash_file(path)
 
 
 @pytest.mark.usefixtures("settled")
 def test_what_has_not_changed_is_not_read_again(store: Store) -> None:
     made = produce(INPUTS, work)
-    assert damage_since(store, made) == ""
+    assert damage_of_changed_files(store, made) == ""
     memory = store.verified / f"{made.name}.json"
     seen = json.loads(memory.read_text())
     assert sorted(seen) == ["model/model.safetensors", "rows"]
     assert seen["rows"][4] == hash_file(made / "rows")
-    # It is the memory that answers, whatever the file holds.
+    # The hash comes from the cache, not from the file.
     seen["rows"][4] = "0" * 64
     memory.write_text(json.dumps(seen))
-    assert RememberedHashes(made, memory)(made / "rows") == "0" * 64
+    assert HashCache(made, memory)(made / "rows") == "0" * 64
     # But it condemns nothing by itself.
-    assert damage_since(store, made) == ""
+    assert damage_of_changed_files(store, made) == ""
 
 
 @pytest.mark.parametrize(
@@ -221,16 +221,16 @@ def test_a_damaged_memory_is_an_empty_one(store: Store, text: str) -> None:
     made = produce(INPUTS, work)
     store.verified.mkdir(parents=True, exist_ok=True)
     (store.verified / f"{made.name}.json").write_text(text, encoding="latin-1")
-    assert damage_since(store, made) == ""
+    assert damage_of_changed_files(store, made) == ""
     flip_a_bit(made / "rows")
-    assert damage_since(store, made).startswith("the hash of its content was")
+    assert damage_of_changed_files(store, made).startswith("the hash of its content was")
 
 
 def test_a_young_file_is_not_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may change once more within one step of the file system's clock, and look the same."""
     made = produce(INPUTS, work)
-    monkeypatch.setattr(remembered, "_SETTLED_NS", 3600 * 10**9)
-    assert damage_since(store, made) == ""
+    monkeypatch.setattr(hash_cache, "_SETTLED_NS", 3600 * 10**9)
+    assert damage_of_changed_files(store, made) == ""
     assert not list(store.verified.glob("*"))
 
 
@@ -238,14 +238,14 @@ def test_a_young_file_is_not_remembered(store: Store, monkeypatch: pytest.Monkey
 def test_two_processes_may_remember_at_once(store: Store) -> None:
     made = produce(INPUTS, work)
     path = store.verified / "x.json"
-    one, other = RememberedHashes(made, path), RememberedHashes(made, path)
+    one, other = HashCache(made, path), HashCache(made, path)
     for memory, name in ((one, "rows"), (other, "model/model.safetensors")):
         memory(made / name)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(RememberedHashes.save, [one, other] * 10))
+        list(pool.map(HashCache.save, [one, other] * 10))
     both = json.loads(path.read_text())
     assert list(both) in (["rows"], ["model/model.safetensors"])
     assert [path.name for path in store.verified.iterdir()] == ["x.json"]
-    asked = RememberedHashes(made, path)
+    asked = HashCache(made, path)
     for name in ("rows", "model/model.safetensors"):
         assert asked(made / name) == hash_file(made / name)

@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def _is_free(store: Store, name: str = "artifacts/sft-1") -> bool:
-    with locks.alone(store.marks, name) as free:
+    with locks.exclusive(store.marks, name) as free:
         return free
 
 
@@ -75,7 +75,7 @@ def test_what_is_gone_or_elsewhere_is_only_looked_for(store: Store, tmp_path: Pa
 
 def test_a_user_waits_for_a_removal_and_then_finds_nothing(store: Store, spawn: Spawn) -> None:
     script = USER.replace("assert store.hold", 'print(store.hold(store.artifacts / "sft-1"))  #')
-    with locks.alone(store.marks, "artifacts/sft-1") as free:
+    with locks.exclusive(store.marks, "artifacts/sft-1") as free:
         assert free
         user = spawn(script, store.root)
         time.sleep(1)
@@ -103,7 +103,7 @@ def test_a_fork_that_outlives_its_parent_holds_nothing(store: Store, spawn: Spaw
 def test_a_store_that_was_removed_and_made_again_is_another(store: Store) -> None:
     store.hold(store.artifacts / "sft-1")
     store.marks.unlink()
-    assert _is_free(store), "a mark in a file that is gone keeps nobody"
+    assert _is_free(store), "a mark in a removed file has no effect"
     store.hold(store.artifacts / "sft-1")
     assert not _is_free(store)
     store.release()

@@ -108,7 +108,7 @@ def test_any_change_of_a_manifest_is_refused(tmp_path: Path) -> None:
     ):
         assert before in text
         path.write_text(text.replace(before, after, 1))
-        with pytest.raises(StoreError, match="checksum is not that of its fields"):
+        with pytest.raises(StoreError, match="checksum mismatch"):
             Manifest.read(tmp_path)
     path.write_text(json.dumps(json.loads(text), indent=4))  # laid out otherwise, the same
     assert Manifest.read(tmp_path) == _fields().model_copy(
@@ -188,7 +188,7 @@ def test_manifest_is_frozen_and_closed() -> None:
 def test_an_unreadable_manifest_is_a_store_error(tmp_path: Path, damage: str | None) -> None:
     if damage is not None:
         (tmp_path / "manifest.json").write_text(damage)
-    with pytest.raises(StoreError, match="no artifact that this project made"):
+    with pytest.raises(StoreError, match="not an artifact of this project"):
         Manifest.read(tmp_path)
 
 
@@ -277,17 +277,17 @@ def test_package_versions_names_what_is_installed() -> None:
 
 
 def test_machine_is_this_one() -> None:
-    assert Machine.here().cores == os.cpu_count()
-    assert Machine.here().cpu_model
-    assert Machine.here(threads=7).threads == 7
+    assert Machine.current().cores == os.cpu_count()
+    assert Machine.current().cpu_model
+    assert Machine.current(threads=7).threads == 7
 
 
 def test_threads_are_those_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert Machine.here().threads == 3
-    for said in ("", "0", "many"):
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
-        assert Machine.here().threads == len(os.sched_getaffinity(0))
+    assert Machine.current().threads == 3
+    for value in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert Machine.current().threads == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_config_hash_of_records() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), len, Point, {"a": b"x"}])
-def test_config_hash_refuses_what_has_no_stable_form(value: object) -> None:
-    with pytest.raises(TypeError, match="no stable form"):
+def test_config_hash_refuses_what_has_no_stable_json(value: object) -> None:
+    with pytest.raises(TypeError, match="no stable JSON"):
         config_hash(value)
 
 

@@ -137,10 +137,10 @@ def test_names_that_are_no_file_names_are_refused(store: Store, name: str) -> No
 
 
 def test_publish_takes_only_work_folders_of_the_stage(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no work folder"):
+    with pytest.raises(ValueError, match="not a work folder"):
         store.publish(tmp_path, stage="sft", content_hash=HASH)
     with store.work_folder("sft", "k") as folder:
-        with pytest.raises(ValueError, match="no work folder"):
+        with pytest.raises(ValueError, match="not a work folder"):
             store.publish(folder, stage="grpo", content_hash=HASH)
         with pytest.raises(ValueError, match="16 or more"):
             store.publish(folder, stage="sft", content_hash="abc")

@@ -165,7 +165,7 @@ def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
     with History(Store.default()) as history:
         execution = maker_of(history, history.find_artifact(ran.artifact.folder.name))
     assert doubts_about(execution).bits == ()
-    here = Machine.here()
+    here = Machine.current()
     then = here.model_dump() | {
         "cpu_model": "another",
         "instruction_set": f"{here.instruction_set} amx_of_then",
@@ -183,7 +183,7 @@ def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
 def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:
     store = Store.default()
     with closing(sqlite3.connect(path_of(store))) as database:
-        machine = json.dumps(Machine.here().model_dump() | {"cpu_model": "another"})
+        machine = json.dumps(Machine.current().model_dump() | {"cpu_model": "another"})
         database.execute("UPDATE executions SET machine = ?", (machine,))
         database.commit()
     used = tmp_path / "used"
