@@ -1,1 +1,1 @@
-"""What a run reports: events, its log, metrics, costs, and the trackers that take them away."""
+"""Reporting of a run: events, log, metrics, costs and trackers."""

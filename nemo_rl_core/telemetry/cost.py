@@ -1,9 +1,9 @@
-"""What work costs: floating-point operations of a model, peaks of devices, and prices.
+"""Costs of work: FLOPs of models, peaks of devices, and prices.
 
 FLOPs are those that the model needs, as in appendix B of PaLM (https://arxiv.org/abs/2204.02311):
-`2 N` a token forward and `4 N` backward for the `N` weights that are multiplied by, and for
-attention the two products of `QKᵀ` and of its weights with `V`, counted over the causal half alone.
-Work that is done twice to save memory does not count, so that MFU shows it as a loss.
+`2 N` per token forward and `4 N` backward for the `N` weights in matrix products, and for attention
+the products `QKᵀ` and weights times `V`, over the causal half only. Recomputation does not count,
+so it lowers MFU.
 """
 
 import json
@@ -22,7 +22,7 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
 
 Phase = Literal["training", "scoring", "generation"]
-"""Forward and backward; forward; forward token by token."""
+"""Forward and backward; one forward pass; forward token by token."""
 
 _PASSES: dict[Phase, int] = {"training": 3, "scoring": 1, "generation": 1}
 """In units of a forward pass: a backward pass is two."""
@@ -37,8 +37,8 @@ _PEAKS: dict[str, dict[str, float]] = {
     "L4": {"bfloat16": 121e12, "float32": 30.3e12},
     "A10": {"bfloat16": 125e12, "float32": 31.2e12},
 }
-"""Dense peaks in FLOP/s out of the makers' data sheets, by a part of the device's name. A CPU has
-none: its peak would have to be measured."""
+"""Dense peaks in FLOP/s from data sheets, by a part of the device's name. CPUs are not listed, as
+their peak would have to be measured."""
 
 PRICES = "NEMO_RL_PRICES"
 """The environment variable with the path of a price table; see `Prices`."""
@@ -46,13 +46,13 @@ PRICES = "NEMO_RL_PRICES"
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What of a model its FLOPs depend on.
+    """The sizes of a model that determine its FLOPs.
 
     Attributes:
-        num_multiplied: Weights that each token is multiplied by: all but a table of embeddings
-            that is only looked up, and of a mixture's experts those that a token is sent to.
-        num_layers: Those with attention.
-        attention_width: Heads times their size.
+        num_multiplied: Weights in matrix products per token: all except an embedding table that is
+            only looked up, and of a mixture of experts only the active ones.
+        num_layers: Number of attention layers.
+        attention_width: Number of heads times head size.
 
     Example:
         >>> ModelFlops(num_multiplied=100, num_layers=2, attention_width=8).flops("scoring", [3])
@@ -64,10 +64,10 @@ class ModelFlops:
     attention_width: int
 
     def flops(self, phase: Phase, lengths: Iterable[int]) -> float:
-        """Of whole causal sequences of these lengths, prompts included."""
+        """FLOPs of complete causal sequences of these lengths, prompts included."""
         forward = sum(
             2.0 * self.num_multiplied * length
-            # 4 · width · context a token and layer, contexts 1 to length
+            # 4 · width · context per token and layer, contexts 1 to length
             + 2.0 * self.num_layers * self.attention_width * length * (length + 1)
             for length in lengths
         )
@@ -76,10 +76,10 @@ class ModelFlops:
 
 @cache
 def model_shape(folder: Path) -> ModelFlops:
-    """The shape of a model in the transformers layout, from its config and its files' headers."""
+    """Reads the sizes of a model in the transformers layout from config and file headers."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
-    # Models that say it otherwise count without attention: a sum must not end a run.
+    # Models with other keys count without attention: accounting must not end a run.
     hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 0)
     width = heads * (config.get("head_dim") or hidden // max(heads, 1))
     num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
@@ -95,7 +95,7 @@ def model_shape(folder: Path) -> ModelFlops:
 
 
 def _num_weights(file: Path) -> dict[str, int]:
-    """Weights by tensor, out of the header of a safetensors file."""
+    """Number of weights by tensor, from the header of a safetensors file."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     sizes = {}
@@ -109,9 +109,9 @@ def _num_weights(file: Path) -> dict[str, int]:
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """What a device can do at most, in FLOP/s; None for one that is not in the table."""
+    """Peak FLOP/s of a device; None if it is not in the table."""
     for name, peaks in _PEAKS.items():
-        if all(word in device for word in name.split()):
+        if all(part in device for part in name.split()):
             return peaks.get(dtype)
     return None
 
@@ -119,22 +119,22 @@ def peak_flops(device: str, dtype: str) -> float | None:
 def model_flops_utilization(
     flops: float, *, gpu_seconds: float, device: str, dtype: str
 ) -> float | None:
-    """The share of what the GPUs could have done meanwhile; None where no peak is known."""
+    """Model FLOPs utilization (MFU), 0 to 1; None if the peak is unknown."""
     peak = peak_flops(device, dtype)
     return None if peak is None or not gpu_seconds else flops / (gpu_seconds * peak)
 
 
 class Prices(FrozenConfig):
-    """What an hour costs; what is left out is not known, and then there is no sum either.
+    """Prices per hour; a missing price is unknown, and then the total is unknown too.
 
-    A YAML file that `NEMO_RL_PRICES` names, such as
-    `{currency: USD, cpu_core_hour: 0.04, gpu_hour: {H100: 2.5}}`. Prices are no part of a recipe:
+    They are in a YAML file that `NEMO_RL_PRICES` names, such as
+    `{currency: USD, cpu_core_hour: 0.04, gpu_hour: {H100: 2.5}}`. Prices are not part of a recipe:
     another price makes nothing run again.
 
     Attributes:
-        currency: A word to show.
-        cpu_core_hour: Of one core, for the seconds that processes have computed.
-        gpu_hour: By a part of the device's name, for the seconds that a stage has held it.
+        currency: Name of the currency.
+        cpu_core_hour: Price of one core, for CPU time.
+        gpu_hour: Price of a GPU by a part of its name, for the time that a stage holds it.
     """
 
     currency: str = "USD"
@@ -142,8 +142,8 @@ class Prices(FrozenConfig):
     gpu_hour: dict[str, NonNegativeFloat] = Field(default_factory=dict)
 
     @classmethod
-    def here(cls) -> "Prices | None":
-        """The table of this process's environment, if it names one.
+    def from_environment(cls) -> "Prices | None":
+        """Reads the price table that `NEMO_RL_PRICES` names; None without one.
 
         Raises:
             ConfigError: If it cannot be read.
@@ -161,8 +161,8 @@ class Prices(FrozenConfig):
                 fix=f"correct the file, or unset {PRICES}",
             ) from error
 
-    def of(self, *, cpu_seconds: float, gpu_seconds: float, device: str) -> float | None:
-        """What these seconds cost; None where one of the prices is not known."""
+    def total(self, *, cpu_seconds: float, gpu_seconds: float, device: str) -> float | None:
+        """Returns the price of these seconds; None if one of the prices is unknown."""
         gpu = next((price for name, price in self.gpu_hour.items() if name in device), None)
         if self.cpu_core_hour is None or (gpu_seconds and gpu is None):
             return None
@@ -171,7 +171,7 @@ class Prices(FrozenConfig):
 
 @cache
 def gpu_name() -> str:
-    """The kind of this machine's first GPU; empty where the driver names none."""
+    """Name of this machine's first GPU; empty without one."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

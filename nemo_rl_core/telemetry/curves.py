@@ -1,4 +1,4 @@
-"""Curves and tables as small HTML strings for decks; nothing in them is ever run or fetched."""
+"""Curves and tables as HTML strings for decks, without scripts or external resources."""
 
 import html
 import math
@@ -14,15 +14,15 @@ _Point = tuple[float, float]
 
 
 def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:
-    """An inline SVG of one curve, with its range on both axes and its last value.
+    """Returns an inline SVG of one curve, with its range on both axes and its last value.
 
     Args:
-        title: Shown above; any text.
-        xs: Such as steps.
-        ys: One value an x. Where one is NaN or infinite the line has a gap.
+        title: Title above the curve.
+        xs: Values of the horizontal axis, such as steps.
+        ys: One value per x. NaN and infinity leave a gap.
 
     Raises:
-        ValueError: If the two differ in length.
+        ValueError: If `xs` and `ys` differ in length.
     """
     runs = _finite_runs(xs, ys)
     points = [point for run in runs for point in run]
@@ -35,11 +35,11 @@ def curve_svg(title: str, xs: Sequence[float], ys: Sequence[float]) -> str:
 
 
 def curves_svg(title: str, lines: Mapping[str, Sequence[_Point]]) -> str:
-    """An inline SVG of several curves on the same axes, with a legend below them.
+    """Returns an inline SVG of several curves on the same axes, with a legend below.
 
     Args:
-        title: Shown above.
-        lines: Points by the name of the curve; values that are not finite leave a gap.
+        title: Title above the curves.
+        lines: Points by name of the curve; values that are not finite leave a gap.
     """
     runs = {
         name: _finite_runs([x for x, _ in points], [y for _, y in points])
@@ -48,20 +48,19 @@ def curves_svg(title: str, lines: Mapping[str, Sequence[_Point]]) -> str:
     every = [point for each in runs.values() for run in each for point in run]
     parts = [_label(_LEFT, 16, title, size=13)]
     parts += [_axes(every, last=False)] if every else []
-    for place, (name, each) in enumerate(runs.items()):
-        colour = _COLOURS[place % len(_COLOURS)]
+    for index, (name, each) in enumerate(runs.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
         parts += _lines(each, every, colour) if each else []
-        y = _HEIGHT + 14 * (place + 1)
+        y = _HEIGHT + 14 * (index + 1)
         parts.append(f'<path d="M{_LEFT},{y - 4} h16" stroke="{colour}" stroke-width="3"/>')
         parts.append(_label(_LEFT + 22, y, name))
     return _svg(parts, height=_HEIGHT + 14 * len(lines) + 8)
 
 
 def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table of completions, one row a mapping such as `{"prompt": …, "reward": …}`.
+    """Returns a table of completions, one row per mapping such as `{"prompt": …, "reward": …}`.
 
-    Whatever a model wrote is shown as text: markup is escaped, control characters are spelled out
-    and long values are cut.
+    Values are shown as text: markup and control characters are escaped, long values are cut.
 
     Args:
         rows: The columns are the keys of all rows, in order of first appearance.
@@ -82,7 +81,7 @@ def completions_html(rows: Sequence[Mapping[str, object]]) -> str:
 def _svg(parts: Sequence[str], *, height: int = _HEIGHT) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        # A long name in a legend goes on beyond the chart rather than being cut.
+        # A long name in a legend overflows the chart instead of being cut.
         f'viewBox="0 0 {_WIDTH} {height}" overflow="visible" role="img" font-family="sans-serif">'
         f"{''.join(parts)}</svg>"
     )
@@ -115,14 +114,14 @@ def _axes(points: list[_Point], *, last: bool = True) -> str:
 def _lines(runs: list[list[_Point]], points: list[_Point], colour: str = _COLOURS[0]) -> list[str]:
     xs, ys = zip(*points, strict=True)
 
-    def place(x: float, y: float) -> str:
+    def point(x: float, y: float) -> str:
         across = _LEFT + (_RIGHT - _LEFT) * _fraction(x, min(xs), max(xs))
         down = _BOTTOM - (_BOTTOM - _TOP) * _fraction(y, min(ys), max(ys))
         return f"{across:.1f},{down:.1f}"
 
-    # A run of one point has no length: a round cap is what shows it.
+    # A run of one point has no length: its round cap makes it visible.
     return [
-        f'<polyline points="{" ".join(place(x, y) for x, y in [run[0], *run])}" fill="none" '
+        f'<polyline points="{" ".join(point(x, y) for x, y in [run[0], *run])}" fill="none" '
         f'stroke="{colour}" stroke-width="2" stroke-linecap="round"/>'
         for run in runs
     ]
@@ -141,7 +140,7 @@ def _label(x: float, y: float, text: str, *, anchor: str = "start", size: int = 
 
 
 def _text(value: object) -> str:
-    """Any value as inert HTML text."""
+    """Escapes any value as HTML text."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}… ({len(text) - _MAX_CHARACTERS} more characters)"

@@ -1,4 +1,4 @@
-"""Displays of a run: one live line where there is a terminal, a plain line a step where not."""
+"""Displays of a run: one live line in a terminal, else one plain line per step."""
 
 import math
 import os
@@ -26,33 +26,33 @@ _STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red"}
 
 
 class Display(Protocol):
-    """Shows a run to someone."""
+    """Shows the progress of a run."""
 
     def stage_started(self, name: str) -> None:
-        """A stage begins."""
+        """Shows the start of a stage."""
 
     def stage_finished(self, record: StageRecord) -> None:
-        """A stage ran, was cached, or failed."""
+        """Shows that a stage ran, was cached, or failed."""
 
     def step(self, report: StepReport) -> None:
-        """A trainer finished a step."""
+        """Shows a finished step of a trainer."""
 
     def note(self, text: str) -> None:
-        """Something worth a line happened."""
+        """Shows a line of text."""
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
 
 
 def choose_display(stream: TextIO) -> Display:
-    """A live display where `stream` is a terminal that can move its cursor, else a plain one."""
+    """Returns a live display if `stream` is a terminal with cursor control, else a plain one."""
     if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
         return RichDisplay(stream)
     return PlainDisplay(stream)
 
 
 def show_on(display: Display) -> Callable[[], None]:
-    """Subscribes a display to the events of this process; returns what ends that."""
+    """Subscribes a display to the events of this process; returns the function to unsubscribe."""
 
     def show(event: Event) -> None:
         match event:
@@ -69,13 +69,13 @@ def show_on(display: Display) -> Callable[[], None]:
 
 
 class PlainDisplay:
-    """One plain line an event.
+    """One plain line per event.
 
     Example line: `train_sft 12/250  loss 0.913  84,210 tokens/s  0:31 left`
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._pace = stream, _Pace()
+        self._stream, self._clock = stream, _TimeLeft()
 
     def stage_started(self, name: str) -> None:
         """Prints the stage's name."""
@@ -87,16 +87,16 @@ class PlainDisplay:
 
     def step(self, report: StepReport) -> None:
         """Prints the step."""
-        words = [*_describe(report), self._pace.time_left(report)]
+        parts = [*_describe(report), self._clock.time_left(report)]
         counter = f"{report.stage} {report.step}/{report.num_steps}"
-        self._write("  ".join([counter, *(word for word in words if word)]))
+        self._write("  ".join([counter, *(part for part in parts if part)]))
 
     def note(self, text: str) -> None:
         """Prints the text."""
         self._write(text)
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Flushes the stream."""
         self._stream.flush()
 
     def _write(self, line: str) -> None:
@@ -105,7 +105,7 @@ class PlainDisplay:
 
 
 class RichDisplay:
-    """One live line with the step that runs; finished stages and notes scroll by above it."""
+    """One live line with the current step; finished stages and notes scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -113,25 +113,25 @@ class RichDisplay:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[words]}", markup=False),
+            TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             transient=True,
             refresh_per_second=4,
-            # The streams are not the display's to take: redirect_descriptors has them.
+            # redirect_descriptors redirects the streams.
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._pace = _Pace()
+        self._clock = _TimeLeft()
         self._stage, self._task = "", TaskID(-1)
         self._resize()
         self._progress.start()
 
     def stage_started(self, name: str) -> None:
-        """Shows a bar that waits for the first step."""
+        """Shows an empty bar until the first step."""
         self._resize()
         self._end_stage()
         self._stage = name
-        self._task = self._progress.add_task(name, total=None, words="")
+        self._task = self._progress.add_task(name, total=None, status="")
 
     def stage_finished(self, record: StageRecord) -> None:
         """Prints how the stage ended, above the live line."""
@@ -143,13 +143,13 @@ class RichDisplay:
         if report.stage != self._stage:
             self.stage_started(report.stage)
         self._resize()
-        words = [*_describe(report), self._pace.time_left(report)]
+        parts = [*_describe(report), self._clock.time_left(report)]
         self._progress.update(
             self._task,
             total=report.num_steps,
             completed=report.step,
-            words="  ".join(
-                [f"{report.step}/{report.num_steps}", *(word for word in words if word)]
+            status="  ".join(
+                [f"{report.step}/{report.num_steps}", *(part for part in parts if part)]
             ),
         )
 
@@ -158,7 +158,7 @@ class RichDisplay:
         self._console.print(Text(text))
 
     def close(self) -> None:
-        """Takes the live line away."""
+        """Removes the live line."""
         self._end_stage()
         self._progress.stop()
 
@@ -168,7 +168,7 @@ class RichDisplay:
             self._stage = ""
 
     def _resize(self) -> None:
-        # rich asks descriptors 0 to 2 for the size, of which two may lead to the log by now.
+        # rich reads the size from descriptors 0 to 2, of which two may be redirected to the log.
         self._console.size = os.get_terminal_size(self._stream.fileno())
 
 
@@ -184,9 +184,9 @@ _COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
 
 
 def summary_table(records: Sequence[StageRecord]) -> Table:
-    """The table at the end of a run: a line a stage, and the sums; only columns with a figure.
+    """Returns the table at the end of a run: one row per stage and the totals, no empty columns.
 
-    Notes are left out: each was told when its stage ended, and figures need the width.
+    Notes are left out: each was printed when its stage ended.
     """
     table = Table(title="stages")
     for heading in ("stage", "state"):
@@ -199,11 +199,11 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
     for record in records:
         table.add_row(
             Text(record.name),
-            Text(_shown_state(record), style=_STATE_STYLES[record.state]),
+            Text(_state_label(record), style=_STATE_STYLES[record.state]),
             f"{record.seconds:.1f}",
             f"{record.tokens:,}" if record.tokens else "",
             _gib(record.peak_memory_gib),
-            *(say(record.cost) for _, say in shown),
+            *(format_cost(record.cost) for _, format_cost in shown),
         )
     table.add_section()
     table.add_row(
@@ -212,7 +212,7 @@ def summary_table(records: Sequence[StageRecord]) -> Table:
         f"{sum(record.seconds for record in records):.1f}",
         f"{sum(record.tokens for record in records):,}",
         _gib(max((record.peak_memory_gib for record in records), default=0.0)),
-        *(say(total) for _, say in shown),
+        *(format_cost(total) for _, format_cost in shown),
     )
     return table
 
@@ -222,35 +222,35 @@ def _gib(size: float) -> str:
 
 
 def _scaled(flops: float) -> str:
-    """Three digits with the prefix of a thousand's power: 159 M, 2.1 T."""
-    rounded = float(f"{flops:.3g}")  # first, so that 999.9 G becomes 1 T and not 1e+03 G
+    """Three digits with an SI prefix: 159 M, 2.1 T."""
+    rounded = float(f"{flops:.3g}")  # rounded first, so that 999.9 G becomes 1 T and not 1e+03 G
     power = min(max(int(math.log10(rounded)) // 3, 0), len(_PREFIXES) - 1)
     return f"{rounded / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
 
 
-def _shown_state(record: StageRecord) -> str:
+def _state_label(record: StageRecord) -> str:
     return record.state if record.state == "ran" else record.state.upper()
 
 
 def _finished(record: StageRecord) -> str:
-    words = [f"{record.name}  {_shown_state(record)}"]
+    parts = [f"{record.name}  {_state_label(record)}"]
     if record.state != "cached":
-        words.append(f"{record.seconds:.1f} s")
-    return "  ".join([*words, record.note] if record.note else words)
+        parts.append(f"{record.seconds:.1f} s")
+    return "  ".join([*parts, record.note] if record.note else parts)
 
 
 def _describe(report: StepReport) -> list[str]:
-    """What matters of a step: its reward (or else its loss) and its speed."""
-    words = [
+    """Reward (or else loss) and speed of a step."""
+    parts = [
         f"{key} {report.metrics[key]:.3f}" for key in ("reward", "loss") if key in report.metrics
     ][:1]
     if "tokens_per_second" in report.timings:
-        words.append(f"{report.timings['tokens_per_second']:,.0f} tokens/s")
-    return words
+        parts.append(f"{report.timings['tokens_per_second']:,.0f} tokens/s")
+    return parts
 
 
-class _Pace:
-    """Time left, from the steps seen so far: a resumed stage has steps that took no time now."""
+class _TimeLeft:
+    """Time left, from the steps seen so far: a resumed stage does not start at step 0."""
 
     def __init__(self) -> None:
         self._stage, self._first_step, self._start = "", 0, 0.0

@@ -1,4 +1,4 @@
-"""Events of a run: trainers and stages publish them without knowing whether anything shows them."""
+"""Events of a run: trainers and stages publish them, displays and trackers subscribe."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageStarted:
-    """A stage begins."""
+    """A stage has started."""
 
     name: str
 
@@ -25,13 +25,13 @@ class StageRecord:
     """A stage has ended: one line of the table at the end of a run.
 
     Attributes:
-        name: The stage's, with the iteration where it has one.
-        state: "cached" when its artifact was there already.
-        seconds: Wall seconds it took in this run.
-        tokens: How many it generated and trained on.
-        peak_memory_gib: Of all its processes, summed.
-        note: A short remark, such as an accuracy.
-        cost: Of what it made in this run; nothing where that was there already.
+        name: Name of the stage, with the iteration if it has one.
+        state: "cached" if its artifact existed.
+        seconds: Wall seconds in this run.
+        tokens: Tokens generated and trained on.
+        peak_memory_gib: Peak memory of all its processes, summed.
+        note: A short summary, such as an accuracy.
+        cost: Cost in this run; zero if the artifact existed.
     """
 
     name: str
@@ -45,17 +45,17 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line for whoever watches the run."""
+    """A line of text for the display."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class StageResumed:
-    """The stage that runs goes on from what an earlier run saved.
+    """The running stage has resumed from a save of an earlier run.
 
     Attributes:
-        step: The last step that is done already, counted over the whole run as `global_step` is.
+        step: The last finished step, counted over the whole run like `global_step`.
     """
 
     step: int
@@ -63,11 +63,11 @@ class StageResumed:
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """What the machine was doing at some second of the run.
+    """The load of the machine at one second of the run.
 
     Attributes:
-        second: Since the run began.
-        figures: By name, with the unit at its end: `memory_used_gib`.
+        second: Seconds since the start of the run.
+        figures: Values by name; names end with the unit: `memory_used_gib`.
     """
 
     second: int
@@ -76,10 +76,10 @@ class MachineSample:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactMade:
-    """The stage that runs has made an artifact; one that it finds made already is not told.
+    """The running stage has made an artifact; not published for a cached one.
 
     Attributes:
-        folder: Where it lies in the store.
+        folder: Its folder in the store.
     """
 
     folder: Path
@@ -96,7 +96,7 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
     """Calls `subscriber` with every event from now on, on the thread that publishes it.
 
     Returns:
-        What ends that.
+        The function that unsubscribes it.
     """
     with _lock:
         _subscribers.append(subscriber)
@@ -104,17 +104,17 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
 
 
 def unsubscribe(subscriber: Subscriber) -> None:
-    """Ends a subscription; nothing happens when there is none."""
+    """Ends a subscription; does nothing if there is none."""
     with _lock:
         if subscriber in _subscribers:
             _subscribers.remove(subscriber)
 
 
 def publish(event: Event) -> None:
-    """Hands an event to every subscriber; nothing happens when there is none.
+    """Calls every subscriber with an event.
 
-    A subscriber that raises (a terminal that went away) is dropped and named in the log: showing
-    a run must never end it.
+    A subscriber that raises (such as for a closed terminal) is unsubscribed and logged: a display
+    must never end a run.
     """
     with _lock:
         subscribers = tuple(_subscribers)
@@ -129,5 +129,5 @@ def publish(event: Event) -> None:
 
 
 def report(step: StepReport) -> None:
-    """Publishes what a trainer says after a step."""
+    """Publishes a trainer's report of a step."""
     publish(step)

@@ -1,4 +1,4 @@
-"""Measured figures with the ends of their intervals, as text."""
+"""Measured values with their confidence intervals, as text."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ _SAMPLED = re.compile(r"(pass|cons)_at_([0-9]+)")
 
 
 def with_interval(figures: Mapping[str, float], name: str) -> str:
-    """A figure and, in brackets, the interval that `<name>_low` and `<name>_high` hold.
+    """Formats a value and its interval, from `<name>_low` and `<name>_high`.
 
     Example:
         >>> with_interval({"a": 0.5, "a_low": 0.25, "a_high": 0.75}, "a")
@@ -17,9 +17,9 @@ def with_interval(figures: Mapping[str, float], name: str) -> str:
 
 
 def sampled_figures(figures: Mapping[str, float]) -> dict[str, str]:
-    """Those of `pass_at_<k>` and `cons_at_<k>` that there are, in the order of `figures`.
+    """Formats the `pass_at_<k>` and `cons_at_<k>` in `figures`, in their order.
 
-    Evaluations that were made without intervals have none to show, and are left out.
+    Values without intervals, from older evaluations, are left out.
 
     Example:
         >>> sampled_figures({"pass_at_4": 0.5, "pass_at_4_low": 0.25, "pass_at_4_high": 0.75})

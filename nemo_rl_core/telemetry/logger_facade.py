@@ -1,4 +1,4 @@
-"""One place to log to for several trackers, none of which can stop or slow training."""
+"""Logging to several trackers, none of which can stop or slow training."""
 
 import logging
 import queue
@@ -10,18 +10,18 @@ from typing import Protocol, Self
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
-"""Steps that wait for a slow tracker; what comes on top is lost to it, and counted."""
+"""Length of a tracker's queue of steps; further steps are dropped for this tracker and counted."""
 
 
 class Tracker(Protocol):
-    """Somewhere that metrics go: a file, a service. It is used by one thread alone."""
+    """A destination of metrics: a file or a service. Used by one thread only."""
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step; may block, and may raise whatever its library raises."""
+        """Logs the metrics of a step; may block, and may raise any error of its library."""
         ...
 
     def close(self) -> None:
-        """Sends what it still holds."""
+        """Flushes and closes the tracker."""
         ...
 
 
@@ -30,15 +30,16 @@ OpenTracker = Callable[[], Tracker]
 
 
 class LoggerFacade:
-    """Tells every tracker of every step, each on a thread of its own. A context manager.
+    """Logs every step to every tracker, each on its own thread. A context manager.
 
-    A tracker that raises is named in the log once and has lost that step; the next one is tried
-    again. One that blocks (a server that never answers) holds up nobody: its steps wait in a queue
-    with an end. Training's own record is `MetricsFile`, which loses nothing.
+    A tracker that raises is logged once and loses that step; the next step is tried again. One that
+    blocks (a server that never answers) delays nothing: its steps wait in a bounded queue. The
+    complete record of training is `MetricsFile`.
 
     Args:
-        trackers: By name, how to open each; opened on its own thread, at the first step.
-        close_seconds: How long `close` waits for trackers that still have steps to send.
+        trackers: Functions that open trackers, by name; called on the tracker's thread at the first
+            step.
+        close_seconds: Time that `close` waits for trackers with queued steps.
 
     Example:
         >>> with LoggerFacade({"jsonl": lambda: JsonLines(path)}) as log:      # doctest: +SKIP
@@ -46,20 +47,22 @@ class LoggerFacade:
     """
 
     def __init__(self, trackers: Mapping[str, OpenTracker], *, close_seconds: float = 10.0) -> None:
-        self._lines = [_Line(name, open_tracker) for name, open_tracker in trackers.items()]
+        self._queues = [
+            _TrackerQueue(name, open_tracker) for name, open_tracker in trackers.items()
+        ]
         self._close_seconds = close_seconds
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics of a step to every tracker, and returns at once."""
-        for line in self._lines:
-            line.put(_Step(stage, step, dict(metrics)))
+        """Queues the metrics of a step for every tracker, and returns at once."""
+        for each in self._queues:
+            each.put(_Step(stage, step, dict(metrics)))
 
     def close(self) -> None:
-        """Waits a while for what is under way; what is lost is counted in the log."""
-        for line in self._lines:
-            line.end()
-        for line in self._lines:
-            line.join(self._close_seconds)
+        """Waits up to `close_seconds` for queued steps; logs the number of lost ones."""
+        for each in self._queues:
+            each.end()
+        for each in self._queues:
+            each.join(self._close_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -75,8 +78,8 @@ class _Step:
     metrics: dict[str, float]
 
 
-class _Line:
-    """A tracker, the steps that wait for it, and the thread that brings them."""
+class _TrackerQueue:
+    """A tracker with its queue of steps and its thread."""
 
     def __init__(self, name: str, open_tracker: OpenTracker) -> None:
         self._name, self._open = name, open_tracker
@@ -88,7 +91,7 @@ class _Line:
 
     def put(self, step: _Step) -> None:
         if self._thread is None:
-            # A daemon, so that a server that never answers cannot keep the program from ending.
+            # A daemon thread, so that a server that never answers cannot keep the program alive.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         if self._waiting.qsize() >= MAX_WAITING:
@@ -107,13 +110,13 @@ class _Line:
         num_lost = self._num_lost + max(0, self._waiting.qsize() - 1)
         if self._thread.is_alive():
             logger.warning(
-                "%s did not take all within %g s of the end: %d steps or more are not there",
+                "%s did not finish within %g s of the end: %d steps or more are lost",
                 self._name,
                 seconds,
                 num_lost + 1,
             )
         elif num_lost:
-            logger.warning("%s has not taken %d steps of this run", self._name, num_lost)
+            logger.warning("%s has lost %d steps of this run", self._name, num_lost)
 
     def _run(self) -> None:
         for step in iter(self._waiting.get, None):
@@ -121,33 +124,33 @@ class _Line:
                 if self._tracker is None:
                     self._tracker = self._open()
                 self._tracker.log_metrics(step.stage, step.step, step.metrics)
-            except Exception as error:  # noqa: BLE001  (whatever its library raises)
+            except Exception as error:  # noqa: BLE001  (any error of its library)
                 self._lose(step, f"{type(error).__name__}: {error}")
             else:
                 self._is_failing = False
         try:
             if self._tracker is not None:
                 self._tracker.close()
-        except Exception as error:  # noqa: BLE001  (whatever its library raises)
+        except Exception as error:  # noqa: BLE001  (any error of its library)
             logger.warning("%s could not be closed: %s", self._name, error)
 
-    def _lose(self, step: _Step, why: str) -> None:
+    def _lose(self, step: _Step, reason: str) -> None:
         self._num_lost += 1
         if not self._is_failing:
             self._is_failing = True
             logger.warning(
-                "%s takes no metrics since step %d of %s; training goes on: %s",
+                "%s accepts no metrics since step %d of %s; training continues: %s",
                 self._name,
                 step.step,
                 step.stage,
-                why,
+                reason,
             )
 
 
-def open_all(named: Sequence[tuple[str, OpenTracker]]) -> dict[str, OpenTracker]:
-    """Names that differ: two trackers of a kind are told apart by a number."""
+def with_unique_names(named: Sequence[tuple[str, OpenTracker]]) -> dict[str, OpenTracker]:
+    """Makes names unique: further trackers of one kind get a number."""
     found: dict[str, OpenTracker] = {}
     for name, opener in named:
-        place = sum(known.partition(" ")[0] == name for known in found)
-        found[f"{name} {place + 1}" if place else name] = opener
+        num_before = sum(known.partition(" ")[0] == name for known in found)
+        found[f"{name} {num_before + 1}" if num_before else name] = opener
     return found

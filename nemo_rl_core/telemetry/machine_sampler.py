@@ -1,6 +1,6 @@
-"""What this machine is doing, every few seconds: processors, memory, disk, network, GPUs.
+"""Samples the machine's load every few seconds: processors, memory, disk, network, GPUs.
 
-Figures are of the whole machine, because Ray's workers are processes of their own.
+Values are of the whole machine, since Ray's workers are separate processes.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ _MIB, _GIB = 2.0**20, 2.0**30
 
 
 def read_machine(store: Path) -> dict[str, float]:
-    """Processors in per cent of all, memory in GiB, totals of bytes moved in MiB.
+    """Reads CPU load in percent of all cores, memory in GiB, and total I/O in MiB.
 
     Args:
-        store: Whose disk's free space is read.
+        store: Folder of the store, whose disk is read.
     """
     memory = psutil.virtual_memory()
     found = {
@@ -47,7 +47,7 @@ def read_machine(store: Path) -> dict[str, float]:
 
 
 def _gpus() -> dict[str, float]:
-    """Of NVIDIA's library, where it and a device are there."""
+    """Reads NVML, if it is installed and there is a device."""
     try:
         import pynvml
 
@@ -71,7 +71,7 @@ def _gpu(pynvml: Any, index: int) -> Iterator[tuple[str, float]]:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     yield f"gpu{index}_memory_used_gib", memory.used / _GIB
     yield f"gpu{index}_memory_total_gib", memory.total / _GIB
-    with contextlib.suppress(pynvml.NVMLError):  # a partitioned device has no rates
+    with contextlib.suppress(pynvml.NVMLError):  # MIG devices have no rates
         rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
         yield f"gpu{index}_percent", float(rates.gpu)
     with contextlib.suppress(pynvml.NVMLError):
@@ -82,32 +82,34 @@ def _gpu(pynvml: Any, index: int) -> Iterator[tuple[str, float]]:
 
 
 class MachineSampler:
-    """Reads the machine on a thread, at once and then every few seconds, until it is closed.
+    """Samples the machine on a thread, at once and then every few seconds, until it is closed.
 
     Args:
-        take: Told the whole seconds since the start, and the figures.
+        every_seconds: Interval between samples.
+        store: Folder of the store.
+        callback: Called with the whole seconds since the start, and the values by name.
     """
 
     def __init__(
-        self, every_seconds: float, store: Path, take: Callable[[int, dict[str, float]], None]
+        self, every_seconds: float, store: Path, callback: Callable[[int, dict[str, float]], None]
     ) -> None:
-        self._every, self._store, self._take = every_seconds, store, take
+        self._every, self._store, self._callback = every_seconds, store, callback
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._ended.set()
         self._thread.join(5)
 
     def _run(self) -> None:
         start = time.monotonic()
-        psutil.cpu_percent()  # the first call has nothing to compare with, and says 0
+        psutil.cpu_percent()  # the first call has no reference, and returns 0
         while True:
             try:
-                self._take(round(time.monotonic() - start), read_machine(self._store))
-            except Exception:  # a figure that this machine lacks must never end a run
+                self._callback(round(time.monotonic() - start), read_machine(self._store))
+            except Exception:  # a value that this machine lacks must never end a run
                 logger.warning("the machine's load is no longer sampled", exc_info=True)
                 return
             if self._ended.wait(self._every):

@@ -1,4 +1,4 @@
-"""The metrics of a stage: a JSON line a step, safe to append to, to cut and to be killed at."""
+"""The metrics of a stage: one JSON line per step, robust against kills while writing."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from nemo_rl_core.types import StepReport
 
 
 class MetricsFile:
-    """Appends step reports to a JSONL file that one process writes.
+    """Appends step reports to a JSONL file with a single writer.
 
-    A line counts once its newline is there; what a killed process left after the last newline is
-    ignored, and overwritten by the next append.
+    A line counts once its newline is written; a torn last line of a killed process is ignored, and
+    overwritten by the next append.
 
     Example:
         >>> metrics = MetricsFile(folder / "metrics.jsonl")                    # doctest: +SKIP
@@ -27,10 +27,10 @@ class MetricsFile:
         self.path = path
 
     def append(self, report: StepReport) -> None:
-        """Adds a report; on return it is on the disk.
+        """Appends a report and syncs the file.
 
         Raises:
-            StoreError: If the disk refuses; the file then holds what it held before.
+            StoreError: If the disk refuses; the file is then unchanged.
         """
         line = json.dumps(asdict(report)).encode() + b"\n"
         with storage_errors(self.path):
@@ -47,7 +47,7 @@ class MetricsFile:
                     raise
 
     def read(self) -> list[StepReport]:
-        """Every whole report, in the order of writing; none when there is no file.
+        """Reads every complete report, in order; empty without a file.
 
         Raises:
             StoreError: If a line other than a torn last one is damaged.
@@ -57,7 +57,7 @@ class MetricsFile:
         ]
 
     def truncate_after(self, step: int) -> None:
-        """Drops the reports of later steps, atomically: what a resumed run will report again.
+        """Drops the reports of later steps, which a resumed run reports again; atomic.
 
         Raises:
             StoreError: If a line is damaged or the disk refuses.
@@ -91,7 +91,7 @@ class MetricsFile:
 
 
 def _drop_torn_line(file: BinaryIO) -> int:
-    """Cuts what follows the last newline; returns the length, where the file now stands."""
+    """Truncates after the last newline; returns the length, to which the file is positioned."""
     end = file.seek(0, os.SEEK_END)
     if end:
         file.seek(end - 1)

@@ -1,7 +1,7 @@
-"""The log file of a run: what libraries log, and what reaches the terminal's descriptors.
+"""The log file of a run: logging of libraries, and output to the terminal's descriptors.
 
-What C++ code and child processes write straight to the terminal is caught by redirecting the
-descriptors, which must happen before Ray starts: a child inherits the descriptors of its birth.
+Output of C++ code and child processes is captured by redirecting the descriptors. This must happen
+before Ray starts, since a child inherits the descriptors.
 """
 
 import logging
@@ -26,7 +26,7 @@ OURS = "nemo_rl_core"
 
 
 class RunLog:
-    """The log file of one run. A context manager; `close` puts the loggers back as they were.
+    """The log file of one run. A context manager; `close` restores the loggers.
 
     Attributes:
         folder: `runs/<utc timestamp>-<short id>` in the store.
@@ -57,10 +57,10 @@ class RunLog:
         return cls(store.runs / name)
 
     def route(self) -> None:
-        """Sends the libraries' logging to the file alone; our warnings are published as notes too.
+        """Routes the libraries' logging to the file; our warnings are also published as notes.
 
-        Libraries install handlers of their own when they are imported, so this is done again
-        whenever a stage starts.
+        Libraries install handlers when they are imported, so this is repeated at the start of every
+        stage.
         """
         for name in (*LIBRARIES, OURS):
             library = logging.getLogger(name)
@@ -74,13 +74,13 @@ class RunLog:
                 library.setLevel(logging.INFO)
 
     def trace(self, error: BaseException) -> None:
-        """Writes an error with its whole trace to the file, and nowhere else."""
+        """Writes an error with its traceback to the file only."""
         text = "the run failed\n" + "".join(traceback.format_exception(error)).rstrip()
         record = {"name": OURS, "levelno": logging.ERROR, "levelname": "ERROR", "msg": text}
         self._file.handle(logging.makeLogRecord(record))
 
     def close(self) -> None:
-        """Puts the loggers back and closes the file; calling it again does nothing."""
+        """Restores the loggers and closes the file; idempotent."""
         self._unsubscribe()
         for name, (handlers, propagate, level) in self._before.items():
             library = logging.getLogger(name)
@@ -108,10 +108,10 @@ class _NoteHandler(logging.Handler):
 
 @contextmanager
 def redirect_descriptors(log_path: Path) -> Iterator[TextIO]:
-    """Sends descriptors 1 and 2 to a file, for this process and those it starts from now on.
+    """Redirects descriptors 1 and 2 to a file, for this process and its later children.
 
     Yields:
-        A stream on what was descriptor 1, for the display alone.
+        A stream on the original descriptor 1, for the display.
 
     Raises:
         StoreError: If the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Where the seconds and the memory of a step went."""
+"""Wall time of phases, and peak memory of processes."""
 
 import os
 import time
@@ -23,9 +23,9 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to the phase, also when it ends with an error.
+        """Adds the time spent inside to the phase, also if it raises.
 
-        A phase inside another counts in both.
+        A nested phase counts in both.
         """
         start = time.perf_counter()
         try:
@@ -35,17 +35,17 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
 
     def take(self) -> dict[str, float]:
-        """Hands over `{"<phase>_seconds": seconds}` in order of first use, and starts anew."""
+        """Returns `{"<phase>_seconds": seconds}` in order of first use, and resets the timer."""
         taken = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken
 
 
 def peak_memory_gib(pids: Iterable[int] = ()) -> float:
-    """The peak resident memory of processes, in GiB, summed; without pids, of this one.
+    """Sums the peak resident memory of processes, in GiB; without pids, of this process.
 
-    From `VmHWM` in `/proc`, since `ru_maxrss` counts what a process was before its exec. Memory
-    that processes share counts in each, so that the sum is an upper bound. Ended ones count 0.
+    Reads `VmHWM` in `/proc`, since `ru_maxrss` includes the process before its exec. Shared memory
+    counts in each process, so that the sum is an upper bound. Ended processes count 0.
     """
     kib = (_peak_kib(pid) for pid in (tuple(pids) or (os.getpid(),)))
     return sum(kib) / 2**20

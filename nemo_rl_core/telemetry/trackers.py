@@ -1,4 +1,4 @@
-"""The trackers; each imports its library where it is opened, because few runs use any."""
+"""The trackers; each imports its library when it is opened, since few runs use any."""
 
 import json
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from nemo_rl_core.telemetry.logger_facade import Tracker
 
 
 def open_tracker(config: TrackerConfig, run: str) -> Tracker:
-    """Connects to a tracker.
+    """Opens a tracker.
 
     Args:
-        config: Which one.
-        run: The run's name there.
+        config: The tracker's config.
+        run: Name of the run in the tracker.
 
     Raises:
-        ImportError: If its library is not installed; others as the library raises them.
+        ImportError: If its library is not installed; the library may raise other errors.
     """
     match config:
         case JsonLinesTracker():
@@ -37,12 +37,12 @@ def open_tracker(config: TrackerConfig, run: str) -> Tracker:
 
 
 def _tags(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Services group by what stands before the slash."""
+    """Prefixes names with the stage, by which services group them."""
     return {f"{stage}/{name}": value for name, value in metrics.items()}
 
 
 class JsonLines:
-    """Appends an object a step to a file."""
+    """Appends one JSON object per step to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -58,11 +58,11 @@ class JsonLines:
             file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
 
     def close(self) -> None:
-        """Every line is written already."""
+        """Does nothing: every line is written at once."""
 
 
 class TensorBoard:
-    """Event files."""
+    """TensorBoard event files."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -70,18 +70,18 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder.expanduser()))
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds a scalar a metric."""
+        """Adds one scalar per metric."""
         for name, value in _tags(stage, metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
 
 class Mlflow:
-    """A run on an MLflow server or in its folder."""
+    """A run on an MLflow server or in a local folder."""
 
     def __init__(self, config: MlflowTracker, run: str) -> None:
         from mlflow.tracking import MlflowClient
@@ -121,7 +121,7 @@ class Wandb:
             mode=config.mode,
             dir=str(Path(config.folder).expanduser()) if config.folder else None,
             reinit="create_new",
-            # What the machine does is sampled here, once for all trackers; code stays at home.
+            # `MachineSampler` samples the machine for all trackers; code is not uploaded.
             settings=wandb.Settings(
                 silent=True, save_code=False, disable_git=True, x_disable_stats=True
             ),
@@ -129,12 +129,12 @@ class Wandb:
         self._stages: set[str] = set()
 
     def log_metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step against the steps of its own stage: every stage counts from its own."""
+        """Logs the step with a step metric per stage, since each stage counts its own steps."""
         if stage not in self._stages:
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
         self._run.log({**_tags(stage, metrics), f"{stage}/step": step})
 
     def close(self) -> None:
-        """Sends the rest."""
+        """Flushes and finishes the run."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""A run that is tracked: every step that a trainer reports goes to every tracker."""
+"""Forwards every reported step of a run to its trackers."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,24 +7,26 @@ from functools import partial
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import Event, MachineSample, publish, subscribe
-from nemo_rl_core.telemetry.logger_facade import LoggerFacade, open_all
+from nemo_rl_core.telemetry.logger_facade import LoggerFacade, with_unique_names
 from nemo_rl_core.telemetry.machine_sampler import MachineSampler
 from nemo_rl_core.telemetry.trackers import open_tracker
 from nemo_rl_core.types import StepReport
 
 MACHINE = "machine"
-"""The stage under which the machine's figures are logged; its steps are seconds."""
+"""The stage name of the machine's load; its steps are seconds."""
 
 
 @contextmanager
 def tracked(config: TrackingConfig, run: str) -> Iterator[None]:
-    """Tells the config's trackers of all that is reported meanwhile, and samples the machine.
+    """Logs all reports inside the context to the config's trackers, and samples the machine.
 
     Args:
-        config: Whom to tell.
-        run: The run's name there.
+        config: The trackers, and the interval of samples.
+        run: Name of the run in the trackers.
     """
-    openers = open_all([(each.kind, partial(open_tracker, each, run)) for each in config.trackers])
+    openers = with_unique_names(
+        [(each.kind, partial(open_tracker, each, run)) for each in config.trackers]
+    )
     with ExitStack() as stack:
         log = stack.enter_context(LoggerFacade(openers))
         stack.callback(subscribe(partial(_forward, log)))

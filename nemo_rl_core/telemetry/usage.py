@@ -1,8 +1,8 @@
-"""What this process and its workers have used so far: CPU seconds, tokens, FLOPs.
+"""Resource usage of this process and its workers: CPU seconds, tokens, FLOPs.
 
-Whoever hands work to a model counts it here, and whoever starts processes elsewhere says how to
-read their CPU time. A stage takes the difference over its work (`Spent`). A worker that dies takes
-what it used since the last reading with it.
+Callers of a model count tokens by `count`, and owners of other processes register by `watch` to
+report CPU time. A stage records the difference over its work (`Spent`). The CPU time of a worker
+that dies is lost since the last reading.
 """
 
 import os
@@ -18,12 +18,12 @@ from nemo_rl_core.telemetry.cost import ModelFlops, Phase
 
 @dataclass
 class Spent:
-    """What was used between two moments; filled when the second has come.
+    """Usage between two moments; filled when `measured` exits.
 
     Attributes:
-        cpu_seconds: Of this process, its children that have ended, and the workers.
-        generated_tokens: Drawn by engines.
-        trained_tokens: Of sequences that went forward and backward, prompts included.
+        cpu_seconds: CPU time of this process, its ended children, and the workers.
+        generated_tokens: Tokens sampled by engines.
+        trained_tokens: Tokens of sequences that were trained on, prompts included.
         flops: See `nemo_rl_core.telemetry.cost`.
     """
 
@@ -42,13 +42,13 @@ _seen: dict[str, float] = {}
 def count(
     phase: Phase, shape: ModelFlops, lengths: Sequence[int], *, num_generated: int = 0
 ) -> None:
-    """Adds work on whole sequences.
+    """Counts work on complete sequences.
 
     Args:
-        phase: What was done with them.
-        shape: Of the model.
+        phase: The kind of work.
+        shape: Sizes of the model.
         lengths: Tokens of each sequence, prompt and completion.
-        num_generated: How many of them were drawn.
+        num_generated: Number of sampled tokens.
     """
     with _lock:
         _total.flops += shape.flops(phase, lengths)
@@ -57,19 +57,19 @@ def count(
 
 
 class Owner(Protocol):
-    """Has processes elsewhere."""
+    """An owner of other processes."""
 
     def cpu_seconds(self) -> Mapping[str, float]:
-        """CPU seconds by process, each since the process began."""
+        """CPU seconds by process, each since its start."""
 
 
 def watch(owner: Owner) -> None:
-    """Reads the owner's processes, too, until `unwatch` or until nobody holds it."""
+    """Includes the owner's processes, until `unwatch` or until the owner is garbage collected."""
     _owners.add(owner)
 
 
 def unwatch(owner: Owner) -> None:
-    """Reads the owner's processes a last time; a no-op where they are not watched."""
+    """Reads the owner's processes a last time; does nothing if they are not watched."""
     if owner in _owners:
         _owners.discard(owner)
         _seen.update(owner.cpu_seconds())
@@ -85,7 +85,7 @@ def cpu_seconds() -> float:
 
 @contextmanager
 def measured() -> Iterator[Spent]:
-    """What is used inside; a worker that begins inside counts from its birth."""
+    """Measures the usage inside; a worker started inside counts from its start."""
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
     yield spent

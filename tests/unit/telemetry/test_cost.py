@@ -74,20 +74,20 @@ def test_peaks_and_the_share_of_them() -> None:
 
 def test_money_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEMO_RL_PRICES", raising=False)
-    assert Prices.here() is None
+    assert Prices.from_environment() is None
     table = tmp_path / "prices.yaml"
     table.write_text("{currency: EUR, cpu_core_hour: 0.04, gpu_hour: {H100: 2.5}}")
     monkeypatch.setenv("NEMO_RL_PRICES", str(table))
-    prices = Prices.here()
+    prices = Prices.from_environment()
     assert prices is not None
     # Half an hour of one core, two hours of a GPU.
     given = {"cpu_seconds": 1800.0, "gpu_seconds": 7200.0}
-    assert prices.of(**given, device="NVIDIA H100 PCIe") == pytest.approx(0.02 + 5.0)
-    assert prices.of(cpu_seconds=1800.0, gpu_seconds=0.0, device="") == pytest.approx(0.02)
-    assert prices.of(**given, device="NVIDIA L4") is None
+    assert prices.total(**given, device="NVIDIA H100 PCIe") == pytest.approx(0.02 + 5.0)
+    assert prices.total(cpu_seconds=1800.0, gpu_seconds=0.0, device="") == pytest.approx(0.02)
+    assert prices.total(**given, device="NVIDIA L4") is None
     table.write_text("{cpu_hour: 1}")
     with pytest.raises(ConfigError, match="unknown key 'cpu_hour'"):
-        Prices.here()
+        Prices.from_environment()
 
 
 def test_the_example_of_a_table_can_be_read_as_it_is_and_filled_in(
@@ -95,14 +95,14 @@ def test_the_example_of_a_table_can_be_read_as_it_is_and_filled_in(
 ) -> None:
     example = Path(__file__).parents[3] / "deployment" / "prices.yaml"
     monkeypatch.setenv("NEMO_RL_PRICES", str(example))
-    assert Prices.here() == Prices()
+    assert Prices.from_environment() == Prices()
     # The lines behind the prose, with figures in their places.
     _, table = example.read_text().split("#\n")
     filled = tmp_path / "prices.yaml"
     filled.write_text(table.replace("\n# ", "\n").removeprefix("# ").replace("...", "2.5"))
     monkeypatch.setenv("NEMO_RL_PRICES", str(filled))
     gpus = {"H100 PCIe": 2.5, "H100": 2.5}
-    assert Prices.here() == Prices(currency="EUR", cpu_core_hour=2.5, gpu_hour=gpus)
+    assert Prices.from_environment() == Prices(currency="EUR", cpu_core_hour=2.5, gpu_hour=gpus)
 
 
 class Workers:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.telemetry import logger_facade as facade
-from nemo_rl_core.telemetry.logger_facade import LoggerFacade, open_all
+from nemo_rl_core.telemetry.logger_facade import LoggerFacade, with_unique_names
 from nemo_rl_core.telemetry.trackers import JsonLines
 
 
@@ -52,10 +52,11 @@ def test_a_tracker_that_is_down_stops_neither_training_nor_the_others(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"stage": "sft", "step": step, "loss": 0.5**step} for step in (1, 2, 3)]
     assert away.taken == [("sft", 3, {"loss": 0.125})]
-    said = [r.getMessage() for r in caplog.records]
-    assert said == [
-        "away takes no metrics since step 1 of sft; training goes on: ConnectionError: no route",
-        "away has not taken 2 steps of this run",
+    messages = [r.getMessage() for r in caplog.records]
+    assert messages == [
+        "away accepts no metrics since step 1 of sft; training continues: "
+        "ConnectionError: no route",
+        "away has lost 2 steps of this run",
     ]
 
 
@@ -93,8 +94,8 @@ def test_a_tracker_that_never_answers_holds_up_neither_steps_nor_the_end(
     log.close()
     assert time.monotonic() - started < 100
     assert [step for _, step, _ in well.taken] == list(range(8))
-    assert "hanging takes no metrics since step 6 of grpo" in caplog.text
-    assert "hanging did not take all within 0.3 s of the end: 8 steps or more" in caplog.text
+    assert "hanging accepts no metrics since step 6 of grpo" in caplog.text
+    assert "hanging did not finish within 0.3 s of the end: 8 steps or more" in caplog.text
     hanging.may_answer.set()
 
 
@@ -106,13 +107,13 @@ def test_nothing_is_opened_for_a_run_without_steps() -> None:
         pass
 
 
-def test_two_of_a_kind_are_told_apart() -> None:
+def test_two_of_a_kind_get_different_names() -> None:
     first, second = Flaky(), Flaky()
-    named = open_all([("jsonl", lambda: first), ("jsonl", lambda: second)])
+    named = with_unique_names([("jsonl", lambda: first), ("jsonl", lambda: second)])
     assert list(named) == ["jsonl", "jsonl 2"]
 
 
-def test_closing_failures_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_failures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     tracker = Flaky()
     with LoggerFacade({"x": lambda: tracker}) as log:
         log.log_metrics("sft", 1, {})

@@ -48,7 +48,7 @@ def run_log(tmp_path: Path) -> Iterator[RunLog]:
 
 
 def test_events_reach_every_subscriber_until_it_ends() -> None:
-    report(STEP)  # nobody listens: nothing happens
+    report(STEP)  # no subscriber: nothing happens
     one: list[Event] = []
     two: list[Event] = []
     end_one, end_two = subscribe(one.append), subscribe(two.append)
@@ -259,7 +259,7 @@ def _run_in_terminal(command: list[str], columns: int, term: str = "xterm-256col
         while block := os.read(controller, 65536):
             shown += block
     except OSError:
-        pass  # Linux says EIO once the last writer is gone
+        pass  # Linux raises EIO once the last writer is gone
     os.close(controller)
     assert child.wait(timeout=500) == 0, shown.decode()
     return shown.decode()

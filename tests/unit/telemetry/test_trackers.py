@@ -134,7 +134,7 @@ def test_a_server_that_is_away_does_not_hold_up_training(
         log.close()
     # Neither waits for an answer nor raises; a request alone would take minutes of retries.
     assert slowest < 60
-    assert "steps or more are not there" in caplog.text
+    assert "steps or more are lost" in caplog.text
 
 
 def test_what_trainers_report_goes_to_all_trackers_at_once(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_trainers_report_goes_to_all_trackers_at_once(tmp_path: Path) -> No
     with tracked(config, "run-1"):
         report(StepReport("sft", 1, 2, {"loss": 0.5, "global_step": 31.0}, {"step_seconds": 0.1}))
         time.sleep(0.3)
-    report(StepReport("sft", 2, 2, {"loss": 9.0}))  # after the end: told to nobody
+    report(StepReport("sft", 2, 2, {"loss": 9.0}))  # after the end: not logged
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     assert sorted(lines) == sorted((tmp_path / "b.jsonl").read_text().splitlines())
     first = '{"stage": "sft", "step": 31, "loss": 0.5, "global_step": 31.0, "step_seconds": 0.1}'
