@@ -1,1 +1,1 @@
-"""Maintenance: what may go from a store, what is damaged in it, and what the machine lacks."""
+"""Maintenance: garbage collection, disk usage and verification of a store; checks of a machine."""

@@ -1,8 +1,8 @@
-"""`nemo-rl gc`: planned first, shown, and done so that nothing in use goes.
+"""`nemo-rl gc`: garbage collection in a store, with a plan first; nothing in use is removed.
 
-Safe beside runs: whatever goes is first renamed, while a lock says that nobody uses it; a run that
-asks for it a moment later finds nothing, and makes it again. Killed half-way, each artifact is
-whole or gone, and the next call deletes what only has another name.
+Safe beside running jobs: an artifact is first renamed under a lock that no process may share; a run
+that looks for it later finds nothing, and makes it again. If the collection is killed, each
+artifact is complete or gone, and the next call deletes the renamed ones.
 """
 
 import time
@@ -22,16 +22,16 @@ from nemo_rl_core.store.store import Store
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes.
+    """Files to remove.
 
     Attributes:
-        runs: Names; oldest first.
-        artifacts: Names; each before those that it was made from.
-        work: Names of folders that killed runs have left.
-        leftovers: Paths that are nobody's.
-        num_bytes: What the store takes, in allocated blocks.
-        freed_bytes: How much of it comes free.
-        problem: Why no run or artifact goes, where the history cannot be read.
+        runs: Names, oldest first.
+        artifacts: Names, children before their parents.
+        work: Names of work folders of killed runs.
+        leftovers: Paths of unused files and folders.
+        num_bytes: Size of the store, in allocated blocks.
+        freed_bytes: Bytes that are freed.
+        problem: Error if the history cannot be read; then no run or artifact is removed.
     """
 
     runs: tuple[str, ...]
@@ -44,16 +44,16 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing goes."""
+        """True if there is nothing to remove."""
         return not (self.runs or self.artifacts or self.work or self.leftovers)
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What went.
+    """Result of a collection.
 
     Attributes:
-        plan: With what really went, and the bytes that came free.
+        plan: The plan with what was really removed, and the freed bytes.
         in_use: Artifacts that stayed because a process has begun to use them.
     """
 
@@ -62,7 +62,7 @@ class Removed:
 
 
 def make_plan(store: Store, policy: RetentionPolicy, *, now: float | None = None) -> Plan:
-    """What the policy would remove now; changes nothing."""
+    """Plans what the policy removes now; changes nothing."""
     return _plan(store, survey(store), policy, time.time() if now is None else now)
 
 
@@ -74,36 +74,41 @@ def remove(
     now: float | None = None,
     on_removed: Callable[[str], None] = lambda _: None,
 ) -> Removed:
-    """Removes what is in the plan and may still go.
+    """Removes everything in the plan that the policy still allows.
 
     Args:
         store: The store.
-        policy: What the plan was made with: the store is looked at again, since a run may have
-            begun to use what the plan names.
-        plan: What was shown to the user; nothing else goes.
-        now: Unix seconds; the clock's where it is None.
-        on_removed: Told each path, for a display.
+        policy: The policy of the plan. The store is surveyed again, since a run may have begun to
+            use something in the plan.
+        plan: The plan that was shown to the user; nothing else is removed.
+        now: Unix seconds; None for the current time.
+        on_removed: Called with the name of each removed path, for a display.
     """
     found = survey(store)
     again = _plan(store, found, policy, time.time() if now is None else now)
     snapshot = Snapshot(store.root)
-    snapshot.freed_by(_all_paths(store, again))  # looked at while they have their names
+    snapshot.freed_by(_all_paths(store, again))  # read before they are renamed
     runs = [name for name in again.runs if name in plan.runs and not is_alive(store, name)]
     renamed = {store.runs / name: mark_discarded(store.runs / name) for name in runs}
     chosen = [name for name in again.artifacts if name in plan.artifacts]
-    taken, in_use = _take(store, chosen, found.artifacts)
+    renamed_artifacts, in_use = _rename_unused(store, chosen, found.artifacts)
     work = frozenset(again.work) & frozenset(plan.work)
     leftovers = [path for path in again.leftovers if path in plan.leftovers]
-    gone = [*renamed, *(store.artifacts / name for name in taken)]
+    gone = [*renamed, *(store.artifacts / name for name in renamed_artifacts)]
     freed = snapshot.freed_by([*gone, *(store.work / name for name in work), *leftovers])
-    for path in (*renamed.values(), *taken.values(), *tidy_work(store, work), *leftovers):
+    for path in (
+        *renamed.values(),
+        *renamed_artifacts.values(),
+        *tidy_work(store, work),
+        *leftovers,
+    ):
         if path is not None:
             delete(path)
             on_removed(path.name)
     done = replace(
         plan,
         runs=tuple(runs),
-        artifacts=tuple(taken),
+        artifacts=tuple(renamed_artifacts),
         work=tuple(sorted(work)),
         leftovers=tuple(leftovers),
         num_bytes=snapshot.num_bytes,
@@ -112,23 +117,23 @@ def remove(
     return Removed(done, tuple(in_use))
 
 
-def _take(
+def _rename_unused(
     store: Store, names: Iterable[str], artifacts: Mapping[str, ArtifactRecord]
 ) -> tuple[dict[str, Path | None], list[str]]:
-    """Renames artifacts that nobody uses; what one in use was made from stays with it."""
-    taken: dict[str, Path | None] = {}
-    stays: set[str] = set()
+    """Renames unused artifacts; the ancestors of one in use stay too."""
+    renamed_artifacts: dict[str, Path | None] = {}
+    kept_names: set[str] = set()
     in_use = []
     for name in names:
-        if name in stays:
+        if name in kept_names:
             continue
-        with locks.alone(store.marks, f"artifacts/{name}") as free:
+        with locks.exclusive(store.marks, f"artifacts/{name}") as free:
             if free:
-                taken[name] = mark_discarded(store.artifacts / name)
+                renamed_artifacts[name] = mark_discarded(store.artifacts / name)
             else:
                 in_use.append(name)
-                stays |= with_ancestors([name], artifacts)
-    return taken, in_use
+                kept_names |= with_ancestors([name], artifacts)
+    return renamed_artifacts, in_use
 
 
 def _plan(store: Store, found: Survey, policy: RetentionPolicy, now: float) -> Plan:
@@ -145,10 +150,10 @@ def _plan(store: Store, found: Survey, policy: RetentionPolicy, now: float) -> P
     size = size_with(kept)
     if policy.max_bytes is not None:
         kept, size = shrink(found, kept, max_bytes=policy.max_bytes, size_with=size_with)
-    doomed = {name: each for name, each in found.artifacts.items() if name not in kept.artifacts}
+    removable = {name: each for name, each in found.artifacts.items() if name not in kept.artifacts}
     return Plan(
         runs=tuple(run.name for run in found.runs if run.name not in kept.runs),
-        artifacts=tuple(_children_first(doomed)),
+        artifacts=tuple(_children_first(removable)),
         work=work,
         leftovers=leftovers,
         num_bytes=snapshot.num_bytes,

@@ -1,6 +1,6 @@
-"""What files take on the disk, as `du` counts: allocated blocks, hard links once.
+"""Disk usage as `du` counts it: allocated blocks, hard links once.
 
-Not the apparent sizes: a sparse file takes less than its length says, and a small one a block.
+Apparent sizes differ: a sparse file takes less than its length, and a small one takes a block.
 """
 
 import os
@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_BLOCK = 512  # bytes; the unit of st_blocks whatever the file system's own is
+_BLOCK = 512  # bytes; the unit of st_blocks on every file system
 
 Inode = tuple[int, int]
 
 
 class DiskUse:
-    """The files below some folders, each once.
+    """Disk usage of several folders; each file counts once.
 
     Attributes:
-        num_bytes: Allocated, folders included.
+        num_bytes: Allocated bytes, folders included.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class DiskUse:
         self._seen: set[Inode] = set()
 
     def add(self, path: Path) -> int:
-        """Counts a file, or a folder with all that is in it; returns what was not counted before.
+        """Adds a file, or a folder with its content; returns the bytes not counted before.
 
-        Links are not followed. What vanishes meanwhile takes nothing.
+        Symbolic links are not followed. A file that vanishes meanwhile counts 0.
         """
         new = 0
         for stat in walk(path):
@@ -40,15 +40,15 @@ class DiskUse:
 
 
 def allocated(path: Path) -> int:
-    """What `du` says of a file or folder, in bytes."""
+    """Returns the allocated bytes of a file or folder, as `du` does."""
     return DiskUse().add(path)
 
 
 class Snapshot:
-    """A folder at one moment, for asking what would come free without parts of it.
+    """Sizes in a folder at one moment, to compute the bytes that removals would free.
 
     Args:
-        root: Measured here; what is asked for later must lie below it.
+        root: The folder; later paths must be below it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -56,11 +56,11 @@ class Snapshot:
         self._stats: dict[Path, list[os.stat_result]] = {}
 
     def freed_by(self, paths: Iterable[Path]) -> int:
-        """How many bytes come free with all these gone; a file with a link elsewhere stays."""
+        """Bytes that removing all paths frees; a file with a hard link elsewhere is not freed."""
         links: Counter[Inode] = Counter()
         found: dict[Inode, os.stat_result] = {}
         for path in paths:
-            for stat in self._of(path):
+            for stat in self._stats_of(path):
                 links[stat.st_dev, stat.st_ino] += 1
                 found[stat.st_dev, stat.st_ino] = stat
         return sum(
@@ -69,19 +69,19 @@ class Snapshot:
             if mode.S_ISDIR(stat.st_mode) or links[inode] >= stat.st_nlink
         )
 
-    def _of(self, path: Path) -> list[os.stat_result]:
+    def _stats_of(self, path: Path) -> list[os.stat_result]:
         if path not in self._stats:
             self._stats[path] = list(walk(path))
         return self._stats[path]
 
 
 def newest_change(path: Path) -> float:
-    """When anything in a folder was last written, in unix seconds; 0 where there is nothing."""
+    """Time of the last change in a folder, in Unix seconds; 0 if it is missing."""
     return max((stat.st_mtime for stat in walk(path)), default=0.0)
 
 
 def walk(path: Path) -> Iterator[os.stat_result]:
-    """What the file system says of a path and of all below it; links are not followed."""
+    """Yields the `lstat` of a path and of everything below it; links are not followed."""
     try:
         stat = path.lstat()
         yield stat

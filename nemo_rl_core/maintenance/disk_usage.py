@@ -1,4 +1,4 @@
-"""`nemo-rl usage`: where the disk goes, in allocated blocks: the parts sum to what `du` says."""
+"""`nemo-rl usage`: disk usage in allocated blocks; the parts sum to the total of `du`."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,9 @@ class Share:
     """A part of the store.
 
     Attributes:
-        name: Of the part.
-        count: Of the folders or files that make it up.
-        num_bytes: Allocated. A file with several names counts in the first part that has it.
+        name: Name of the part.
+        count: Number of its folders or files.
+        num_bytes: Allocated bytes. A file with several hard links counts in the first part.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Share:
 
 @dataclass(frozen=True)
 class RunShare:
-    """What a run needs.
+    """Disk usage of a run.
 
     Attributes:
-        name: Of the run.
-        num_bytes: Of its folder and of all artifacts that it made, used, or that those came from.
-        only_bytes: What would come free without it: the rest is shared with other runs.
+        name: Name of the run.
+        num_bytes: Bytes of its folder, of the artifacts that it made or used, and their ancestors.
+        only_bytes: Bytes that removing it would free; other runs use the rest.
     """
 
     name: str
@@ -45,16 +45,16 @@ class RunShare:
 
 @dataclass(frozen=True)
 class Usage:
-    """The store's disk, cut in three ways.
+    """Disk usage of a store, by area, stage and kind, and by run.
 
     Attributes:
-        num_bytes: All of it: what `du -s -B1` says.
+        num_bytes: The total, as in `du -s -B1`.
         areas: Folders and files at the top; they sum to `num_bytes`.
-        stages: Artifacts, by the stage that made them; they sum to the area `artifacts`, less the
-            blocks of that folder itself, which is the share named `.`.
+        stages: Artifacts by the stage that made them; they sum to the area `artifacts`. The share
+            named `.` is the folder itself.
         kinds: The same artifacts, by kind.
-        runs: Newest first. They overlap, so that they sum to nothing.
-        problem: Why the history cannot be read; then no run is known to need anything.
+        runs: Newest first. They overlap, so their sum has no meaning.
+        problem: Error if the history cannot be read; then no artifacts of runs are known.
     """
 
     num_bytes: int
@@ -101,7 +101,7 @@ def _by_label(store: Store, names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _shares(store: Store, labels: Mapping[str, str]) -> tuple[Share, ...]:
-    """Artifacts by label, the rest of their folder as `.`; in the order of names, as `_areas`."""
+    """Sums artifacts by label, the rest of their folder as `.`; hard links count in name order."""
     use = DiskUse()
     counts: dict[str, int] = {}
     sizes: dict[str, int] = {}
@@ -123,10 +123,10 @@ def _runs(store: Store, found: Survey) -> tuple[RunShare, ...]:
 
     shares = []
     for run in reversed(found.runs):
-        alone = [name for name in needs[run.name] if num_users[name] == 1]
+        own = [name for name in needs[run.name] if num_users[name] == 1]
         use = DiskUse()
         for path in paths(run.name, needs[run.name]):
             use.add(path)
-        only = snapshot.freed_by(paths(run.name, alone))
+        only = snapshot.freed_by(paths(run.name, own))
         shares.append(RunShare(run.name, use.num_bytes, only))
     return tuple(shares)

@@ -1,4 +1,4 @@
-"""What no run made to be kept: work of killed runs, records of what is gone, half deletions."""
+"""Leftovers in a store: work of killed runs, stale records, interrupted deletions."""
 
 import json
 import shutil
@@ -10,29 +10,29 @@ from nemo_rl_core.store import locks
 from nemo_rl_core.store.files import ASIDE, DISCARDED, mark_discarded
 from nemo_rl_core.store.store import Store
 
-_HALF_WRITTEN_SECONDS = 3600.0
-"""A file that is being written takes its name within this time."""
+_MAX_WRITE_SECONDS = 3600.0
+"""A file that is being written gets its final name within this time."""
 
 
 def find_work(store: Store, *, older_than_seconds: float, now: float) -> Iterator[str]:
-    """Work folders that killed runs have left and that nobody has touched for so long."""
+    """Yields work folders of killed runs without changes for this time."""
     for folder in sorted(store.work.glob("*")):
         if not folder.is_dir() or folder.name[0] == "." or _is_held(folder):
             continue
-        # A second copy of what is published is of no use, however young.
+        # A duplicate of a published artifact is useless at any age.
         if now - newest_change(folder) > older_than_seconds or artifact_of(store, folder):
             yield folder.name
 
 
 def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> Iterator[Path]:
-    """Files and folders that are nobody's: deletions that were killed, and what was set aside."""
+    """Yields unused files and folders: interrupted writes and deletions, old damaged artifacts."""
     folders = (store.root, store.artifacts, store.runs, store.work, store.models, store.cache)
     for parent in (*folders, store.verified):
         yield from sorted(parent.glob(f".*{DISCARDED}"))
         for path in sorted(parent.glob(f".*{ASIDE}")):
-            if now - newest_change(path) > _HALF_WRITTEN_SECONDS:
+            if now - newest_change(path) > _MAX_WRITE_SECONDS:
                 yield path
-    # flytekit's own scratch folders, one a process; its caches lie elsewhere.
+    # flytekit's scratch folders, one per process; its caches are elsewhere.
     scratch = store.cache / "sandbox" / "local_flytekit"
     for parent in (store.damaged, scratch):
         for path in sorted(parent.glob("*")):
@@ -43,15 +43,15 @@ def find_leftovers(store: Store, *, older_than_seconds: float, now: float) -> It
             yield path
 
 
-def tidy_work(store: Store, doomed: frozenset[str]) -> list[Path]:
-    """Takes the doomed work folders away, and records and locks that stand for nothing.
+def tidy_work(store: Store, names: frozenset[str]) -> list[Path]:
+    """Removes work folders, and stale records and locks.
 
     Args:
         store: The store.
-        doomed: Names of work folders; one that is held again meanwhile stays.
+        names: Names of work folders; one that is locked again meanwhile stays.
 
     Returns:
-        Renamed folders, for the caller to delete: that may take long, and no lock is held for it.
+        Renamed folders, for the caller to delete: deletion may take long, so no lock is held.
     """
     renamed = []
     for name in sorted(_work_names(store)):
@@ -59,18 +59,18 @@ def tidy_work(store: Store, doomed: frozenset[str]) -> list[Path]:
         with locks.held_if_free(_beside(folder, ".lock")) as free:
             if not free:
                 continue
-            if name in doomed:
+            if name in names:
                 renamed.append(mark_discarded(folder))
             if artifact_of(store, folder) is None:
                 _beside(folder, ".done").unlink(missing_ok=True)
             if not folder.exists() and not _beside(folder, ".done").exists():
-                # Whoever waits for it sees that the file is gone, and makes a new one.
+                # A process that waits for the lock notices the removal, and creates a new file.
                 _beside(folder, ".lock").unlink(missing_ok=True)
     return [path for path in renamed if path is not None]
 
 
 def artifact_of(store: Store, folder: Path) -> str | None:
-    """The artifact that a work folder's record names; None where it, or the artifact, is gone."""
+    """The artifact in a work folder's record; None if the record or the artifact is missing."""
     try:
         name = str(json.loads(_beside(folder, ".done").read_text())["artifact"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -79,7 +79,7 @@ def artifact_of(store: Store, folder: Path) -> str | None:
 
 
 def delete(path: Path) -> None:
-    """Removes a file or folder; what is gone already, or cannot be removed now, is passed over."""
+    """Removes a file or folder; ignores missing paths and folders that cannot be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

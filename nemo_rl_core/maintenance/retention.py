@@ -1,7 +1,7 @@
-"""Which runs and artifacts are kept: pure, over what a survey has found.
+"""Retention of runs and artifacts: pure functions of a survey.
 
-Kept are runs by number and age, those that are pinned, and those whose process is alive; and every
-artifact that a kept run made or used, with all that it was made from, or that a process holds.
+Runs are kept by number and age, if they are pinned, and while their process is alive. Artifacts are
+kept if a kept run made or used them, if a process holds them, and as ancestors of kept ones.
 """
 
 import math
@@ -15,14 +15,14 @@ from nemo_rl_core.maintenance.survey import ArtifactRecord, RunRecord, Survey
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What a user is ready to lose. By default, only what belongs to no run any more.
+    """The rules of what to keep. By default, only artifacts without a run are removed.
 
     Attributes:
-        keep_runs: The newest so many runs are kept; None keeps all.
-        older_than_seconds: Only runs that started longer ago may go; None asks for no age.
-        max_bytes: Then the oldest runs go until the store takes no more than this.
-        work_older_than_seconds: Work that a killed run has left goes when nothing in it was
-            written for so long. Until then the next run of the same recipe goes on from it.
+        keep_runs: Number of newest runs to keep; None keeps all.
+        older_than_seconds: Only runs that started longer ago are removed; None for any age.
+        max_bytes: If set, the oldest runs are removed until the store is no larger.
+        work_older_than_seconds: Work of a killed run is removed after this time without a change.
+            Until then the next run of the same recipe resumes from it.
     """
 
     keep_runs: int | None = None
@@ -33,11 +33,11 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays; all else in the survey may go.
+    """Runs and artifacts to keep; everything else in the survey may be removed.
 
     Attributes:
-        runs: Their names.
-        artifacts: Their names.
+        runs: Names of runs.
+        artifacts: Names of artifacts.
     """
 
     runs: frozenset[str]
@@ -45,11 +45,11 @@ class Kept:
 
 
 def choose(found: Survey, policy: RetentionPolicy, *, now: float) -> Kept:
-    """What the policy keeps, its `max_bytes` left out.
+    """Applies the policy, except for `max_bytes`.
 
     Args:
-        found: The store.
-        policy: What may go.
+        found: Survey of the store.
+        policy: The policy.
         now: Unix seconds.
     """
     if found.problem:
@@ -58,53 +58,53 @@ def choose(found: Survey, policy: RetentionPolicy, *, now: float) -> Kept:
     runs = [
         run
         for run in found.runs
-        if run.pinned or run.running or not _may_go(run.started_at, policy, cutoff, now)
+        if run.pinned or run.running or not _is_removable(run.started_at, policy, cutoff, now)
     ]
-    # What stands for itself goes as a run of its age would.
-    alone = [
+    # An artifact without a run is treated like a run of its age.
+    runless = [
         artifact.name
-        for artifact in _unclaimed(found)
-        if not _may_go(artifact.created_at, policy, cutoff, now)
+        for artifact in _without_run(found)
+        if not _is_removable(artifact.created_at, policy, cutoff, now)
     ]
-    return _kept(found, runs, alone)
+    return _kept(found, runs, runless)
 
 
 def shrink(
     found: Survey, kept: Kept, *, max_bytes: int, size_with: Callable[[Kept], int]
 ) -> tuple[Kept, int]:
-    """Gives up as many of the oldest runs as it takes for the rest to be small enough.
+    """Drops the fewest oldest runs such that the store is small enough.
 
     Args:
-        found: The store.
-        kept: What is kept so far.
-        max_bytes: What the store may take.
-        size_with: What the store takes when only this is kept.
+        found: Survey of the store.
+        kept: Runs and artifacts kept so far.
+        max_bytes: Largest size of the store.
+        size_with: Returns the size of the store if only these are kept.
 
     Returns:
-        What is kept now, and what that takes: more than `max_bytes` where pinned and running runs
-        alone need more.
+        What is still kept, and its size: more than `max_bytes` if pinned and running runs need
+        more.
     """
     if found.problem:
         return kept, size_with(kept)
     runs = [run for run in found.runs if run.name in kept.runs]
-    alone = [each for each in _unclaimed(found) if each.name in kept.artifacts]
-    givable: list[RunRecord | ArtifactRecord] = [
+    runless = [each for each in _without_run(found) if each.name in kept.artifacts]
+    removable: list[RunRecord | ArtifactRecord] = [
         *(run for run in runs if not run.pinned and not run.running),
-        *alone,
+        *runless,
     ]
-    oldest_first = [each.name for each in sorted(givable, key=_age)]
+    oldest_first = [each.name for each in sorted(removable, key=_age)]
 
     @cache
     def without(num_oldest: int) -> tuple[Kept, int]:
-        gone = set(oldest_first[:num_oldest])
+        dropped = set(oldest_first[:num_oldest])
         rest = _kept(
             found,
-            [run for run in runs if run.name not in gone],
-            [artifact.name for artifact in alone if artifact.name not in gone],
+            [run for run in runs if run.name not in dropped],
+            [artifact.name for artifact in runless if artifact.name not in dropped],
         )
         return rest, size_with(rest)
 
-    # The more are given up, the less is left: a search by halves asks for few sizes.
+    # The size falls with the number of dropped runs, so a binary search needs few sizes.
     return without(
         bisect_left(range(len(oldest_first)), True, key=lambda num: without(num)[1] <= max_bytes)
     )
@@ -116,7 +116,7 @@ def _age(record: RunRecord | ArtifactRecord) -> tuple[float, str]:
 
 
 def _cutoff(runs: Sequence[RunRecord], policy: RetentionPolicy) -> float:
-    """From when on everything is kept, because it is among the newest runs."""
+    """Start of the oldest run among the newest `keep_runs`; later ones are kept."""
     if policy.keep_runs is None:
         return math.inf
     if len(runs) < policy.keep_runs:
@@ -125,26 +125,26 @@ def _cutoff(runs: Sequence[RunRecord], policy: RetentionPolicy) -> float:
     return min((run.started_at for run in newest), default=math.inf)
 
 
-def _may_go(when: float, policy: RetentionPolicy, cutoff: float, now: float) -> bool:
+def _is_removable(when: float, policy: RetentionPolicy, cutoff: float, now: float) -> bool:
     if policy.keep_runs is None and policy.older_than_seconds is None:
         return False
     return when < cutoff and now - when > (policy.older_than_seconds or -math.inf)
 
 
-def _unclaimed(found: Survey) -> list[ArtifactRecord]:
+def _without_run(found: Survey) -> list[ArtifactRecord]:
     return [each for each in found.artifacts.values() if each.name not in found.claimed]
 
 
-def _kept(found: Survey, runs: Iterable[RunRecord], alone: Iterable[str]) -> Kept:
+def _kept(found: Survey, runs: Iterable[RunRecord], runless: Iterable[str]) -> Kept:
     runs = list(runs)
-    roots = {name for run in runs for name in run.artifacts} | set(alone)
+    roots = {name for run in runs for name in run.artifacts} | set(runless)
     roots |= {each.name for each in found.artifacts.values() if each.in_use}
     names = with_ancestors(roots, found.artifacts)
     return Kept(frozenset(run.name for run in runs), names)
 
 
 def with_ancestors(roots: Iterable[str], artifacts: Mapping[str, ArtifactRecord]) -> frozenset[str]:
-    """Those of the roots that are there, and all that they were made from."""
+    """Returns the existing roots and all their ancestors."""
     reached: set[str] = set()
     waiting = list(roots)
     while waiting:

@@ -1,8 +1,8 @@
-"""What is in a store, and who needs it: read once, before anything is decided.
+"""Survey of a store: runs, artifacts, and the artifacts that each run made or used.
 
-A run is a folder in `runs/`; which artifacts it made or used is read from the history. An artifact
-that no run is known to have used (the history was damaged, or is younger than the artifact) stands
-for itself, as if it were a run that ended when it was made.
+A run is a folder in `runs/`; its artifacts are read from the history. An artifact without a known
+run (the history was damaged, or is younger than the artifact) is treated like a run that ended when
+the artifact was made.
 """
 
 import re
@@ -23,22 +23,22 @@ from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 
 PINNED = "pinned"
-"""The file in a run's folder that says that the run is kept whatever its age."""
+"""Name of the file in a run's folder that keeps the run at any age."""
 
-_BEGINS_SECONDS = 60.0
-"""So long a run may take from making its folder to saying that it is alive."""
+_START_SECONDS = 60.0
+"""Longest time between the creation of a run's folder and of its lock."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run whose folder is there.
+    """A run with a folder.
 
     Attributes:
-        name: Of its folder.
+        name: Name of its folder.
         started_at: Unix seconds.
-        artifacts: Names of those that it made or used.
-        pinned: Kept by its user's wish.
-        running: Its process is alive.
+        artifacts: Names of artifacts that it made or used.
+        pinned: True if a user has pinned it.
+        running: True if its process is alive.
     """
 
     name: str
@@ -50,13 +50,13 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """An artifact whose folder is there.
+    """An artifact with a folder.
 
     Attributes:
-        name: Of its folder.
+        name: Name of its folder.
         created_at: Unix seconds.
-        parents: Names of those that it was made from.
-        in_use: A process holds it.
+        parents: Names of its parents.
+        in_use: True if a process holds it.
     """
 
     name: str
@@ -67,13 +67,13 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class Survey:
-    """A store as it was at one moment.
+    """The content of a store at one moment.
 
     Attributes:
         runs: Oldest first.
         artifacts: By name.
-        claimed: Every artifact that some run used, be the run's folder there or not.
-        problem: Why the history cannot be read; then nobody knows what runs need.
+        claimed: Every artifact that a run used, also of runs without a folder.
+        problem: Error if the history cannot be read; then no artifacts of runs are known.
     """
 
     runs: tuple[RunRecord, ...]
@@ -83,8 +83,8 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class _Past:
-    """What the history says: executions, and the artifacts of each, by id."""
+class _Recorded:
+    """Executions in the history, and the artifacts of each, by id."""
 
     executions: Mapping[str, Execution]
     uses: Mapping[str, frozenset[str]]
@@ -93,22 +93,22 @@ class _Past:
 
 def survey(store: Store) -> Survey:
     """Reads the store's folders, manifests and history; changes nothing."""
-    past = _read_history(store)
+    recorded = _read_history(store)
     names = _folders(store.runs)
-    runs = [_run(store, name, past) for name in names]
+    runs = [_run(store, name, recorded) for name in names]
     return Survey(
         runs=tuple(sorted(runs, key=lambda run: (run.started_at, run.name))),
         artifacts={name: _artifact(store, name) for name in _folders(store.artifacts)},
-        claimed=frozenset().union(*past.uses.values()),
-        problem=past.problem,
+        claimed=frozenset().union(*recorded.uses.values()),
+        problem=recorded.problem,
     )
 
 
 def find_run(store: Store, name: str) -> Path:
-    """The folder of a run, by its name or the beginning of it.
+    """Returns the folder of a run, by its name or a prefix.
 
     Raises:
-        StoreError: If there is none, or several.
+        StoreError: If none or several match.
     """
     found = [each for each in _folders(store.runs) if each.startswith(name)]
     if name in found:
@@ -124,15 +124,15 @@ def find_run(store: Store, name: str) -> Path:
 
 
 def parent_names(store: Store, manifest: Manifest) -> frozenset[str]:
-    """Artifacts of this store that one was made from: its parents, and folders its config names."""
+    """Artifacts of this store that one depends on: parents, and folders in its config."""
     parents = {parent.name or Path(parent.path).name for parent in manifest.parents}
     return frozenset(parents.union(named_artifacts(store, manifest.config)))
 
 
 def named_artifacts(store: Store, value: Any) -> Iterator[str]:
-    """Artifacts whose folders, or files in them, are named anywhere in some JSON.
+    """Yields artifacts whose folders, or files in them, are named anywhere in a JSON value.
 
-    A store that was moved is still called by its old place there.
+    The store may have been moved: only the part of a path after `/artifacts/` counts.
     """
     if isinstance(value, dict):
         value = list(value.values())
@@ -165,17 +165,17 @@ def _artifact(store: Store, name: str) -> ArtifactRecord:
     return ArtifactRecord(name, created, parent_names(store, manifest) - {name}, in_use)
 
 
-def _run(store: Store, name: str, past: _Past) -> RunRecord:
+def _run(store: Store, name: str, recorded: _Recorded) -> RunRecord:
     folder = store.runs / name
-    execution = past.executions.get(name)
+    execution = recorded.executions.get(name)
     started_at = execution.started_at if execution else _started(folder)
     named = named_artifacts(store, execution.inputs) if execution else ()
     return RunRecord(
         name,
         started_at=started_at,
-        artifacts=past.uses.get(name, frozenset()).union(named),
+        artifacts=recorded.uses.get(name, frozenset()).union(named),
         pinned=(folder / PINNED).exists(),
-        running=is_alive(store, name) or time.time() - started_at < _BEGINS_SECONDS,
+        running=is_alive(store, name) or time.time() - started_at < _START_SECONDS,
     )
 
 
@@ -187,16 +187,16 @@ def _started(folder: Path) -> float:
     return stamp.replace(tzinfo=UTC).timestamp()
 
 
-def _read_history(store: Store) -> _Past:
+def _read_history(store: Store) -> _Recorded:
     if not path_of(store).exists():
-        return _Past({}, {})
+        return _Recorded({}, {})
     try:
         with History(store) as history:
             executions = {run.id: run for run in _all_executions(history)}
             uses = {name: frozenset(history.artifacts_used(name)) for name in executions}
     except StoreError as error:
-        return _Past({}, {}, problem=error.in_one_line)
-    return _Past(executions, uses)
+        return _Recorded({}, {}, problem=error.in_one_line)
+    return _Recorded(executions, uses)
 
 
 def _all_executions(history: History) -> Iterator[Execution]:

@@ -1,9 +1,9 @@
-"""`nemo-rl verify`: is what lies in the store what its records say?
+"""`nemo-rl verify`: checks the content of a store against its records.
 
-Content is hashed again and held against the manifests, and these against their checksums and
-against what their children have recorded of them; records of work and the history are held against
-the folders. What neither hash covers (decks, metrics) is not checked. A missing parent is a
-warning: the artifact is whole, its lineage is not.
+Content is hashed and compared with manifests; manifests are compared with their checksums and with
+the hashes in their children; records of work and the history are compared with the folders. Files
+without a hash (decks, metrics) are not checked. A missing parent is a warning: the artifact is
+intact, its lineage is not.
 """
 
 import json
@@ -28,14 +28,14 @@ _RERUN = "`nemo-rl verify --repair` sets it aside; its stage then runs again"
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be.
+    """A problem in a store.
 
     Attributes:
-        place: Below the store's root.
-        state: "fail" for damage, "warn" for what costs nothing that a run needs.
-        problem: What was found.
-        fix: What to do.
-        repaired: It was done.
+        place: Path relative to the store's root.
+        state: "fail" for damage, "warn" for a problem that affects no run.
+        problem: Description of the problem.
+        fix: The fix.
+        repaired: True if it was fixed.
     """
 
     place: str
@@ -47,12 +47,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was looked at, and what was found.
+    """Result of a verification.
 
     Attributes:
-        num_artifacts: Hashed anew.
-        num_bytes: Read for that.
-        findings: Artifacts first.
+        num_artifacts: Number of hashed artifacts.
+        num_bytes: Bytes that were read.
+        findings: Problems, of artifacts first.
     """
 
     num_artifacts: int
@@ -61,7 +61,7 @@ class Verdict:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is damaged, or all of it was set aside."""
+        """True if nothing is damaged, or all damage was set aside."""
         return all(each.state == "warn" or each.repaired for each in self.findings)
 
 
@@ -72,16 +72,16 @@ def verify(
     num_threads: int = 2,
     on_checked: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
-    """Checks artifacts, and with no names given also the records of work, history and stage cache.
+    """Checks artifacts; without names also the records of work, the history and the stage cache.
 
     Args:
-        store: The store; what is collected meanwhile is no finding.
-        names: Artifacts, by folder name, its beginning, or a path in it; none for all.
-        num_threads: That hash at once.
-        on_checked: Told each artifact's name, for a display.
+        store: The store; artifacts that are removed meanwhile are no findings.
+        names: Artifacts by folder name, prefix, or a path inside; empty for all.
+        num_threads: Number of threads that hash.
+        on_checked: Called with each artifact's name, for a display.
 
     Raises:
-        StoreError: If a name stands for no artifact, or for several.
+        StoreError: If a name matches no artifact or several.
     """
     chosen = [_find(store, name) for name in names] if names else _all_artifacts(store)
 
@@ -100,7 +100,7 @@ def verify(
 
 
 def repair(store: Store, verdict: Verdict) -> Verdict:
-    """Moves damaged artifacts and records into `damaged/`, where nothing finds them.
+    """Moves damaged artifacts and records into `damaged/`.
 
     An artifact that a process uses stays, and so does a damaged history: runs may be writing it.
     """
@@ -111,7 +111,7 @@ def _repaired(store: Store, finding: Finding) -> Finding:
     area = finding.place.partition("/")[0]
     if finding.state != "fail" or area not in ("artifacts", "work"):
         return finding
-    with locks.alone(store.marks, finding.place) as free:
+    with locks.exclusive(store.marks, finding.place) as free:
         if not free:
             return replace(finding, fix="a process uses it now; repair again when it has ended")
         try:
@@ -156,7 +156,7 @@ def _check_artifact(store: Store, folder: Path) -> tuple[int, list[Finding]]:
     else:
         for parent in manifest.parents:
             findings += _check_parent(store, place, parent)
-    # Collected while it was read: there is nothing to tell.
+    # Removed while it was read: no finding.
     return (size, findings) if folder.is_dir() else (0, [])
 
 
@@ -166,9 +166,9 @@ def _misplaced(folder: Path, manifest: Manifest) -> str:
 
 
 def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Finding]:
-    """Holds a parent against what its child has recorded of it."""
+    """Compares a parent with the reference in its child's manifest."""
     name = parent.name or Path(parent.path).name
-    # Beside its child, wherever the store was moved or copied to; else where it was read.
+    # Beside its child, as the store may have been moved or copied; else at the recorded path.
     folders = [store.artifacts / name, Path(parent.path)]
     folder = next((each for each in folders if each.is_dir()), None)
     lost = "its lineage ends there; nothing else needs it"
@@ -178,9 +178,9 @@ def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Findi
     try:
         manifest = Manifest.read(folder)
     except StoreError:
-        return  # told where the parent itself is checked
+        return  # reported when the parent itself is checked
     if manifest.content_hash != parent.content_hash:
-        yield Finding(child, "warn", f"its parent {name} has another content now", lost)
+        yield Finding(child, "warn", f"its parent {name} has another content hash now", lost)
     elif not parent.is_of(manifest):
         problem = "its manifest is not the one that its children were made from"
         if folder.parent == store.artifacts:
@@ -200,23 +200,25 @@ def _check_records(store: Store) -> Iterator[Finding]:
             yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
             continue
         if not name.endswith(f"-{digest[:16]}") or not path.name.startswith(name[:-17] + "-"):
-            problem = f"it names {name}, which its own hash or stage does not"
+            problem = f"it names {name}, which contradicts its own hash or stage"
             yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
         elif not (store.artifacts / name).is_dir():
-            yield Finding(place, "warn", f"it names {name}, which is gone", "`nemo-rl gc` drops it")
+            yield Finding(
+                place, "warn", f"it names {name}, which is gone", "`nemo-rl gc` removes it"
+            )
 
 
 def _check_history(store: Store) -> Iterable[Finding]:
     place = path_of(store).name
-    fix = "end all runs, move history.db* away: the next run begins a new one, no artifact is lost"
+    fix = "end all runs, move history.db* away: the next run creates a new one, no artifact is lost"
     if not path_of(store).exists():
         return []
     try:
         with closing(open_for_reading(store)) as database:
             return [Finding(place, "fail", each, fix) for each in _history_damage(store, database)]
     except (StoreError, sqlite3.Error) as error:
-        told = error.in_one_line if isinstance(error, StoreError) else str(error)
-        return [Finding(place, "fail", told, fix)]
+        problem = error.in_one_line if isinstance(error, StoreError) else str(error)
+        return [Finding(place, "fail", problem, fix)]
 
 
 def _check_stage_cache(store: Store) -> Iterator[Finding]:
@@ -226,27 +228,27 @@ def _check_stage_cache(store: Store) -> Iterator[Finding]:
     fix = f"end all runs, move {path.parent} away: finished stages are found in the store again"
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            told = [row[0] for row in database.execute("PRAGMA integrity_check(1)")]
+            problems = [row[0] for row in database.execute("PRAGMA integrity_check(1)")]
     except sqlite3.Error as error:
-        told = [str(error)]
-    if told != ["ok"]:
-        yield Finding("cache/flyte/cache.db", "fail", told[0], fix)
+        problems = [str(error)]
+    if problems != ["ok"]:
+        yield Finding("cache/flyte/cache.db", "fail", problems[0], fix)
 
 
 def _history_damage(store: Store, database: sqlite3.Connection) -> Iterator[str]:
-    for (told,) in database.execute("PRAGMA integrity_check(100)"):
-        # SQLite up to 3.40 takes columns of tables without row numbers for one another here, and
-        # tells of NULLs that are none; its writers do enforce NOT NULL.
-        if told != "ok" and not told.startswith("NULL value in"):
-            yield re.sub(r"\s+", " ", told)
+    for (message,) in database.execute("PRAGMA integrity_check(100)"):
+        # SQLite up to 3.40 confuses columns of WITHOUT ROWID tables in this check, and reports
+        # NULLs that do not exist; its writers do enforce NOT NULL.
+        if message != "ok" and not message.startswith("NULL value in"):
+            yield re.sub(r"\s+", " ", message)
     broken = database.execute("PRAGMA foreign_key_check").fetchall()
     if broken:
-        yield f"{len(broken)} rows name what is not there, as in the table {broken[0][0]}"
+        yield f"{len(broken)} rows refer to missing rows, such as in the table {broken[0][0]}"
     for row in database.execute("SELECT id, content_hash FROM artifacts"):
         folder = store.artifacts / row["id"]
         try:
             content = Manifest.read(folder).content_hash
         except StoreError:
-            continue  # removed, or told as damaged
+            continue  # removed, or reported as damaged
         if content != row["content_hash"]:
-            yield f"it knows {row['id']} with another content"
+            yield f"it records {row['id']} with another content hash"

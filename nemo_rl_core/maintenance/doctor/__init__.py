@@ -1,1 +1,1 @@
-"""`nemo-rl doctor`: what this machine has, what it lacks for a run, and what to do about it."""
+"""`nemo-rl doctor`: checks whether this machine is ready for runs, with a fix for each problem."""

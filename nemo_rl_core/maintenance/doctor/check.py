@@ -11,12 +11,12 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        state: "fail" where runs cannot work, "warn" where some cannot or something is lost.
-        found: On this machine.
-        fix: What to do; empty where nothing is to be done.
+        state: "fail" if runs cannot work, "warn" if some cannot or something is lost.
+        found: Description of this machine's state.
+        fix: The fix; empty if none is needed.
     """
 
     state: State
@@ -26,14 +26,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """A question to this machine.
+    """A check of this machine.
 
     Attributes:
-        name: What it is about.
-        ask: Answers it; may take a while where `is_slow`.
-        is_slow: It starts programs that take seconds.
+        name: Name in the output.
+        run: Runs the check.
+        is_slow: True if it starts programs that take seconds.
     """
 
     name: str
-    ask: Callable[[Store], Result]
+    run: Callable[[Store], Result]
     is_slow: bool = False

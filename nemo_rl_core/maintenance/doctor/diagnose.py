@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown, and the asking of them."""
+"""Runs all checks, in the order in which they are shown."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ CHECKS = (*software.CHECKS, *machine.CHECKS, *services.CHECKS)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's name, its result, and how long it took."""
+    """Name, result and duration of a check."""
 
     name: str
     result: Result
@@ -24,22 +24,22 @@ class CheckResult:
 def diagnose(
     store: Store, *, checks: Sequence[Check] = CHECKS, quick: bool = False
 ) -> Iterator[CheckResult]:
-    """Asks everything, several things at once; yields the answers in order.
+    """Runs the checks in parallel; yields results in order.
 
     Args:
-        store: Where runs will write.
-        checks: What to ask.
-        quick: Leave out what starts programs.
+        store: The store that runs will write to.
+        checks: The checks.
+        quick: Skip checks that start programs.
     """
     chosen = [check for check in checks if not (quick and check.is_slow)]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        yield from pool.map(lambda check: _answer(check, store), chosen)
+        yield from pool.map(lambda check: _run(check, store), chosen)
 
 
-def _answer(check: Check, store: Store) -> CheckResult:
-    began = time.monotonic()
+def _run(check: Check, store: Store) -> CheckResult:
+    start = time.monotonic()
     try:
-        result = check.ask(store)
-    except Exception as error:  # noqa: BLE001  (the boundary: a check that breaks is a finding)
+        result = check.run(store)
+    except Exception as error:  # noqa: BLE001  (fault boundary: a broken check is a finding)
         result = Result("warn", f"the check itself failed: {error!r}", "please report this")
-    return CheckResult(check.name, result, time.monotonic() - began)
+    return CheckResult(check.name, result, time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""GPUs, memory, disks, limits, the clock, and whether programs of the policy can be locked in."""
+"""Checks of GPUs, memory, disks, limits, the clock and the sandbox."""
 
 import os
 import resource
@@ -25,7 +25,7 @@ _QUERY = "name,memory.total,memory.used,driver_version"
 
 
 def check_gpus(_: Store) -> Result:
-    """How many GPUs, of what, and are they free?"""
+    """Checks the number and kind of GPUs, and whether they are free."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
@@ -36,48 +36,48 @@ def check_gpus(_: Store) -> Result:
             return Result("warn", "there is a GPU, and no nvidia-smi", "install NVIDIA's driver")
         return Result("ok", "none: choose `cluster: {shape: laptop}`, which needs none")
     except (subprocess.SubprocessError, OSError) as error:
-        said = str(getattr(error, "stdout", "") or error).strip().splitlines()[:1]
-        return Result("fail", f"nvidia-smi fails: {' '.join(said)[:200]}",
+        message = str(getattr(error, "stdout", "") or error).strip().splitlines()[:1]
+        return Result("fail", f"nvidia-smi fails: {' '.join(message)[:200]}",
                       "repair or restart NVIDIA's driver")  # fmt: skip
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.stdout.splitlines()]
     if not rows:
         return Result("ok", "none")
-    told = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB each, driver {rows[0][3]}"
+    found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB each, driver {rows[0][3]}"
     busy = [
         str(index)
         for index, row in enumerate(rows)
         if row[1].isdigit() and row[2].isdigit() and int(row[2]) > 0.5 * int(row[1])
     ]
     if busy:
-        return Result("warn", f"{told}; more than half of the memory of {', '.join(busy)} is taken",
+        return Result("warn", f"{found}; more than half of the memory of {', '.join(busy)} is used",
                       "end the programs that `nvidia-smi` lists")  # fmt: skip
-    return Result("ok", told)
+    return Result("ok", found)
 
 
 def check_memory(_: Store) -> Result:
-    """Is there enough memory for training and generation side by side?"""
+    """Checks for enough memory for training and generation side by side."""
     total, free = total_memory_gib(), psutil.virtual_memory().available / _GIB
-    told = f"{total:.1f} GiB, {min(free, total):.1f} GiB free, {os.cpu_count()} cores"
+    found = f"{total:.1f} GiB, {min(free, total):.1f} GiB free, {os.cpu_count()} cores"
     if min(free, total) < _MIN_MEMORY_GIB:
-        return Result("warn", told, f"close programs: have {_MIN_MEMORY_GIB:.0f} GiB free")
-    return Result("ok", told)
+        return Result("warn", found, f"close programs: have {_MIN_MEMORY_GIB:.0f} GiB free")
+    return Result("ok", found)
 
 
 def check_shared_memory(_: Store) -> Result:
-    """Is /dev/shm, through which Ray's processes pass tensors, large enough?"""
+    """Checks the size of /dev/shm, through which Ray's processes pass tensors."""
     folder = Path("/dev/shm")
     fix = "start the container with --shm-size=8g"
     if not folder.is_dir():
         return Result("warn", "no /dev/shm: Ray uses files instead, slowly", fix)
     usage = shutil.disk_usage(folder)
-    told = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    found = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     if usage.free < _MIN_SHARED_GIB * _GIB:
-        return Result("warn", told, fix)
-    return Result("ok", told)
+        return Result("warn", found, fix)
+    return Result("ok", found)
 
 
 def check_store(store: Store) -> Result:
-    """Can runs write where they will?"""
+    """Checks that runs can write to the store."""
     try:
         if store.root.exists():
             store.check_writable()
@@ -89,23 +89,23 @@ def check_store(store: Store) -> Result:
     except StoreError as error:
         return Result("fail", error.in_one_line, error.fix or "")
     except OSError as error:
-        return Result("fail", f"{store.root} cannot be made: {error}",
+        return Result("fail", f"{store.root} cannot be created: {error}",
                       "point NEMO_RL_HOME at a folder that can be written")  # fmt: skip
-    return Result("ok", f"{store.root} will be made by the first run")
+    return Result("ok", f"{store.root} will be created by the first run")
 
 
 def check_disk(store: Store) -> Result:
-    """Is there room for checkpoints?"""
-    place = next(path for path in (store.root, *store.root.parents) if path.exists())
-    usage = shutil.disk_usage(place)
-    told = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free at {place}"
+    """Checks the free disk space for checkpoints."""
+    folder = next(path for path in (store.root, *store.root.parents) if path.exists())
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free at {folder}"
     if usage.free < _MIN_DISK_GIB * _GIB:
-        return Result("warn", told, "`nemo-rl gc --max-size` frees some, or set NEMO_RL_HOME")
-    return Result("ok", told)
+        return Result("warn", found, "`nemo-rl gc --max-size` frees some, or set NEMO_RL_HOME")
+    return Result("ok", found)
 
 
 def check_open_files(_: Store) -> Result:
-    """May this process open as many files as Ray and vLLM do?"""
+    """Checks the limit of open files, which Ray and vLLM need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _MIN_OPEN_FILES:
         return Result("fail", f"at most {soft} open files (hard limit {hard})", "`ulimit -n 65536`")
@@ -113,26 +113,26 @@ def check_open_files(_: Store) -> Result:
 
 
 def check_clock(store: Store) -> Result:
-    """Is the clock right, as far as files can tell?"""
-    # Runs and manifests are ordered by it. No network is asked: there may be none.
-    places = [Path(__file__), store.root, *store.runs.glob("*"), *store.artifacts.glob("*")]
-    newest = max(place.stat().st_mtime for place in places if place.exists())
+    """Checks that the clock is not behind the times of files."""
+    # Runs and manifests are sorted by time. The network is not used: there may be none.
+    paths = [Path(__file__), store.root, *store.runs.glob("*"), *store.artifacts.glob("*")]
+    newest = max(path.stat().st_mtime for path in paths if path.exists())
     ahead = newest - time.time()
-    told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if ahead > 60:
-        return Result("warn", f"{told}: files of the store are {ahead:.0f} s ahead",
+        return Result("warn", f"{found}: files of the store are {ahead:.0f} s ahead",
                       "set the clock (`timedatectl set-ntp true`)")  # fmt: skip
-    return Result("ok", told)
+    return Result("ok", found)
 
 
 def check_sandbox(_: Store) -> Result:
-    """Can programs of the policy be run, locked in namespaces?"""
+    """Checks that the policy's programs can run in a sandbox of namespaces."""
     try:
         Sandbox()
     except ResourceError as error:
         return Result("warn", f"{error.in_one_line}: environments that run programs are refused",
                       error.fix or "")  # fmt: skip
-    return Result("ok", "programs of the policy can be locked in")
+    return Result("ok", "the policy's programs can run in a sandbox")
 
 
 CHECKS = [

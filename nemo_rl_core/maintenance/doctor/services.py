@@ -1,4 +1,4 @@
-"""Ports, what earlier Ray runtimes have left, and the hub of models."""
+"""Checks of ports, leftovers of earlier Ray runtimes, and the cache of the model hub."""
 
 import os
 import socket
@@ -13,26 +13,26 @@ from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
 
 PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's clients", 8321: "`nemo-rl ui`"}
-"""Ports that programs ask for by default; a local run takes free ones instead."""
+"""Default ports of programs; a local run uses free ones instead."""
 
 _RAY_PROCESSES = ("raylet", "gcs_server")
-_MAX_LEFT_BYTES = 5 * 2**30
+_MAX_OLD_BYTES = 5 * 2**30
 
 
 def check_ports(_: Store, *, ports: Mapping[int, str] = PORTS) -> Result:
-    """Are the ports free that servers here ask for?"""
+    """Checks that the default ports are free."""
     taken = {port: use for port, use in ports.items() if not _is_free(port)}
-    told = ", ".join(f"{port} ({use})" for port, use in taken.items())
+    found = ", ".join(f"{port} ({use})" for port, use in taken.items())
     if not taken:
         return Result("ok", f"{', '.join(map(str, ports))} are free")
     if all(use.startswith("Ray") for use in taken.values()) and _ray_processes():
-        return Result("ok", f"{told} taken, and a Ray runs here")
-    return Result("warn", f"{told} taken",
+        return Result("ok", f"{found} taken, and a Ray runs here")
+    return Result("warn", f"{found} taken",
                   "end what listens there (`ss -ltnp` names it), or choose another")  # fmt: skip
 
 
 def check_ray_processes(_: Store) -> Result:
-    """Have earlier Ray runtimes left processes?"""
+    """Checks for processes of earlier Ray runtimes."""
     running = _ray_processes()
     orphans = [process.pid for process in running if _is_orphan(process)]
     if orphans:
@@ -41,34 +41,34 @@ def check_ray_processes(_: Store) -> Result:
     return Result("ok", f"{len(running)}, none of them left over")
 
 
-def check_ray_sessions(_: Store, *, max_left_bytes: int = _MAX_LEFT_BYTES) -> Result:
-    """Have earlier Ray runtimes left files?"""
+def check_ray_sessions(_: Store, *, max_old_bytes: int = _MAX_OLD_BYTES) -> Result:
+    """Checks for files of earlier Ray runtimes."""
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     in_use = " ".join(" ".join(_command(process)) for process in _ray_processes())
     left = [path for path in folder.glob("session_2*") if path.name not in in_use]
     size = sum(map(allocated, left))
-    told = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
-    if size > max_left_bytes:
-        return Result("warn", told, f"remove them while no Ray runs: rm -r {folder}/session_2*")
-    return Result("ok", told if left else "nothing")
+    found = f"{len(left)} old sessions, {size / 2**20:.0f} MiB, in {folder}"
+    if size > max_old_bytes:
+        return Result("warn", found, f"remove them while no Ray runs: rm -r {folder}/session_2*")
+    return Result("ok", found if left else "nothing")
 
 
 def check_hub(_: Store) -> Result:
-    """Where are models from the hub kept, and can they be?"""
+    """Checks that the cache of models from the hub can be written."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     offline = os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True", "YES", "ON")
     num_models = len(list(cache.glob("models--*")))
-    told = f"{num_models} models in {cache}{', and HF_HUB_OFFLINE is set' if offline else ''}"
-    place = next(path for path in (cache, *cache.parents) if path.exists())
-    if not os.access(place, os.W_OK):
-        return Result("warn", f"{told}, which cannot be written",
+    found = f"{num_models} models in {cache}{', and HF_HUB_OFFLINE is set' if offline else ''}"
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(folder, os.W_OK):
+        return Result("warn", f"{found}, which cannot be written",
                       "point HF_HOME at a folder that can be written")  # fmt: skip
-    return Result("ok", told)
+    return Result("ok", found)
 
 
 def check_token(_: Store) -> Result:
-    """Is there a token of the hub? It is never shown."""
+    """Checks for a token of the hub, which is never shown."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     if os.environ.get("HF_TOKEN"):
         return Result("ok", "HF_TOKEN is set")
@@ -93,7 +93,7 @@ def _ray_processes() -> list[psutil.Process]:
 
 
 def _is_orphan(process: psutil.Process) -> bool:
-    # `ray start` leaves its processes to init by design, and says so in their command.
+    # `ray start` leaves its processes to init by design, with --head in their command.
     try:
         return process.ppid() == 1 and "--head" not in _command(process)
     except psutil.Error:

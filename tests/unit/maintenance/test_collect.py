@@ -52,7 +52,7 @@ def test_what_no_kept_run_reaches_goes(small: Small, lineage: dict[str, str]) ->
     assert (small.artifacts(), small.runs()) == (set(), set())
 
 
-def test_freed_bytes_are_what_du_says(small: Small, lineage: dict[str, str]) -> None:
+def test_freed_bytes_equal_the_difference_of_du(small: Small, lineage: dict[str, str]) -> None:
     def du() -> int:
         listed = subprocess.run(
             ["du", "-s", "-B1", small.store.root], capture_output=True, text=True, check=True
@@ -351,10 +351,10 @@ def test_the_plan_is_json(small: Small, lineage: dict[str, str]) -> None:
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=True
     )
-    told = json.loads(done.stdout)
-    assert told["runs"] == ["run1"]
-    assert told["artifacts"] == [lineage["first"]]
-    assert told["left_bytes"] == told["num_bytes"] - told["freed_bytes"] > 0
+    output = json.loads(done.stdout)
+    assert output["runs"] == ["run1"]
+    assert output["artifacts"] == [lineage["first"]]
+    assert output["left_bytes"] == output["num_bytes"] - output["freed_bytes"] > 0
     assert small.runs() == {"run2", "run3"}
 
 

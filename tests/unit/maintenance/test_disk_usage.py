@@ -20,7 +20,7 @@ def _du(path: Path) -> int:
     return int(done.stdout.split()[0])
 
 
-def test_every_cut_sums_to_what_du_says(small: Small, lineage: dict[str, str]) -> None:
+def test_every_breakdown_sums_to_du(small: Small, lineage: dict[str, str]) -> None:
     artifacts = small.store.artifacts
     first, second, third = (artifacts / lineage[name] for name in ("first", "second", "third"))
     # A second name, a sparse file, a link that leads out of the store, and one that leads nowhere.
@@ -59,9 +59,9 @@ def test_a_store_that_is_not_there_takes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command(small: Small, lineage: dict[str, str]) -> None:
-    told = json.loads(CliRunner().invoke(usage, ["--json"]).output)
-    assert told["num_bytes"] == _du(small.store.root)
-    assert {share["name"] for share in told["kinds"]} == {"checkpoint", "."}
+    output = json.loads(CliRunner().invoke(usage, ["--json"]).output)
+    assert output["num_bytes"] == _du(small.store.root)
+    assert {share["name"] for share in output["kinds"]} == {"checkpoint", "."}
     shown = CliRunner().invoke(usage).output
     assert str(small.store.root) in shown
     for word in ("artifacts by stage", "train_sft", "run3", "needs", "alone"):

@@ -46,9 +46,9 @@ def _diagnose(
         check=False,
     )
     assert done.stdout, done.stderr
-    told = json.loads(done.stdout)
-    assert sum(told["counts"].values()) == len(told["checks"])
-    return done.returncode, {check["name"]: check for check in told["checks"]}
+    report = json.loads(done.stdout)
+    assert sum(report["counts"].values()) == len(report["checks"])
+    return done.returncode, {check["name"]: check for check in report["checks"]}
 
 
 def _problems(checks: dict[str, dict[str, Any]]) -> set[str]:
@@ -147,7 +147,7 @@ def test_gpus_that_are_taken_and_a_driver_that_fails(
     _program(tmp_path, f"echo '{rows[0]}'; echo '{rows[1]}'")
     found = machine.check_gpus(Store(tmp_path))
     assert found.state == "warn"
-    assert "the memory of 1 is taken" in found.found
+    assert "the memory of 1 is used" in found.found
     _program(tmp_path, "echo 'driver/library version mismatch'; exit 18")
     found = machine.check_gpus(Store(tmp_path))
     assert found.state == "fail"
@@ -203,13 +203,13 @@ def test_files_that_rays_runtimes_have_left(
     (session / "log").write_bytes(b"x" * 2**20)
     found = services.check_ray_sessions(Store(tmp_path))
     assert (found.state, found.found) == ("ok", f"1 old sessions, 1 MiB, in {folder}")
-    found = services.check_ray_sessions(Store(tmp_path), max_left_bytes=2**19)
+    found = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
     assert (found.state, found.found) == ("warn", f"1 old sessions, 1 MiB, in {folder}")
     assert found.fix == f"remove them while no Ray runs: rm -r {folder}/session_2*"
     # A runtime that goes on is known by its process, which names its session.
     raylet = _program(tmp_path, "read _", name="raylet")
     with subprocess.Popen([raylet, session], stdin=subprocess.PIPE) as running:
-        found = services.check_ray_sessions(Store(tmp_path), max_left_bytes=2**19)
+        found = services.check_ray_sessions(Store(tmp_path), max_old_bytes=2**19)
         running.communicate()
     assert (found.state, found.found) == ("ok", "nothing")
 
@@ -239,7 +239,7 @@ def test_a_check_that_breaks_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_what_a_user_reads(own_store: Path) -> None:
-    told = CliRunner().invoke(doctor, ["--quick"])
-    assert told.exit_code == 0
-    assert "ok    python         3.1" in told.output
-    assert " 0 fail" in told.output.splitlines()[-1]
+    result = CliRunner().invoke(doctor, ["--quick"])
+    assert result.exit_code == 0
+    assert "ok    python         3.1" in result.output
+    assert " 0 fail" in result.output.splitlines()[-1]

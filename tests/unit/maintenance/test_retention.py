@@ -50,7 +50,7 @@ def test_runs_are_kept_by_number_and_age(policy: RetentionPolicy, runs: str) -> 
     assert kept.artifacts == {of[run] for run in kept.runs}
 
 
-def test_pinned_and_running_runs_are_kept_whatever_their_age() -> None:
+def test_pinned_and_running_runs_are_kept_at_any_age() -> None:
     runs = [_run("a", 9), _run("pinned", 8, "p", pinned=True), _run("works", 7, running=True)]
     kept = choose(_survey(runs, [_artifact("p", 8)]), RetentionPolicy(keep_runs=0), now=NOW)
     assert kept == Kept(frozenset({"pinned", "works"}), frozenset({"p"}))

@@ -128,8 +128,11 @@ def test_a_parent_that_is_gone_or_another_is_a_warning(small: Small, lineage: Li
         ("warn", f"its parent {data.name} is gone")
     ]
     shutil.copytree(other, data)
-    (told,) = verify(small.store, [lineage["second"]]).findings
-    assert (told.state, told.problem) == ("warn", f"its parent {data.name} has another content now")
+    (finding,) = verify(small.store, [lineage["second"]]).findings
+    assert (finding.state, finding.problem) == (
+        "warn",
+        f"its parent {data.name} has another content hash now",
+    )
 
 
 def test_settings_are_held_against_their_hash(small: Small, lineage: Lineage) -> None:
@@ -215,12 +218,12 @@ def test_a_damaged_history(small: Small, lineage: Lineage) -> None:
         database.commit()
     found = verify(small.store).findings
     assert {(each.place, each.state) for each in found} == {("history.db", "fail")}
-    assert "name what is not there" in found[0].problem
-    assert found[1].problem == f"it knows {lineage['data']} with another content"
+    assert "refer to missing rows" in found[0].problem
+    assert found[1].problem == f"it records {lineage['data']} with another content hash"
     assert not repair(small.store, verify(small.store)).is_sound, "runs may be writing it"
     path.write_bytes(b"no database" * 100)
-    (told,) = verify(small.store).findings
-    assert "history.db* away" in told.fix
+    (finding,) = verify(small.store).findings
+    assert "history.db* away" in finding.fix
 
 
 def test_names_choose_artifacts(small: Small, lineage: Lineage) -> None:
@@ -240,18 +243,18 @@ def test_the_command_ends_with_1_and_says_what_to_do(small: Small, lineage: Line
     assert "nothing damaged" in runner.invoke(command).output
     weights = small.store.artifacts / lineage["third"] / "model" / "weights"
     weights.write_bytes(weights.read_bytes() + b"\0")  # of the content and of the model
-    told = runner.invoke(command)
-    assert told.exit_code == 1
-    assert f"fail      artifacts/{lineage['third']}\n" in told.output
-    assert "fix: `nemo-rl verify --repair`" in told.output
-    assert "4 artifacts" in told.output and "1 damaged" in told.output
-    told = runner.invoke(command, ["--json"])
-    assert json.loads(told.output)["is_sound"] is False
-    told = runner.invoke(command, ["--repair"])
-    assert (told.exit_code, "repaired  artifacts/" in told.output) == (0, True)
+    result = runner.invoke(command)
+    assert result.exit_code == 1
+    assert f"fail      artifacts/{lineage['third']}\n" in result.output
+    assert "fix: `nemo-rl verify --repair`" in result.output
+    assert "4 artifacts" in result.output and "1 damaged" in result.output
+    result = runner.invoke(command, ["--json"])
+    assert json.loads(result.output)["is_sound"] is False
+    result = runner.invoke(command, ["--repair"])
+    assert (result.exit_code, "repaired  artifacts/" in result.output) == (0, True)
 
 
-def test_the_manifest_says_what_is_hashed(small: Small) -> None:
+def test_volatile_files_may_change(small: Small) -> None:
     """Files that hold times may change: they are no part of an artifact's content."""
     name = small.artifact("train_sft")
     (small.store.artifacts / name / "metrics.jsonl").write_text("{}\n")
