@@ -1,1 +1,1 @@
-"""Checkpoints and the tensors in them: written whole or not at all, read without pickle."""
+"""Checkpoints and their tensors: written atomically, read without unrestricted pickle."""

@@ -1,7 +1,7 @@
-"""The description of a `torch.distributed.checkpoint` folder, read as what it is: a pickle.
+"""Safe reading of the metadata of a `torch.distributed.checkpoint` folder, which is a pickle.
 
-Torch reads `.metadata` without restriction. It is read here first, with a list of the only things
-that it may name.
+Torch unpickles `.metadata` without restriction. It is unpickled here first, with an allowlist of
+classes.
 """
 
 import pickle
@@ -12,18 +12,18 @@ import torch
 
 
 def read_metadata(folder: Path) -> Any:
-    """The `Metadata` of a checkpoint folder.
+    """Reads the `Metadata` of a checkpoint folder.
 
     Raises:
-        UnpicklingError: If the file is no pickle, or names something that no checkpoint needs.
-        OSError: If there is no such file.
+        UnpicklingError: If the file is not a pickle, or names a class that no checkpoint needs.
+        OSError: If the file is missing.
     """
     with (folder / ".metadata").open("rb") as file:
         return _MetadataUnpickler(file).load()
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's description of shards, and nothing that names other things."""
+    """Unpickles torch's description of shards; refuses all other classes."""
 
     _ALLOWED = frozenset(
         {
@@ -31,7 +31,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("pathlib", "PosixPath"),
             ("torch", "Size"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            # Says that there is an object, which is read only by who asks for it by name.
+            # Describes an object, which is only read on request by name.
             ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
             ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
             ("torch.distributed.checkpoint.metadata", "Metadata"),

@@ -1,4 +1,4 @@
-"""What a checkpoint's `trainer/` says of itself, whichever backend wrote it."""
+"""The state file in a checkpoint's `trainer/`, the same for every backend."""
 
 import json
 from pathlib import Path
@@ -10,35 +10,35 @@ _NAME = "state.json"
 
 
 def write_state(trainer: Path, *, backend: str, num_updates: int, **more: Any) -> None:
-    """Writes which backend the folder is of, how many optimizer steps it has made, and more."""
+    """Writes the backend, the number of optimizer steps, and further fields."""
     state = {"backend": backend, "num_updates": num_updates, **more}
     (trainer / _NAME).write_text(json.dumps(state))
 
 
 def read_state(trainer: Path, *, backend: str) -> dict[str, Any]:
-    """What `write_state` wrote.
+    """Reads the fields that `write_state` wrote.
 
     Raises:
         StoreError: If another backend wrote it.
-        OSError: If there is no such folder.
-        ValueError: If its file is damaged.
+        OSError: If the file is missing.
+        ValueError: If the file is damaged.
     """
     state: dict[str, Any] = json.loads((trainer / _NAME).read_text())
     if state["backend"] != backend:
         raise StoreError(
-            f"cannot go on from {trainer} with the backend {backend!r}",
+            f"cannot resume from {trainer} with the backend {backend!r}",
             expected=f"a checkpoint that {backend!r} wrote",
             got=f"one that {state['backend']!r} wrote",
-            fix=f"set training.backend to {state['backend']!r}, or start from its `model/` anew",
+            fix=f"set training.backend to {state['backend']!r}, or start anew from its `model/`",
         )
     return state
 
 
 def saved_by(checkpoint: Path) -> str | None:
-    """The backend that wrote a checkpoint's `trainer/`; None where there is nothing to go on from.
+    """Returns the backend that wrote a checkpoint's `trainer/`; None if there is none.
 
     Args:
-        checkpoint: The folder that holds `model/` and, perhaps, `trainer/`.
+        checkpoint: Folder with `model/` and, optionally, `trainer/`.
     """
     path = checkpoint / "trainer" / _NAME
     return str(json.loads(path.read_text())["backend"]) if path.exists() else None

@@ -1,4 +1,4 @@
-"""Tensors on disk without pickle: one file of them, or the weights of a transformers folder."""
+"""Tensors on disk without pickle: one safetensors file, or the weights of a transformers folder."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -16,10 +16,9 @@ _WEIGHTS = "model.safetensors"
 
 
 def order_metadata(path: Path) -> None:
-    """Puts the metadata of a safetensors file in order, so that equal content is equal bytes.
+    """Sorts the metadata of a safetensors file, so that equal content gives equal bytes.
 
-    The library keeps them in a hash table and writes them as they come, in another order every
-    time.
+    The library writes them in the random order of a hash table.
     """
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -36,11 +35,11 @@ def save_tensors(
 ) -> None:
     """Writes tensors of any shape and device to a safetensors file, atomically.
 
-    Tensors that share memory (tied embeddings) are written, and come back, as separate ones.
+    Tensors that share memory (tied embeddings) are written, and read back, as separate ones.
 
     Args:
-        path: The file; what it held is replaced.
-        tensors: By name.
+        path: The file; it is replaced.
+        tensors: Tensors by name.
         metadata: Strings for the file's header.
 
     Raises:
@@ -49,16 +48,16 @@ def save_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    plain: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
         address = copy.untyped_storage().data_ptr()
-        plain[name] = copy.clone() if address in seen else copy
+        copies[name] = copy.clone() if address in seen else copy
         seen.add(address)
     with files.written_aside(path) as aside:
         try:
-            save_file(plain, aside, metadata=metadata)
+            save_file(copies, aside, metadata=metadata)
         except SafetensorError as error:
             raise StoreError(
                 f"cannot write the tensors of {path}",
@@ -71,7 +70,7 @@ def load_tensors(path: Path) -> dict[str, "Tensor"]:
     """Reads a safetensors file to the CPU.
 
     Raises:
-        StoreError: If the file is missing, or is no whole safetensors file.
+        StoreError: If the file is missing or is not a valid safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -81,9 +80,9 @@ def load_tensors(path: Path) -> dict[str, "Tensor"]:
     except (SafetensorError, OSError) as error:
         raise StoreError(
             f"cannot read tensors from {path}",
-            expected="a whole safetensors file",
+            expected="a valid safetensors file",
             got=f"{type(error).__name__}: {error}",
-            fix="remove the folder it lies in, and run the stage again",
+            fix="remove its folder, and run the stage again",
         ) from error
 
 
@@ -93,16 +92,16 @@ def save_weights(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> int:
-    """Writes a model's weights as transformers reads them, from a stream.
+    """Writes a model's weights in the transformers layout, from a stream.
 
-    One file `model.safetensors`, or several with an index once they outgrow `max_shard_bytes`. No
-    more than one file's tensors (or one larger tensor) are in memory at a time, besides what the
-    stream itself holds.
+    Writes one file `model.safetensors`, or several with an index if they exceed `max_shard_bytes`.
+    At most one file's tensors (or one larger tensor) are in memory at a time, besides those that
+    the stream holds.
 
     Args:
-        folder: Made where it is missing.
-        named_tensors: Whole tensors under the names of the checkpoint, tied ones once.
-        max_shard_bytes: Bound on a file's size; a tensor that is larger gets one of its own.
+        folder: Created if missing.
+        named_tensors: Full tensors under the names of the checkpoint, tied ones once.
+        max_shard_bytes: Largest size of a file; a larger tensor gets its own file.
 
     Returns:
         The summed size of the tensors, in bytes.
@@ -117,7 +116,7 @@ def save_weights(
     pending_bytes = total_bytes = 0
 
     def flush() -> None:
-        # The number of files, which every file's name tells, is known only at the end.
+        # The number of files is part of each name, and known only at the end.
         path = folder / f"{_WEIGHTS}.{len(parts)}{files.ASIDE}"
         save_tensors(path, pending, metadata={"format": "pt"})
         parts.append(list(pending))
@@ -131,7 +130,7 @@ def save_weights(
         if pending and pending_bytes + num_bytes > max_shard_bytes:
             flush()
             pending_bytes = 0
-        # Off the device at once: there it would stay until its file is full.
+        # Copied at once, as it would otherwise stay on the device until its file is full.
         pending[name] = tensor.detach().cpu()
         pending_bytes += num_bytes
         total_bytes += num_bytes

@@ -1,9 +1,9 @@
-"""Weights that come in, held against the model that they are for.
+"""Validation of loaded weights against their model.
 
-Every road ends here: a model that transformers loads, slices that ranks read, tensors that a
-trainer hands over. Missing, surplus and misshapen tensors are refused by name, and so are NaN and
-infinity, looked for in each tensor once, where it is read. Left out: which names a model expects
-(`backends.training.dtensor.shards.check_weights`), since that needs the model.
+All loading uses it: models loaded by transformers, slices read by ranks, tensors sent by a trainer.
+Missing, surplus and misshapen tensors are refused by name, and so are NaN and infinity, checked
+once when a tensor is read. The names that a model expects are in
+`backends.training.dtensor.shards.check_weights`, since they need the model.
 """
 
 import json
@@ -33,15 +33,17 @@ def refuse_wrong_weights(
     """Raises unless all three are empty.
 
     Args:
-        source: What error messages call the weights' origin.
+        source: Name of the weights' source for error messages.
         missing: Names that the model has and the source lacks.
-        misshapen: By name, the shape in the source and the shape in the model.
+        misshapen: Shape in the source and shape in the model, by name.
         surplus: Names that the source has and the model lacks.
 
     Raises:
         ModelError: With the names of all three kinds.
     """
-    shapes = [f"{name} {there} for {here}" for name, (there, here) in (misshapen or {}).items()]
+    shapes = [
+        f"{name} {actual} for {expected}" for name, (actual, expected) in (misshapen or {}).items()
+    ]
     kinds = {"missing": missing, "of another shape": shapes, "surplus": surplus}
     wrong = {kind: sorted(names) for kind, names in kinds.items() if names}
     if not wrong:
@@ -55,7 +57,7 @@ def refuse_wrong_weights(
         f"{source} {problems[next(iter(wrong))]}",
         expected="every weight of the model in its shape, and no other",
         got="; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in wrong.items()),
-        fix="name a complete checkpoint of the architecture that its config.json says; one with a "
+        fix="name a complete checkpoint of the architecture in its config.json; one with a "
         "scalar head has no language model's head",
     )
 
@@ -66,10 +68,10 @@ def _listed(names: list[str]) -> str:
 
 
 def require_finite(source: str, named_tensors: Iterable[tuple[str, "Tensor"]]) -> None:
-    """Reads every tensor once; no copy is made, but of one-byte floats.
+    """Checks every tensor for NaN and infinity, in one pass, without copies but of one-byte floats.
 
     Raises:
-        ModelError: Naming the first tensor that holds NaN or infinity.
+        ModelError: Naming the first tensor with NaN or infinity.
     """
     import torch
 
@@ -79,7 +81,7 @@ def require_finite(source: str, named_tensors: Iterable[tuple[str, "Tensor"]]) -
             continue
         if values.element_size() == 1:
             values = values.float()
-        # Both ends are NaN where any value is: one pass, where `isfinite` writes a mask and more.
+        # Both are NaN if any value is: one pass, whereas `isfinite` writes a mask.
         low, high = torch.aminmax(values)
         if not (torch.isfinite(low) & torch.isfinite(high)):
             num_nan = int(torch.isnan(values).sum())
@@ -101,15 +103,15 @@ def load_pretrained(
     may_have: Callable[[str], bool] = lambda _: False,
     **options: Any,
 ) -> tuple[Any, set[str]]:
-    """What `kind.from_pretrained` loads, once it is seen that nothing of it was made up.
+    """Loads a model by `kind.from_pretrained`, and checks that no weight was initialized randomly.
 
     Args:
         kind: A class of transformers, or one of its auto classes.
-        source: A folder or a hub name; None where `options` have a `state_dict`.
-        called: What error messages call the source.
-        may_lack: Weights that a new head brings, to be filled by the caller.
-        may_have: Whether a surplus weight, such as a head that is put aside, is expected.
-        **options: Of `from_pretrained`.
+        source: A folder or a hub name; None if `options` have a `state_dict`.
+        called: Name of the source for error messages.
+        may_lack: Weights of a new head, to be filled by the caller.
+        may_have: Returns whether a surplus weight, such as of an unused head, is expected.
+        **options: Options of `from_pretrained`.
 
     Returns:
         The model, and those of `may_lack` that the source lacks.
@@ -120,7 +122,7 @@ def load_pretrained(
     """
     if source is not None and (folder := Path(source)).is_dir():
         _refuse_damaged_files(folder)
-        if "quantization_config" in options:  # 4 or 8 bits do not tell what the weights were
+        if "quantization_config" in options:  # 4 or 8 bits do not show NaN or infinity
             require_finite(called, stored_tensors(folder))
     try:
         model, report = kind.from_pretrained(
@@ -128,8 +130,8 @@ def load_pretrained(
         )
     except (NemoRLError, MemoryError):
         raise
-    # Named fault boundary: a damaged folder fails in transformers, safetensors, torch or json, each
-    # with errors of its own.
+    # Named fault boundary: a damaged folder raises errors of transformers, safetensors, torch or
+    # json.
     except Exception as error:
         raise unreadable(called, error) from error
     missing = set(report["missing_keys"]) - {name for name, *_ in report["mismatched_keys"]}
@@ -150,23 +152,23 @@ def _refuse_damaged_files(folder: Path) -> None:
     if any((folder / name).is_file() for name in (WEIGHTS, _INDICES[0])):
         for path in weight_files(folder):
             with open_weights(path):
-                pass  # transformers would not say which file it is
+                pass  # the error of transformers would not name the file
 
 
 def unreadable(called: str, error: Exception) -> ModelError:
-    """What transformers or safetensors say of a model, as an error that names it and the fix."""
-    said = (str(error).strip().splitlines() or ["no message"])[0]
+    """Returns an error of transformers or safetensors as one that names the model and the fix."""
+    message = (str(error).strip().splitlines() or ["no message"])[0]
     return ModelError(
         f"transformers cannot load {called}",
         expected="a hub name, or a folder with config.json, *.safetensors and tokenizer.json",
-        got=f"{type(error).__name__}: {said}"[:300],
-        fix="correct the model's name; copy or save the model again where a file is damaged; "
+        got=f"{type(error).__name__}: {message}"[:300],
+        fix="correct the model's name; copy or save the model again if a file is damaged; "
         "without a network, name a folder on this machine",
     )
 
 
 def distinct(model: Any) -> Iterator[tuple[str, "Tensor"]]:
-    """Parameters and saved buffers of a model by name, shared ones once."""
+    """Yields parameters and saved buffers of a model by name, shared ones once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if hasattr(tensor, "is_floating_point") and id(tensor) not in seen:
@@ -175,10 +177,10 @@ def distinct(model: Any) -> Iterator[tuple[str, "Tensor"]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, by its index where it has one.
+    """Returns the safetensors files of a model, by its index if it has one.
 
     Raises:
-        ModelError: If one is missing, or the index is damaged or leads out of the folder.
+        ModelError: If one is missing, or the index is damaged or names files outside of the folder.
     """
     index = folder / _INDICES[0]
     names = sorted(set(files_of_index(index).values())) if index.is_file() else [WEIGHTS]
@@ -193,7 +195,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def files_of_index(index: Path) -> dict[str, str]:
-    """The file name of each weight, as an index says; nothing where there is no index.
+    """Reads the file name of each weight from an index; empty without an index.
 
     Raises:
         ModelError: If the index is damaged, or names a file outside of its folder.
@@ -202,21 +204,21 @@ def files_of_index(index: Path) -> dict[str, str]:
         return {}
     try:
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        strange = sorted({name for name in files.values() if Path(name).name != name})
+        outside = sorted({name for name in files.values() if Path(name).name != name})
     except (ValueError, TypeError, KeyError) as error:
         raise unreadable(f"the index {index}", error) from error
-    if strange:
+    if outside:
         raise ModelError(
             f"the index {index} names files outside of its folder",
-            expected="names of files that lie beside it",
-            got=_listed(strange),
+            expected="names of files beside it",
+            got=_listed(outside),
             fix="copy the files into the folder and correct the index, or save the model again",
         )
     return files
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """The tensors of a folder's safetensors files on the CPU, one at a time."""
+    """Yields the tensors of a folder's safetensors files on the CPU, one at a time."""
     for path in weight_files(folder):
         with open_weights(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
@@ -224,7 +226,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
 
 
 def open_weights(path: Path) -> Any:
-    """A safetensors file whose header is read and found to fit the file; a context manager.
+    """Opens a safetensors file and validates its header; a context manager.
 
     Raises:
         ModelError: If it is damaged.

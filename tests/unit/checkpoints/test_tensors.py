@@ -113,7 +113,7 @@ def test_transformers_reads_streamed_weights(
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
-def test_equal_content_is_equal_bytes_whatever_the_order_of_metadata(tmp_path: Path) -> None:
+def test_equal_content_is_equal_bytes_in_any_order_of_metadata(tmp_path: Path) -> None:
     tensors = {"weight": torch.arange(6.0).view(2, 3), "step": torch.tensor(3)}
     metadata = {name: f'value of {name}: äöü \\ "' for name in "abcdefgh"}
     written = set()
