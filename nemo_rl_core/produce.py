@@ -1,4 +1,4 @@
-"""How every artifact is made: one folder, one lock, one manifest."""
+"""Materialization of artifacts: one folder, one lock, one manifest each."""
 
 import functools
 import time
@@ -34,17 +34,17 @@ from nemo_rl_core.telemetry.events import ArtifactMade, publish
 
 @dataclass(frozen=True)
 class Made:
-    """What the work of a stage has put into its folder.
+    """The result of a stage's work, whose files are in its folder.
 
     Attributes:
         kind: Such as "dataset" or "checkpoint".
-        format: Of the files.
+        format: Format of the files.
         summary: One line for the table at the end of a run.
-        num_tokens: Generated and trained on.
-        peak_memory_gib: Of all workers, summed.
-        step: The training step the artifact belongs to; 0 before any.
+        num_tokens: Tokens generated and trained on.
+        peak_memory_gib: Peak memory of all workers, summed.
+        step: Training step of the artifact; 0 before any.
         deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
-        figures: What was measured, by name; the manifest takes them along.
+        figures: Measured values by name, for the manifest.
     """
 
     kind: str
@@ -59,14 +59,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an artifact depends on, and is known by.
+    """The inputs of a stage, which determine its artifact and its key.
 
     Attributes:
         stage: Name of the stage.
         settings: The fields that the stage reads, as JSON.
         parents: Folders of the artifacts that it reads, by role.
         source: Digest of the source that it runs.
-        part: Which of several artifacts of the stage, or which iteration.
+        part: Name of one of several artifacts of the stage, or the iteration.
     """
 
     stage: str
@@ -79,20 +79,20 @@ class Inputs:
     def key(self) -> str:
         """32 hex digits; equal inputs have equal keys."""
         hashes = {role: Manifest.read(path).content_hash for role, path in self.parents.items()}
-        described = {"config": self.settings, "parents": hashes, "part": self.part}
-        return config_hash({**described, "source": self.source})[:32]
+        fields = {"config": self.settings, "parents": hashes, "part": self.part}
+        return config_hash({**fields, "source": self.source})[:32]
 
 
 def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | None = None) -> Path:
-    """Runs the work in a folder of the store and publishes that as an artifact.
+    """Runs the work in a folder of the store and publishes the folder as an artifact.
 
-    A killed attempt is continued; of two processes that make the same at once, the second takes
-    what the first has made. An artifact that is there and damaged is set aside and made again.
+    A killed attempt is resumed; of two processes that make the same artifact, the second returns
+    the first one's. A damaged artifact is set aside and made again.
 
     Args:
-        inputs: What the artifact depends on.
-        work: Fills the folder; may find there what an interrupted attempt left.
-        run: On a cluster, whose stage this is.
+        inputs: The inputs of the stage.
+        work: Fills the folder, which may contain files of an interrupted attempt.
+        run: On a cluster, the run of the stage.
 
     Returns:
         The artifact's folder.
@@ -102,7 +102,7 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
     """
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
-        store.hold(parent)  # it may be of an earlier run, which nothing keeps
+        store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
         refuse_damaged(store, parent)
     key = inputs.key
     with store.work_folder(stage, key) as folder:
@@ -114,14 +114,14 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
         manifest = _manifest(inputs, made, folder, cost, run)
-        # The key goes into the name: equal content made from other inputs has other parents.
+        # The key is part of the name: equal content from other inputs has other parents.
         digest = config_hash({"content": manifest.content_hash, "key": key})
         name = artifact_name(stage, digest)
         manifest.model_copy(update={"name": name}).write(folder)
         write_ancestors(folder, inputs.parents.values())
         (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
-        # Without its record, which `published` reads, it may lie there all the same.
+        # An artifact may exist without the record that `published` reads.
         set_aside_damaged(store, store.artifacts / name)
         artifact = store.publish(folder, stage=stage, content_hash=digest)
         publish(ArtifactMade(artifact))
@@ -163,7 +163,7 @@ def _cluster(inputs: Inputs) -> ClusterConfig | None:
 
 
 def cost_html(cost: Cost) -> str:
-    """What a stage has cost, as a small table for its deck."""
+    """Formats the cost of a stage as a small table for its deck."""
     shown = {
         "wall seconds": f"{cost.wall_seconds:.1f}",
         "CPU seconds": f"{cost.cpu_seconds:.1f}",
