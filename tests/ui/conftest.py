@@ -1,4 +1,4 @@
-"""A small store with a history, as the page's fast tests read it."""
+"""A small store with a history, for the fast tests of the page."""
 
 import functools
 import importlib.util
@@ -36,8 +36,8 @@ FIRST, RERUN, LIVE, FAILED = (f"20260101T00000{n}Z-{c * 6}" for n, c in enumerat
 
 
 @dataclass
-class Made:
-    """A store, and what the tests look for in it."""
+class RecordedStore:
+    """A store with a history, and the ids in it."""
 
     store: Store
     nodes: dict[str, int] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def _rollout(reward: float | None, text: str, sample: int) -> Rollout:
     )
 
 
-def _first_run(made: Made) -> None:
+def _first_run(made: RecordedStore) -> None:
     writer = made.begin(FIRST)
 
     def node(name: str, kind: Any = "task", parent: int | None = None, **inputs: str) -> int:
@@ -182,7 +182,7 @@ def _evaluation(folder: Path, *, right: int) -> None:
     )
 
 
-def _rerun(made: Made) -> None:
+def _rerun(made: RecordedStore) -> None:
     """Everything from the cache but the evaluation, which finds more."""
     writer = made.begin(RERUN, grpo={"num_iterations": 3})
     for stage in ("prepare_data", "train_sft", "grpo_iteration 1"):
@@ -206,9 +206,9 @@ def _rerun(made: Made) -> None:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedStore]:
     """Four executions: one whole, its rerun, one that goes on, one that failed."""
-    made = Made(Store(tmp_path_factory.mktemp("page") / "store"))
+    made = RecordedStore(Store(tmp_path_factory.mktemp("page") / "store"))
     _first_run(made)
     _rerun(made)
     live = made.begin(LIVE)
@@ -228,7 +228,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 
 @pytest.fixture(scope="session")
-def client(made: Made) -> TestClient:
+def client(made: RecordedStore) -> TestClient:
     return TestClient(create_app(made.store), base_url="http://127.0.0.1:8321")
 
 
