@@ -33,7 +33,7 @@ from nemo_rl_core.telemetry.events import ArtifactMade, publish
 
 
 @dataclass(frozen=True)
-class Made:
+class StageResult:
     """The result of a stage's work, whose files are in its folder.
 
     Attributes:
@@ -58,7 +58,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StageInputs:
     """The inputs of a stage, which determine its artifact and its key.
 
     Attributes:
@@ -83,7 +83,9 @@ class Inputs:
         return config_hash({**fields, "source": self.source})[:32]
 
 
-def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | None = None) -> Path:
+def produce(
+    inputs: StageInputs, work: Callable[[Path], StageResult], *, run: StageRun | None = None
+) -> Path:
     """Runs the work in a folder of the store and publishes the folder as an artifact.
 
     A killed attempt is resumed; of two processes that make the same artifact, the second returns
@@ -128,7 +130,9 @@ def produce(inputs: Inputs, work: Callable[[Path], Made], *, run: StageRun | Non
         return artifact
 
 
-def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float) -> Cost:
+def _cost(
+    inputs: StageInputs, made: StageResult, spent: usage.Spent, *, wall_seconds: float
+) -> Cost:
     cluster = _cluster(inputs)
     num_gpus = cluster.num_gpus if cluster else 0
     device = gpu_name() if num_gpus else ""
@@ -157,7 +161,7 @@ def _cost(inputs: Inputs, made: Made, spent: usage.Spent, *, wall_seconds: float
     )
 
 
-def _cluster(inputs: Inputs) -> ClusterConfig | None:
+def _cluster(inputs: StageInputs) -> ClusterConfig | None:
     cluster = inputs.settings.get("cluster")
     return ClusterConfig.model_validate(cluster) if cluster else None
 
@@ -179,7 +183,7 @@ def cost_html(cost: Cost) -> str:
 
 
 def _manifest(
-    inputs: Inputs, made: Made, folder: Path, cost: Cost, run: StageRun | None
+    inputs: StageInputs, made: StageResult, folder: Path, cost: Cost, run: StageRun | None
 ) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
     cluster = _cluster(inputs)

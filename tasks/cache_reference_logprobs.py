@@ -7,7 +7,7 @@ follows: another learning rate, beta or batch size finds it in the cache.
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, Dataset, LogprobArtifact, Logprobs
 from tasks.platform.resources import SCORE
 from tasks.platform.stage import cached_task, make
@@ -20,7 +20,7 @@ def cache_reference_logprobs(
 ) -> Logprobs:
     """One forward pass over all pairs."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.dpo.reference import reference_logprobs
         from nemo_rl_core.data.pairs import save_logprobs
 
@@ -28,7 +28,7 @@ def cache_reference_logprobs(
             reference.model_folder, pairs.folder, connect(config.cluster), settings=config
         )
         save_logprobs(scored, folder)
-        return Made("logprobs", "parquet", f"{len(scored)} pairs")
+        return StageResult("logprobs", "parquet", f"{len(scored)} pairs")
 
     parents = {"reference": reference, "pairs": pairs}
     fields = make("cache_reference_logprobs", config=config, parents=parents, work=work)

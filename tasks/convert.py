@@ -5,7 +5,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.resources import WEIGHTS
@@ -21,7 +21,7 @@ def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> C
     logprobs. The checkpoint stays as it was, whatever happens here.
     """
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.megatron import megatron_to_hf
         from nemo_rl_core.converters.proof import prove
         from nemo_rl_core.data.loader import token_sequences
@@ -36,7 +36,7 @@ def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> C
             f"{proof.num_equal} of {proof.num_tensors} tensors equal, logprobs within "
             f"{proof.max_absolute_difference:.1g}"
         )
-        return Made("checkpoint", "hf", summary, step=checkpoint.step)
+        return StageResult("checkpoint", "hf", summary, step=checkpoint.step)
 
     parents = {"checkpoint": checkpoint, "rows": rows}
     return CheckpointArtifact(**make("convert", config=config, parents=parents, work=work))

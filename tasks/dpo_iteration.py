@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, Logprobs
 from tasks.platform.decks import curves
 from tasks.platform.resources import TRAIN
@@ -22,7 +22,7 @@ def dpo_iteration(
 ) -> Checkpoint:
     """Trains on the pairs of one iteration, 1-based."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
         from nemo_rl_core.trainers.base import Job
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
@@ -22,7 +22,7 @@ def evaluate(
 ) -> Evaluation:
     """Greedy accuracy with its interval, pass@k and cons@k, of all and of each category."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.evals.evaluate import evaluate as evaluate_model
         from nemo_rl_core.evals.rows import save_rows
 
@@ -36,7 +36,7 @@ def evaluate(
         save_rows(result.rows, folder / "rows.parquet")
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
         write_atomic(folder / "categories.json", json.dumps(result.categories, indent=1))
-        return Made(
+        return StageResult(
             "evaluation",
             "parquet",
             f"{measured(checkpoint)}: {_said(result.metrics)}",

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nemo_rl_core.evals.rows import Row, changed_rows, load_rows
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import CompareReport, Comparison, Evaluation
@@ -22,13 +22,13 @@ _CHANGES_SHOWN = 40
 def compare(config: ComparisonTaskConfig, before: Evaluation, after: Evaluation) -> Comparison:
     """Paired bootstrap, McNemar, and the smallest difference that the prompts could have shown."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
         write_atomic(folder / "comparison.json", json.dumps(asdict(compared), indent=1))
         pairs = changed_rows(*(load_rows(each.folder / "rows.parquet") for each in (before, after)))
         summary = f"{after.measured} against {before.measured}: {compared.verdict}"
         deck = completions_html([asdict(compared)]) + completions_html(_changes(pairs))
-        return Made("comparison", "json", summary, deck=deck)
+        return StageResult("comparison", "json", summary, deck=deck)
 
     parents = {"before": before, "after": after}
     fields = make("compare", config=config, parents=parents, work=work)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.decks import records
@@ -18,7 +18,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
     `prepare_data` would also read rows to train on, and refuse those that are asked here too.
     """
 
-    def write(folder: Path) -> Made:
+    def write(folder: Path) -> StageResult:
         from nemo_rl_core.data.datasets import load_rows
         from nemo_rl_core.data.loader import save_frame
         from nemo_rl_core.data.pretrained import load_tokenizer
@@ -35,7 +35,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
         )
         save_frame(frame, folder)
         deck = completions_html(records(frame.head(20)))
-        return Made("dataset", "parquet", f"{len(frame)} questions", deck=deck)
+        return StageResult("dataset", "parquet", f"{len(frame)} questions", deck=deck)
 
     fields = make("evaluate_questions", config=config, parents={"tokenizer": tokenizer}, work=write)
     return DatasetArtifact(**fields)

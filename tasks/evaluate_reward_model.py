@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Checkpoint, Dataset, EvalReport, Evaluation
@@ -19,7 +19,7 @@ def evaluate_reward_model(
 ) -> Evaluation:
     """The share of pairs that it gets right, with its interval."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         import pandas as pd
 
         from nemo_rl_core.data.frames import PairEvalSchema, check_frame
@@ -42,7 +42,7 @@ def evaluate_reward_model(
             f"[{metrics['accuracy_low']:.3f}, {metrics['accuracy_high']:.3f}]"
         )
         deck = completions_html([metrics]) + completions_html(result.rows[:40])
-        return Made(
+        return StageResult(
             "evaluation",
             "parquet",
             summary,

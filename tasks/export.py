@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.integrity import CARD
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
@@ -21,7 +21,7 @@ class ExportTaskConfig(FrozenConfig):
 def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
     """Writes the model alone, and proves that it loads to the same weights."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.export import export_model
         from nemo_rl_core.history.card import evaluations_behind, model_card
 
@@ -34,7 +34,9 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
         origin = {"checkpoint": checkpoint.content_hash, "decision": decision.content_hash}
         write_atomic(folder / "origin.json", json.dumps(origin, indent=1))
         step = checkpoint.step
-        return Made("model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step)
+        return StageResult(
+            "model", "hf", f"{count / 1e6:.2f} M parameters of step {step}", step=step
+        )
 
     parents = {"checkpoint": checkpoint, "decision": decision}
     return CheckpointArtifact(

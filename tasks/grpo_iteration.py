@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.decks import curves, last_rollouts
 from tasks.platform.resources import TRAIN
@@ -36,7 +36,7 @@ def grpo_iteration(
     `reward_model` is what scores where the environment is a reward model without a name.
     """
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.grpo.asynchronous import grpo_trainer
         from nemo_rl_core.trainers.base import Job
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.manifest import Manifest, ancestry_of
 from nemo_rl_core.telemetry.curves import completions_html
@@ -21,7 +21,7 @@ class LineageTaskConfig(FrozenConfig):
 def lineage_report(model: Checkpoint) -> Lineage:
     """Walks from the model through its parents back to data, code and config."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         found = ancestry_of(model.folder)
         rows = [_row(0, model.manifest)]
         rows += [
@@ -32,7 +32,7 @@ def lineage_report(model: Checkpoint) -> Lineage:
         ]
         write_atomic(folder / "lineage.json", json.dumps(rows, indent=1, sort_keys=True))
         summary = f"{len(rows)} artifacts from {rows[-1]['stage']} to {rows[0]['stage']}"
-        return Made("lineage", "json", summary, deck=completions_html(rows))
+        return StageResult("lineage", "json", summary, deck=completions_html(rows))
 
     fields = make("lineage_report", config=LineageTaskConfig(), parents={"model": model}, work=work)
     return LineageReport(**fields)

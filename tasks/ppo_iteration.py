@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.decks import curves, last_rollouts
 from tasks.platform.resources import TRAIN
@@ -32,7 +32,7 @@ def ppo_iteration(
 ) -> Checkpoint:
     """Rolls out, scores, and trains policy and critic for the steps of one iteration, 1-based."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
         from nemo_rl_core.trainers.base import Job
 

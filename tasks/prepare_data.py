@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.types import Row
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
@@ -42,10 +42,10 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
             policy=config.data,
         )
 
-        def write(folder: Path) -> Made:
+        def write(folder: Path) -> StageResult:
             save_frame(frame, folder)
             deck = completions_html(records(frame.head(20)))
-            return Made("dataset", "parquet", f"{name} {len(frame)} rows", deck=deck)
+            return StageResult("dataset", "parquet", f"{name} {len(frame)} rows", deck=deck)
 
         fields = make(
             "prepare_data", config=config, parents={"tokenizer": tokenizer}, work=write, part=name

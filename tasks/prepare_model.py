@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.converters.materialize import materialize
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
@@ -23,19 +23,19 @@ class PreparedModel(NamedTuple):
 def prepare_model(config: ModelTaskConfig) -> PreparedModel:
     """Brings the model into the store, in the transformers layout."""
 
-    def write_model(folder: Path) -> Made:
+    def write_model(folder: Path) -> StageResult:
         shutil.rmtree(folder / "model", ignore_errors=True)
         count = materialize(config.model, folder / "model", seed=config.seed)
         summary = f"{config.model.name}, {count / 1e6:.2f} M parameters"
-        return Made("checkpoint", "hf", summary, step=0)
+        return StageResult("checkpoint", "hf", summary, step=0)
 
     base = CheckpointArtifact(**make("prepare_model", config=config, parents={}, work=write_model))
 
-    def write_tokenizer(folder: Path) -> Made:
+    def write_tokenizer(folder: Path) -> StageResult:
         for file in sorted(base.model_folder.iterdir()):
             if not file.name.endswith((".safetensors", ".index.json")):
                 shutil.copy(file, folder)
-        return Made("tokenizer", "hf")
+        return StageResult("tokenizer", "hf")
 
     tokenizer = TokenizerArtifact(
         **make("tokenizer", config=config, parents={"base": base}, work=write_tokenizer)

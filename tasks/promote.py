@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import Comparison, compare
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from tasks.artifacts import Checkpoint, EvalReport, Evaluation, Promotion, PromotionDecision
 from tasks.platform.resources import PLAIN
@@ -32,12 +32,12 @@ def promote(
 ) -> Promoted:
     """Promotes the candidate if it is better on the same prompts at the stated confidence."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
         promoted = compared.low > config.promotion.min_improvement
         decision = {"promoted": promoted, **asdict(compared)}
         write_atomic(folder / "decision.json", json.dumps(decision, indent=1))
-        return Made("promotion", "json", explain(compared, config.promotion))
+        return StageResult("promotion", "json", explain(compared, config.promotion))
 
     parents = {"incumbent": incumbent, "candidate": candidate, "before": before, "after": after}
     fields = make("promote", config=config, parents=parents, work=work)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_core.distributed.session import connect
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, Dataset, DatasetArtifact
 from tasks.platform.resources import GENERATE
 from tasks.platform.stage import cached_task, make
@@ -16,7 +16,7 @@ def sample_pairs(
 ) -> Dataset:
     """Samples, scores, and keeps the best against the worst of each prompt."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.data.pairs import save_pairs
         from nemo_rl_core.rollouts.pairs import sample_pairs as sample
 
@@ -33,7 +33,7 @@ def sample_pairs(
         summary = f"{len(found.pairs)} pairs of {found.num_prompts} prompts"
         if found.num_failed_rollouts:
             summary += f", {found.num_failed_rollouts} completions could not be scored"
-        return Made(
+        return StageResult(
             "pairs",
             "parquet",
             summary,

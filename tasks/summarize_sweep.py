@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from nemo_rl_core.evals.sweep import group_by_settings, said
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html, curves_svg
 from tasks.artifacts import Report, Summary, SweepReport
@@ -30,7 +30,7 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
         values for values, report in zip(config.points, reports, strict=True) if report is None
     ]
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         figures = [(values, report.metrics[_METRIC]) for values, report in ended]
         rows = group_by_settings(figures, apart=SEED, confidence=config.confidence)
         write_atomic(folder / "sweep.json", json.dumps(rows, indent=1))
@@ -48,7 +48,7 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
             deck += f"<p>{len(failed)} of {len(reports)} points failed:</p>" + completions_html(
                 failed
             )
-        return Made("sweep", "json", summary, deck=deck)
+        return StageResult("sweep", "json", summary, deck=deck)
 
     parents = {f"point {place}": report for place, (_, report) in enumerate(ended)}
     fields = make("summarize_sweep", config=config, parents=parents, work=work)

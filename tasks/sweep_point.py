@@ -9,7 +9,7 @@ import json
 import logging
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from tasks.artifacts import Artifact, Checkpoint, CheckpointArtifact, Dataset, PointReport, Report
@@ -33,7 +33,7 @@ def sweep_point(
 ) -> Report:
     """Trains for all iterations, and measures what comes out."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         checkpoints = _train(config, start, train, validation)
         report = evaluate.task_function(
             config=config.evaluation, checkpoint=checkpoints[-1], validation=questions
@@ -43,7 +43,7 @@ def sweep_point(
         found = {"metrics": report.metrics, "steps": steps, "rewards": rewards}
         write_atomic(folder / "point.json", json.dumps(found, indent=1))
         made = [*checkpoints, report]
-        return Made(
+        return StageResult(
             "sweep_point",
             "json",
             report.summary,

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
@@ -14,7 +14,7 @@ from tasks.recipes.convert import MegatronTaskConfig
 def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoint:
     """Writes the weights in Megatron's sharded format, from which training of any layout begins."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.megatron import hf_to_megatron
 
         # Written beside: the converter makes its own folder, and the work folder is there already.
@@ -27,7 +27,7 @@ def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoin
         aside.rmdir()
         layout = config.training
         summary = f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}"
-        return Made("checkpoint", "megatron", summary, step=checkpoint.step)
+        return StageResult("checkpoint", "megatron", summary, step=checkpoint.step)
 
     parents = {"checkpoint": checkpoint}
     return CheckpointArtifact(**make("to_megatron", config=config, parents=parents, work=work))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make
@@ -17,13 +17,13 @@ class TokenizeTaskConfig(FrozenConfig):
 def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
     """Renders every pair with the model's chat template, and masks what is not answered."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.data.pairs import save_pairs, tokenized_pairs
         from nemo_rl_core.data.pretrained import load_tokenizer
 
         pairs = tokenized_pairs(rows.folder, load_tokenizer(tokenizer.folder))
         save_pairs(pairs, folder)
-        return Made("pairs", "parquet", f"{len(pairs)} pairs")
+        return StageResult("pairs", "parquet", f"{len(pairs)} pairs")
 
     parents = {"tokenizer": tokenizer, "rows": rows}
     fields = make("tokenize_pairs", config=TokenizeTaskConfig(), parents=parents, work=work)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.decks import curves
 from tasks.platform.resources import TRAIN
@@ -19,7 +19,7 @@ def train_reward_model(
 ) -> Checkpoint:
     """Trains a scalar head, and the model under it, on the pairs."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.reward_model.trainer import RewardModelTrainer
         from nemo_rl_core.trainers.base import Job
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.decks import curves
 from tasks.platform.resources import TRAIN
@@ -17,7 +17,7 @@ def train_sft(
 ) -> Checkpoint:
     """Trains on the completions of the training rows."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
         from nemo_rl_core.trainers.base import Job
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.decks import curves, last_rollouts
 from tasks.platform.resources import TRAIN
@@ -22,7 +22,7 @@ def train_student(
 ) -> Checkpoint:
     """Samples from the student, and trains it towards the teacher's distribution."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
         from nemo_rl_core.trainers.base import Job
 

@@ -20,7 +20,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.metrics import MetricsFile
@@ -108,14 +108,14 @@ def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
     parents["train"] = _data_artifact("train", data.train, parents["base"])
     parents["validation"] = _data_artifact("validation", data.validation, parents["base"])
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         job = trainer.job(parents, folder, scorer=scorer)
         result = trainer.run(job, callbacks=request.callbacks)
         return result.made()
 
     settings = trainer.settings.model_dump(mode="json")
     run = request.name or uuid.uuid4().hex
-    artifact = produce(Inputs(trainer.algorithm, settings | {"run": run}, parents), work)
+    artifact = produce(StageInputs(trainer.algorithm, settings | {"run": run}, parents), work)
     return _result(artifact)
 
 
@@ -144,20 +144,20 @@ def _model_artifact(model: str | Path | ModelConfig, seed: int) -> Path:
     if config.kind == "pretrained" and folder.is_dir():
         settings["content"] = hash_folder(folder)
 
-    def work(target: Path) -> Made:
+    def work(target: Path) -> StageResult:
         count = materialize(config, target / "model", seed=seed)
-        return Made("checkpoint", "hf", f"{config.name}, {count / 1e6:.2f} M parameters")
+        return StageResult("checkpoint", "hf", f"{config.name}, {count / 1e6:.2f} M parameters")
 
-    return produce(Inputs("prepare_model", settings), work)
+    return produce(StageInputs("prepare_model", settings), work)
 
 
 def _data_artifact(name: str, frame: Any, base: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         content = hash_file(save_frame(frame, Path(scratch)))
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         save_frame(frame, folder)
-        return Made("dataset", "parquet", f"{name} {len(frame)} rows")
+        return StageResult("dataset", "parquet", f"{name} {len(frame)} rows")
 
-    inputs = Inputs("prepare_data", {"content": content}, {"tokenizer": base}, part=name)
+    inputs = StageInputs("prepare_data", {"content": content}, {"tokenizer": base}, part=name)
     return produce(inputs, work)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from nemo_rl_core.checkpoints.manager import CheckpointManager
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store import files
 from nemo_rl_core.telemetry.events import StageResumed, publish, report
 from nemo_rl_core.telemetry.metrics import MetricsFile
@@ -76,14 +76,14 @@ class RunResult:
     num_tokens: int
     peak_memory_gib: float
 
-    def made(self, *, summary: str = "", deck: str = "") -> Made:
+    def made(self, *, summary: str = "", deck: str = "") -> StageResult:
         """The folder as the content of a checkpoint artifact.
 
         Args:
             summary: One line for the table at the end of a run.
             deck: HTML for Flyte's deck.
         """
-        return Made(
+        return StageResult(
             "checkpoint",
             "hf",
             summary,

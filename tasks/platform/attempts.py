@@ -16,7 +16,7 @@ from flytekit import current_context
 from flytekit.core.checkpointer import Checkpoint
 
 from nemo_rl_core.checkpoints import manager as checkpointing
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store import files
 from tasks.platform.local import on_cluster
 
@@ -24,18 +24,20 @@ _ARCHIVE = "work.tar"
 """One object, since object stores replace one in whole: half an upload is never read."""
 
 
-def carried_over(work: Callable[[Path], Made]) -> Callable[[Path], Made]:
+def carried_over(work: Callable[[Path], StageResult]) -> Callable[[Path], StageResult]:
     """The work of a stage, begun on a cluster with what the attempt before has saved."""
     if not on_cluster():
         return work
 
-    def attempt(folder: Path) -> Made:
+    def attempt(folder: Path) -> StageResult:
         return run_attempt(folder, work, current_context().checkpoint)
 
     return attempt
 
 
-def run_attempt(folder: Path, work: Callable[[Path], Made], checkpoint: Checkpoint) -> Made:
+def run_attempt(
+    folder: Path, work: Callable[[Path], StageResult], checkpoint: Checkpoint
+) -> StageResult:
     """Runs the work in the folder; what it saves is handed to Flyte as soon as it is whole.
 
     Args:

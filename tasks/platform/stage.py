@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel
 
 from nemo_rl_core.config.tracking import TrackingConfig
-from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.telemetry.tracking import tracked
@@ -59,7 +59,7 @@ def make(
     *,
     config: BaseModel,
     parents: Mapping[str, Artifact],
-    work: Callable[[Path], Made],
+    work: Callable[[Path], StageResult],
     part: str = "",
 ) -> dict[str, Any]:
     """Runs a stage's work in a folder of the store and publishes it as an artifact.
@@ -79,7 +79,7 @@ def make(
         The fields that all artifacts share.
     """
     caller = inspect.stack()[1].frame.f_globals["__name__"]
-    inputs = Inputs(
+    inputs = StageInputs(
         stage=stage,
         settings=config.model_dump(mode="json"),
         parents={role: parent.folder for role, parent in parents.items()},

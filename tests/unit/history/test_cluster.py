@@ -11,7 +11,7 @@ from nemo_rl_core.history.ancestry import of_folder
 from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Parentage
-from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
@@ -29,15 +29,15 @@ CONTAINER = {
 def stage(name: str, environment: dict[str, str], **parents: Path) -> Path:
     """A stage as `tasks.platform.stage.make` runs it."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "text.txt").write_text(name)
         MetricsFile(folder / "metrics.jsonl").append(
             StepReport(name, 1, 1, {"loss": 0.5, "global_step": 7.0})
         )
-        return Made("checkpoint", "text")
+        return StageResult("checkpoint", "text")
 
     run = StageRun.from_environment(environment, task=f"tasks.{name}.{name}")
-    return produce(Inputs(name, {}, parents=parents), work, run=run)
+    return produce(StageInputs(name, {}, parents=parents), work, run=run)
 
 
 def download(

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.maintenance.verify import repair, verify
-from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.integrity import CARD
 from nemo_rl_core.store.manifest import Manifest, config_hash
 from nemo_rl_core.store.store import Store
@@ -39,13 +39,13 @@ def test_a_model_with_its_card_is_sound(tmp_path: Path, monkeypatch: pytest.Monk
     """As `export` makes it: the card lies among the weights, and is none of them."""
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "model").mkdir()
         (folder / "model" / "model.safetensors").write_text("weights")
         (folder / "model" / CARD).write_text("took 3 s")
-        return Made("model", "hf")
+        return StageResult("model", "hf")
 
-    folder = produce(Inputs("export", {}), work)
+    folder = produce(StageInputs("export", {}), work)
     assert _problems(Store(tmp_path)) == []
     (folder / "model" / "model.safetensors").write_text("other weights")
     (found,) = verify(Store(tmp_path)).findings

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store import hash_cache
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.hash_cache import HashCache
@@ -20,7 +20,7 @@ from nemo_rl_core.store.integrity import damage, damage_of_changed_files
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 
-INPUTS = Inputs("train_sft", {"num_steps": 6})
+INPUTS = StageInputs("train_sft", {"num_steps": 6})
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store(tmp_path / "store")
 
 
-def work(folder: Path) -> Made:
+def work(folder: Path) -> StageResult:
     (folder / "model").mkdir()
     (folder / "model" / "model.safetensors").write_bytes(bytes(range(256)))
     (folder / "rows").write_text("rows")
-    return Made("checkpoint", "hf")
+    return StageResult("checkpoint", "hf")
 
 
 def flip_a_bit(path: Path) -> None:
@@ -94,7 +94,7 @@ def test_two_at_once_make_it_again_once(store: Store) -> None:
     flip_a_bit(made / "rows")
     begun: list[Path] = []
 
-    def counted(folder: Path) -> Made:
+    def counted(folder: Path) -> StageResult:
         begun.append(folder)
         return work(folder)
 
@@ -109,13 +109,13 @@ def test_no_stage_reads_a_damaged_parent(store: Store) -> None:
     parent = produce(INPUTS, work)
     flip_a_bit(parent / "model" / "model.safetensors")
     with pytest.raises(StoreError, match="is damaged") as caught:
-        produce(Inputs("export", {}, {"checkpoint": parent}), work)
+        produce(StageInputs("export", {}, {"checkpoint": parent}), work)
     assert "the hash of its weights was" in str(caught.value)
     assert not list(store.artifacts.glob("export-*"))
     # Downloaded to another disk, as on a cluster.
     copy = shutil.copytree(parent, store.root / "download")
     with pytest.raises(StoreError, match="download is damaged"):
-        produce(Inputs("export", {}, {"checkpoint": copy}), work)
+        produce(StageInputs("export", {}, {"checkpoint": copy}), work)
 
 
 def test_settings_are_held_against_their_hash(store: Store) -> None:

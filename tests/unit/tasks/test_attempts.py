@@ -7,7 +7,7 @@ import pytest
 from flytekit.core.checkpointer import SyncCheckpoint
 
 from nemo_rl_core.checkpoints.manager import CheckpointManager
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.platform import attempts
 
 
@@ -15,10 +15,10 @@ class KilledError(Exception):
     """The machine is gone."""
 
 
-def work_until(last: int, *, dies: bool, seen: list[int]) -> Callable[[Path], Made]:
+def work_until(last: int, *, dies: bool, seen: list[int]) -> Callable[[Path], StageResult]:
     """Steps 1 to `last`, each saved; it goes on from the newest save in the folder."""
 
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         manager = CheckpointManager(folder / "checkpoints")
         latest = manager.latest()
         seen.append(latest[0] if latest else 0)
@@ -28,7 +28,7 @@ def work_until(last: int, *, dies: bool, seen: list[int]) -> Callable[[Path], Ma
             manager.save(step, lambda path, step=step: (path / "x").write_text(f"{step}"))
         if dies:
             raise KilledError
-        return Made("checkpoint", "test", step=last)
+        return StageResult("checkpoint", "test", step=last)
 
     return work
 

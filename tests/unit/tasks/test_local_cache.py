@@ -11,7 +11,7 @@ from flytekit import workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.produce import Made, cost_html
+from nemo_rl_core.produce import StageResult, cost_html
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.platform.local import use_store
 from tasks.platform.recorder import RunFailed
@@ -28,22 +28,22 @@ class Text(FrozenConfig):
 
 @cached_task()
 def first(config: Text) -> Dataset:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         _worked.append("first")
         (folder / "text.txt").write_text(config.text.upper())
-        return Made("dataset", "text", f"wrote {config.text}", num_tokens=5)
+        return StageResult("dataset", "text", f"wrote {config.text}", num_tokens=5)
 
     return DatasetArtifact(**make("first", config=config, parents={}, work=work))
 
 
 @cached_task()
 def second(config: Text, data: Dataset) -> Checkpoint:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         _worked.append("second")
         if config.text == "raise":
             raise KeyError("no such thing")
         (folder / "copy.txt").write_text((data.folder / "text.txt").read_text() + config.text)
-        return Made("checkpoint", "text", "copied", step=3, deck="<p>hello</p>")
+        return StageResult("checkpoint", "text", "copied", step=3, deck="<p>hello</p>")
 
     parents = {"data": data}
     return CheckpointArtifact(**make("second", config=config, parents=parents, work=work))

@@ -8,7 +8,7 @@ from flytekit import map_task, workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Dataset, DatasetArtifact
 from tasks.platform.stage import cached_task, choice, make
 
@@ -25,12 +25,12 @@ class Point(FrozenConfig):
 
 @cached_task()
 def measured(config: Point) -> Dataset:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         _worked.append(config.name)
         if config.name in _broken:
             raise ConnectionError("the judge does not answer")
         (folder / "name.txt").write_text(config.name)
-        return Made("report", "text", config.name, num_tokens=5)
+        return StageResult("report", "text", config.name, num_tokens=5)
 
     return DatasetArtifact(**make("measured", config=config, parents={}, work=work))
 

@@ -17,7 +17,7 @@ import workflows
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Node
-from nemo_rl_core.produce import Made, cost_html
+from nemo_rl_core.produce import StageResult, cost_html
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import StageResumed, publish, report
@@ -51,9 +51,9 @@ def plan(config: Words) -> Plan:
 
 
 def dataset(config: Words, part: str) -> DatasetArtifact:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "text.txt").write_text(f"{config.text} {part}")
-        return Made("dataset", "text", part, num_tokens=3, deck="<p>rows</p>")
+        return StageResult("dataset", "text", part, num_tokens=3, deck="<p>rows</p>")
 
     return DatasetArtifact(**make("rows", config=config, parents={}, work=work, part=part))
 
@@ -65,13 +65,13 @@ def rows(config: Words) -> Rows:
 
 @cached_task(deck_fields=())
 def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -> Checkpoint:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         publish(StageResumed(10))
         report(StepReport("training", 1, 2, {"loss": 2.0, "global_step": 11.0}, {"train": 0.5}))
         if config.broken and iteration == 2:
             raise ValueError("no such luck")
         (folder / "text.txt").write_text(f"{start.content_hash} {iteration}")
-        return Made("checkpoint", "text", f"iteration {iteration}", step=10 * iteration)
+        return StageResult("checkpoint", "text", f"iteration {iteration}", step=10 * iteration)
 
     parents = {"start": start, "train": train}
     fields = make("training", config=config, parents=parents, work=work, part=str(iteration))
@@ -80,9 +80,9 @@ def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -
 
 @cached_task(deck_fields=())
 def base(config: Words) -> Checkpoint:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "text.txt").write_text(config.text)
-        return Made("checkpoint", "text")
+        return StageResult("checkpoint", "text")
 
     return CheckpointArtifact(**make("base", config=config, parents={}, work=work))
 

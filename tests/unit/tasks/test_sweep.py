@@ -8,7 +8,7 @@ import pytest
 from flytekit import map_task
 from flytekit.types.directory import FlyteDirectory
 
-from nemo_rl_core.produce import Inputs, Made, produce
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from tasks.artifacts import PointReport
 from tasks.recipes.recipe import RecipeError
 from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe, plan_sweep
@@ -80,11 +80,11 @@ def test_the_summary_gathers_points_over_seeds(
 
 
 def point(place: int, accuracy: float) -> PointReport:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "point.json").write_text(json.dumps([place, accuracy]))
-        return Made("sweep_point", "json")
+        return StageResult("sweep_point", "json")
 
-    folder = produce(Inputs("sweep_point", {"place": place}), work)
+    folder = produce(StageInputs("sweep_point", {"place": place}), work)
     return PointReport(
         directory=FlyteDirectory(str(folder), remote_directory=False),
         stage="sweep_point",

@@ -17,7 +17,7 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.produce import Made
+from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
@@ -39,21 +39,21 @@ class Rate(FrozenConfig):
 
 @cached_task(deck_fields=())
 def rows(config: Rate) -> Dataset:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "rows.txt").write_text("rows")
-        return Made("dataset", "text", "1 row")
+        return StageResult("dataset", "text", "1 row")
 
     return DatasetArtifact(**make("rows", config=config, parents={}, work=work))
 
 
 @cached_task(deck_fields=())
 def tune(config: Rate, train: Dataset, iteration: int) -> Checkpoint:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         if config.steps == 0:
             raise ValueError("no steps")
         (folder / "model").mkdir()
         (folder / "model" / "weights.txt").write_text(str(config.rate))
-        return Made("checkpoint", "text", "tuned", num_tokens=7, step=config.steps)
+        return StageResult("checkpoint", "text", "tuned", num_tokens=7, step=config.steps)
 
     fields = make("tune", config=config, parents={"train": train}, work=work, part=str(iteration))
     return CheckpointArtifact(**fields)
@@ -61,10 +61,10 @@ def tune(config: Rate, train: Dataset, iteration: int) -> Checkpoint:
 
 @cached_task(deck_fields=())
 def tune_more(config: Rate, start: Checkpoint) -> Checkpoint:
-    def work(folder: Path) -> Made:
+    def work(folder: Path) -> StageResult:
         (folder / "model").mkdir()
         (folder / "model" / "weights.txt").write_text(f"{config.rate} more")
-        return Made("checkpoint", "text", "tuned", num_tokens=7, step=4)
+        return StageResult("checkpoint", "text", "tuned", num_tokens=7, step=4)
 
     return CheckpointArtifact(
         **make("tune_more", config=config, parents={"start": start}, work=work)
