@@ -97,7 +97,7 @@ def test_a_checkpoint_names_its_model(tmp_path: Path) -> None:
 
 def test_the_manifest_is_read_from_the_folder(tmp_path: Path) -> None:
     artifact = make(DatasetArtifact, tmp_path)
-    with pytest.raises(StoreError, match="no artifact"):
+    with pytest.raises(StoreError, match="not an artifact"):
         _ = artifact.manifest
     written = Manifest(kind="dataset", format="parquet", stage="x", content_hash="ab" * 32)
     written.write(tmp_path)
