@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
 
 from nemo_rl_core.errors import ConfigError
 
@@ -42,6 +42,17 @@ class FrozenConfig(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
         return type(self).model_validate({**self.model_dump(), **changes})
+
+
+def kind_or(unsaid: str, key: str = "kind") -> Discriminator:
+    """Discriminates a union's variants by `key`; a map without that key is the variant `unsaid`."""
+
+    def kind_of(value: Any) -> str:
+        if isinstance(value, dict):
+            return str(value.get(key, unsaid))
+        return str(getattr(value, key, unsaid))
+
+    return Discriminator(kind_of)
 
 
 def _unknown_key(key: str, config: type[FrozenConfig]) -> ConfigError:

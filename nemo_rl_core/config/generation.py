@@ -1,18 +1,10 @@
 """How completions are sampled, and which engine makes them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
 
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.errors import ConfigError
 
 _SMALLEST_TEMPERATURE = 0.01
@@ -126,17 +118,11 @@ class MegatronGenerationConfig(SplitEngine):
     backend: Literal["megatron"] = "megatron"
 
 
-def _backend(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value.get("backend", "vllm"))
-    return str(getattr(value, "backend", "vllm"))
-
-
 GenerationConfig = Annotated[
     Annotated[VllmGenerationConfig, Tag("vllm")]
     | Annotated[HuggingFaceGenerationConfig, Tag("hf")]
     | Annotated[MegatronGenerationConfig, Tag("megatron")],
-    Discriminator(_backend),
+    kind_or("vllm", "backend"),
 ]
 
 

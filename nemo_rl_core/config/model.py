@@ -3,17 +3,9 @@
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.base import FrozenConfig, kind_or
 
 DType = Literal["float32", "bfloat16"]
 
@@ -104,15 +96,9 @@ class ModelFromWheel(ModelSource):
     dtype: DType = "float32"
 
 
-def _model_kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value.get("kind", "pretrained"))
-    return str(getattr(value, "kind", "pretrained"))
-
-
 ModelConfig = Annotated[
     Annotated[PretrainedModel, Tag("pretrained")]
     | Annotated[ModelFromConfig, Tag("from_config")]
     | Annotated[ModelFromWheel, Tag("wheel")],
-    Discriminator(_model_kind),
+    kind_or("pretrained"),
 ]

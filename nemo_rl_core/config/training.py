@@ -1,9 +1,8 @@
 """The optimizer's settings, and which backend trains over which axes."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    Discriminator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -13,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.errors import ConfigError
 
@@ -50,17 +49,11 @@ class CosineSchedule(FrozenConfig):
     final_fraction: float = Field(default=0.0, ge=0, le=1)
 
 
-def _schedule(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value.get("kind", "constant"))
-    return str(getattr(value, "kind", "constant"))
-
-
 ScheduleConfig = Annotated[
     Annotated[ConstantSchedule, Tag("constant")]
     | Annotated[LinearSchedule, Tag("linear")]
     | Annotated[CosineSchedule, Tag("cosine")],
-    Discriminator(_schedule),
+    kind_or("constant"),
 ]
 
 
@@ -233,13 +226,7 @@ class MegatronTraining(Parallelism):
         return self
 
 
-def _backend(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value.get("backend", "dtensor"))
-    return str(getattr(value, "backend", "dtensor"))
-
-
 TrainingConfig = Annotated[
     Annotated[DTensorTraining, Tag("dtensor")] | Annotated[MegatronTraining, Tag("megatron")],
-    Discriminator(_backend),
+    kind_or("dtensor", "backend"),
 ]

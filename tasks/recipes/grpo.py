@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from flytekit.types.error.error import FlyteError
 
+from nemo_rl_core.algorithms.grpo.advantage_config import GDPO
 from nemo_rl_core.algorithms.grpo.config import (
-    GDPO,
     GRPOConfig,
     GRPOSchedule,
     GRPOSettings,

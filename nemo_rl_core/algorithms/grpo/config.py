@@ -1,25 +1,29 @@
 """Settings of group-relative policy optimisation and its relatives.
 
-Each variant of a loss, an advantage or a correction is a type with a `kind`; `presets.py` names the
-published combinations. What is left out is None, never a kind of its own: `off` is false in YAML.
+Each variant of an advantage (`advantage_config.py`), a loss or a correction (`loss_config.py`) is a
+type with a `kind`; `presets.py` names the published combinations.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    FiniteFloat,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, model_validator
 
+from nemo_rl_core.algorithms.grpo.advantage_config import (
+    GDPO,
+    AdvantageConfig,
+    GroupNormalized,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
+from nemo_rl_core.algorithms.grpo.loss_config import (
+    ClippedLoss,
+    GSPOLoss,
+    LossConfig,
+    OnPolicyLoss,
+    TruncatedImportance,
+)
 from nemo_rl_core.algorithms.grpo.presets import with_preset
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.generation import (
     SamplingConfig,
     VllmGenerationConfig,
@@ -27,261 +31,6 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.trainer import GateConfig, LoopConfig, RolloutSettings
 from nemo_rl_core.errors import ConfigError
-
-
-class GroupNormalized(FrozenConfig):
-    """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO).
-
-    With the KL penalty in the reward, the std is that of the rewards before it is taken off.
-    """
-
-    kind: Literal["group_normalized"] = "group_normalized"
-
-
-class GroupCentered(FrozenConfig):
-    """`r - mean_group`, not divided by the spread (Dr. GRPO)."""
-
-    kind: Literal["group_centered"] = "group_centered"
-
-
-class LeaveOneOut(FrozenConfig):
-    """`r_i - mean_{j != i} r_j` (RLOO)."""
-
-    kind: Literal["leave_one_out"] = "leave_one_out"
-
-
-class ReinforcePlusPlus(FrozenConfig):
-    """Returns of tokens, whitened over all valid tokens of the step; needs no groups."""
-
-    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-
-
-class ReinforcePlusPlusBaseline(FrozenConfig):
-    """`reinforce_plus_plus` of rewards less their group's mean."""
-
-    kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-
-
-class GDPO(FrozenConfig):
-    """`group_normalized` of each of several rewards, weighted, summed, whitened over the step.
-
-    `weights` are in the order of `Rollout.components`.
-
-    Attributes:
-        weights: The weight of each reward.
-    """
-
-    kind: Literal["gdpo"] = "gdpo"
-    weights: list[FiniteFloat] = Field(min_length=1)
-
-
-AdvantageConfig = Annotated[
-    GroupNormalized
-    | GroupCentered
-    | LeaveOneOut
-    | ReinforcePlusPlus
-    | ReinforcePlusPlusBaseline
-    | GDPO,
-    Field(discriminator="kind"),
-]
-
-
-class KLPenalty(FrozenConfig):
-    """A penalty on the divergence from the reference policy, weighted by `beta`.
-
-    `kind` is the estimator of the value: k1 `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d` with `d = ref -
-    cur`, each within +-10. In the loss every kind has the gradient of `KL(policy || reference)`,
-    `-d` a token, so that they differ in what is reported alone; GRPO's paper (arXiv:2402.03300,
-    equation 20) has `1 - e^d` instead. In the reward the value is taken, measured once between the
-    policy that sampled and the reference: summed over the sequence for advantages of groups, and
-    token by token for `reinforce_plus_plus` and its baseline variant.
-
-    Attributes:
-        kind: The estimator.
-        beta: The weight of the penalty.
-        place: Whether the penalty is part of the loss, or is taken off the reward.
-    """
-
-    kind: Literal["k1", "k2", "k3"] = "k3"
-    beta: NonNegativeFloat = 0.01
-    place: Literal["in_loss", "in_reward"] = "in_loss"
-
-
-class TruncatedImportance(FrozenConfig):
-    """`min(w, cap)` with `w = exp(prev - gen)` (TIS); `cap: .inf` is the full weight.
-
-    Attributes:
-        cap: The highest weight.
-    """
-
-    kind: Literal["truncated"] = "truncated"
-    cap: PositiveFloat = 2.0
-
-
-class _Bounds(FrozenConfig):
-    """Bounds of what is kept.
-
-    Attributes:
-        low: The lowest value that is kept.
-        high: The highest value that is kept.
-    """
-
-    low: NonNegativeFloat = 0.5
-    high: PositiveFloat = 2.0
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "_Bounds":
-        if self.low >= self.high:
-            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
-        return self
-
-
-class BandImportance(_Bounds):
-    """`w` inside `[low, high]`, and 0 outside (IcePop)."""
-
-    kind: Literal["band"] = "band"
-
-
-class SequenceMaskImportance(_Bounds):
-    """`w`, and 0 in sequences whose geometric mean lies outside `[low, high]`."""
-
-    kind: Literal["sequence_mask"] = "sequence_mask"
-
-
-ImportanceConfig = Annotated[
-    TruncatedImportance | BandImportance | SequenceMaskImportance, Field(discriminator="kind")
-]
-
-
-class ConstantDenominator(FrozenConfig):
-    """The sum over tokens, divided by `max_tokens` a sequence whatever its length (Dr. GRPO).
-
-    Attributes:
-        max_tokens: The divisor of each sequence.
-    """
-
-    kind: Literal["constant"] = "constant"
-    max_tokens: PositiveInt
-
-
-class _PolicyLoss(FrozenConfig):
-    """What all losses share; `kl: null` leaves the reference policy out altogether.
-
-    Attributes:
-        reduction: How token losses become one number: the mean over all tokens of the step, the
-            mean over sequences of their own means, or a sum with a constant divisor.
-        kl: The penalty on the divergence from the reference policy; None has no reference policy.
-        importance: The correction for the difference between the engine's logprobs and the
-            trainer's; None makes none.
-        entropy_bonus: The weight of the entropy of sampled tokens, which is subtracted from the
-            loss.
-    """
-
-    reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator = "token_mean"
-    kl: KLPenalty | None = KLPenalty()
-    importance: ImportanceConfig | None = None
-    entropy_bonus: NonNegativeFloat = 0.0
-
-
-class ClippedLoss(_PolicyLoss):
-    """The clipped surrogate, with a bound `dual_clip` for negative advantages where it is set.
-
-    Attributes:
-        clip_low: The ratio is clipped below `1 - clip_low`.
-        clip_high: The ratio is clipped above `1 + clip_high`.
-        dual_clip: The bound of the ratio for negative advantages; None sets none.
-    """
-
-    kind: Literal["clipped"] = "clipped"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: PositiveFloat = 0.2
-    dual_clip: float | None = Field(default=None, gt=1)
-
-    @model_validator(mode="after")
-    def _dual_clip_is_outside(self) -> "ClippedLoss":
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(
-                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high ({1 + self.clip_high})"
-            )
-        return self
-
-
-class CISPOLoss(_PolicyLoss):
-    """`-A stopgrad(clip r) cur`: no token loses its gradient; `clip_low: 1` is no lower bound.
-
-    Attributes:
-        clip_low: The ratio is clipped below `1 - clip_low`.
-        clip_high: The ratio is clipped above `1 + clip_high`.
-    """
-
-    kind: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=1.0, gt=0, le=1)
-    clip_high: PositiveFloat = 4.0
-
-
-class ReinforceLoss(_PolicyLoss):
-    """`-A cur`."""
-
-    kind: Literal["reinforce"] = "reinforce"
-
-
-class OnPolicyLoss(_PolicyLoss):
-    """`-A exp(cur - stopgrad(cur))`: one optimizer step a rollout, no pass for `prev`."""
-
-    kind: Literal["on_policy"] = "on_policy"
-
-
-class GSPOLoss(_PolicyLoss):
-    """The clipped surrogate of one ratio a sequence, whose spread is that of a mean.
-
-    An importance correction takes one weight a sequence, too, and like the ratio the geometric mean
-    over its tokens. The weight of the sequence as such would be their product, which NeMo RL takes.
-
-    Attributes:
-        clip_low: The sequence's ratio is clipped below `1 - clip_low`.
-        clip_high: The sequence's ratio is clipped above `1 + clip_high`.
-        reduction: The mean over sequences: the ratio belongs to a sequence.
-    """
-
-    kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    clip_high: PositiveFloat = 4e-4
-    reduction: Literal["sequence_mean"] = "sequence_mean"
-
-
-class SAPOLoss(_PolicyLoss):
-    """`-A sigmoid(tau (r - 1)) 4 / tau`, a gate that closes smoothly.
-
-    Attributes:
-        tau_positive: Temperature of the gate for advantages above 0.
-        tau_negative: Temperature of the gate for other advantages.
-    """
-
-    kind: Literal["sapo"] = "sapo"
-    tau_positive: PositiveFloat = 1.0
-    tau_negative: PositiveFloat = 1.05
-
-
-def _kind_or(unsaid: str) -> Discriminator:
-    """Discriminates by `kind`; a map without one is of the kind `unsaid`."""
-
-    def kind_of(value: Any) -> str:
-        if isinstance(value, dict):
-            return str(value.get("kind", unsaid))
-        return str(getattr(value, "kind", unsaid))
-
-    return Discriminator(kind_of)
-
-
-LossConfig = Annotated[
-    Annotated[ClippedLoss, Tag("clipped")]
-    | Annotated[CISPOLoss, Tag("cispo")]
-    | Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[OnPolicyLoss, Tag("on_policy")]
-    | Annotated[GSPOLoss, Tag("gspo")]
-    | Annotated[SAPOLoss, Tag("sapo")],
-    _kind_or("clipped"),
-]
 
 
 class OverlongPenalty(FrozenConfig):
@@ -308,7 +57,7 @@ class OverlongFilter(FrozenConfig):
 
 OverlongConfig = Annotated[
     Annotated[OverlongPenalty, Tag("penalty")] | Annotated[OverlongFilter, Tag("filter")],
-    _kind_or("penalty"),
+    kind_or("penalty"),
 ]
 
 

@@ -5,17 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_rl_core.algorithms.grpo.config import (
+from nemo_rl_core.algorithms.grpo.advantage_config import (
     GDPO,
     GroupCentered,
     GroupNormalized,
-    GRPOConfig,
     LeaveOneOut,
-    OverlongFilter,
-    OverlongPenalty,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, OverlongPenalty
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nemo_rl_core.algorithms.grpo.config import (
+from nemo_rl_core.algorithms.grpo.loss_config import (
     BandImportance,
     CISPOLoss,
     ClippedLoss,

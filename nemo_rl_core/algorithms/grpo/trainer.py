@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from nemo_rl_core.algorithms.grpo.config import GDPO, GRPOConfig, GRPOSettings
+from nemo_rl_core.algorithms.grpo.advantage_config import GDPO
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup

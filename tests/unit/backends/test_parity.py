@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from nemo_rl_core.algorithms.grpo.config import ClippedLoss, KLPenalty
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
 from nemo_rl_core.config.training import (

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core.algorithms.grpo.config import ClippedLoss, ConstantDenominator
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ConstantDenominator
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.trainers.minibatches import train_in_parts
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GSPOLoss
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig
+from nemo_rl_core.algorithms.grpo.loss_config import GSPOLoss
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
 from nemo_rl_core.algorithms.sft.trainer import SFTTrainer

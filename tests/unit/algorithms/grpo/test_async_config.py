@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings, TruncatedImportance
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
+from nemo_rl_core.algorithms.grpo.loss_config import TruncatedImportance
 from nemo_rl_core.errors import ConfigError
 
 

@@ -4,16 +4,18 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl_core.algorithms.grpo.config import (
+    GRPOConfig,
+    GRPOSchedule,
+    OverlongFilter,
+    OverlongPenalty,
+)
+from nemo_rl_core.algorithms.grpo.loss_config import (
     CISPOLoss,
     ClippedLoss,
     ConstantDenominator,
-    GRPOConfig,
-    GRPOSchedule,
     GSPOLoss,
     KLPenalty,
     OnPolicyLoss,
-    OverlongFilter,
-    OverlongPenalty,
     ReinforceLoss,
     SAPOLoss,
     SequenceMaskImportance,

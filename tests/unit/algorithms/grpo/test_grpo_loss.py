@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.algorithms.grpo.config import (
+from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import (
     BandImportance,
     CISPOLoss,
     ClippedLoss,
@@ -21,7 +22,6 @@ from nemo_rl_core.algorithms.grpo.config import (
     SequenceMaskImportance,
     TruncatedImportance,
 )
-from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.functional.protocols import LossFunction
 
 LN2 = math.log(2)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nemo_rl_core.algorithms.grpo.config import (
+from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import (
     BandImportance,
     CISPOLoss,
     ClippedLoss,
@@ -18,7 +19,6 @@ from nemo_rl_core.algorithms.grpo.config import (
     SequenceMaskImportance,
     TruncatedImportance,
 )
-from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 
 LN2 = math.log(2)
 

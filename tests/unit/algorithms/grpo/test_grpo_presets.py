@@ -2,14 +2,8 @@
 
 import pytest
 
-from nemo_rl_core.algorithms.grpo.config import (
-    ClippedLoss,
-    ConstantDenominator,
-    GRPOConfig,
-    GRPOSchedule,
-    GRPOSettings,
-    KLPenalty,
-)
+from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule, GRPOSettings
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, ConstantDenominator, KLPenalty
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.errors import ConfigError
 

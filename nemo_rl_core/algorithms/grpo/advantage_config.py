@@ -1,0 +1,64 @@
+"""How rewards become advantages: a type for each formula."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat
+
+from nemo_rl_core.config.base import FrozenConfig
+
+
+class GroupNormalized(FrozenConfig):
+    """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std (GRPO).
+
+    With the KL penalty in the reward, the std is that of the rewards before it is taken off.
+    """
+
+    kind: Literal["group_normalized"] = "group_normalized"
+
+
+class GroupCentered(FrozenConfig):
+    """`r - mean_group`, not divided by the spread (Dr. GRPO)."""
+
+    kind: Literal["group_centered"] = "group_centered"
+
+
+class LeaveOneOut(FrozenConfig):
+    """`r_i - mean_{j != i} r_j` (RLOO)."""
+
+    kind: Literal["leave_one_out"] = "leave_one_out"
+
+
+class ReinforcePlusPlus(FrozenConfig):
+    """Returns of tokens, whitened over all valid tokens of the step; needs no groups."""
+
+    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+
+class ReinforcePlusPlusBaseline(FrozenConfig):
+    """`reinforce_plus_plus` of rewards less their group's mean."""
+
+    kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class GDPO(FrozenConfig):
+    """`group_normalized` of each of several rewards, weighted, summed, whitened over the step.
+
+    `weights` are in the order of `Rollout.components`.
+
+    Attributes:
+        weights: The weight of each reward.
+    """
+
+    kind: Literal["gdpo"] = "gdpo"
+    weights: list[FiniteFloat] = Field(min_length=1)
+
+
+AdvantageConfig = Annotated[
+    GroupNormalized
+    | GroupCentered
+    | LeaveOneOut
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | GDPO,
+    Field(discriminator="kind"),
+]

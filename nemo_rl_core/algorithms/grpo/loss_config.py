@@ -1,0 +1,197 @@
+"""The policy losses, and their parts: reduction, KL penalty, importance correction.
+
+What is left out is None, never a kind of its own: `off` is false in YAML.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
+
+from nemo_rl_core.config.base import FrozenConfig, kind_or
+
+
+class KLPenalty(FrozenConfig):
+    """A penalty on the divergence from the reference policy, weighted by `beta`.
+
+    `kind` is the estimator of the value: k1 `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d` with `d = ref -
+    cur`, each within +-10. In the loss every kind has the gradient of `KL(policy || reference)`,
+    `-d` a token, so that they differ in what is reported alone; GRPO's paper (arXiv:2402.03300,
+    equation 20) has `1 - e^d` instead. In the reward the value is taken, measured once between the
+    policy that sampled and the reference: summed over the sequence for advantages of groups, and
+    token by token for `reinforce_plus_plus` and its baseline variant.
+
+    Attributes:
+        kind: The estimator.
+        beta: The weight of the penalty.
+        place: Whether the penalty is part of the loss, or is taken off the reward.
+    """
+
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    beta: NonNegativeFloat = 0.01
+    place: Literal["in_loss", "in_reward"] = "in_loss"
+
+
+class TruncatedImportance(FrozenConfig):
+    """`min(w, cap)` with `w = exp(prev - gen)` (TIS); `cap: .inf` is the full weight.
+
+    Attributes:
+        cap: The highest weight.
+    """
+
+    kind: Literal["truncated"] = "truncated"
+    cap: PositiveFloat = 2.0
+
+
+class _Bounds(FrozenConfig):
+    """Bounds of what is kept.
+
+    Attributes:
+        low: The lowest value that is kept.
+        high: The highest value that is kept.
+    """
+
+    low: NonNegativeFloat = 0.5
+    high: PositiveFloat = 2.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "_Bounds":
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
+        return self
+
+
+class BandImportance(_Bounds):
+    """`w` inside `[low, high]`, and 0 outside (IcePop)."""
+
+    kind: Literal["band"] = "band"
+
+
+class SequenceMaskImportance(_Bounds):
+    """`w`, and 0 in sequences whose geometric mean lies outside `[low, high]`."""
+
+    kind: Literal["sequence_mask"] = "sequence_mask"
+
+
+ImportanceConfig = Annotated[
+    TruncatedImportance | BandImportance | SequenceMaskImportance, Field(discriminator="kind")
+]
+
+
+class ConstantDenominator(FrozenConfig):
+    """The sum over tokens, divided by `max_tokens` a sequence whatever its length (Dr. GRPO).
+
+    Attributes:
+        max_tokens: The divisor of each sequence.
+    """
+
+    kind: Literal["constant"] = "constant"
+    max_tokens: PositiveInt
+
+
+class _PolicyLoss(FrozenConfig):
+    """What all losses share; `kl: null` leaves the reference policy out altogether.
+
+    Attributes:
+        reduction: How token losses become one number: the mean over all tokens of the step, the
+            mean over sequences of their own means, or a sum with a constant divisor.
+        kl: The penalty on the divergence from the reference policy; None has no reference policy.
+        importance: The correction for the difference between the engine's logprobs and the
+            trainer's; None makes none.
+        entropy_bonus: The weight of the entropy of sampled tokens, which is subtracted from the
+            loss.
+    """
+
+    reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator = "token_mean"
+    kl: KLPenalty | None = KLPenalty()
+    importance: ImportanceConfig | None = None
+    entropy_bonus: NonNegativeFloat = 0.0
+
+
+class ClippedLoss(_PolicyLoss):
+    """The clipped surrogate, with a bound `dual_clip` for negative advantages where it is set.
+
+    Attributes:
+        clip_low: The ratio is clipped below `1 - clip_low`.
+        clip_high: The ratio is clipped above `1 + clip_high`.
+        dual_clip: The bound of the ratio for negative advantages; None sets none.
+    """
+
+    kind: Literal["clipped"] = "clipped"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: PositiveFloat = 0.2
+    dual_clip: float | None = Field(default=None, gt=1)
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> "ClippedLoss":
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip ({self.dual_clip}) must be above 1 + clip_high ({1 + self.clip_high})"
+            )
+        return self
+
+
+class CISPOLoss(_PolicyLoss):
+    """`-A stopgrad(clip r) cur`: no token loses its gradient; `clip_low: 1` is no lower bound.
+
+    Attributes:
+        clip_low: The ratio is clipped below `1 - clip_low`.
+        clip_high: The ratio is clipped above `1 + clip_high`.
+    """
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, gt=0, le=1)
+    clip_high: PositiveFloat = 4.0
+
+
+class ReinforceLoss(_PolicyLoss):
+    """`-A cur`."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class OnPolicyLoss(_PolicyLoss):
+    """`-A exp(cur - stopgrad(cur))`: one optimizer step a rollout, no pass for `prev`."""
+
+    kind: Literal["on_policy"] = "on_policy"
+
+
+class GSPOLoss(_PolicyLoss):
+    """The clipped surrogate of one ratio a sequence, whose spread is that of a mean.
+
+    An importance correction takes one weight a sequence, too, and like the ratio the geometric mean
+    over its tokens. The weight of the sequence as such would be their product, which NeMo RL takes.
+
+    Attributes:
+        clip_low: The sequence's ratio is clipped below `1 - clip_low`.
+        clip_high: The sequence's ratio is clipped above `1 + clip_high`.
+        reduction: The mean over sequences: the ratio belongs to a sequence.
+    """
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    clip_high: PositiveFloat = 4e-4
+    reduction: Literal["sequence_mean"] = "sequence_mean"
+
+
+class SAPOLoss(_PolicyLoss):
+    """`-A sigmoid(tau (r - 1)) 4 / tau`, a gate that closes smoothly.
+
+    Attributes:
+        tau_positive: Temperature of the gate for advantages above 0.
+        tau_negative: Temperature of the gate for other advantages.
+    """
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    tau_negative: PositiveFloat = 1.05
+
+
+LossConfig = Annotated[
+    Annotated[ClippedLoss, Tag("clipped")]
+    | Annotated[CISPOLoss, Tag("cispo")]
+    | Annotated[ReinforceLoss, Tag("reinforce")]
+    | Annotated[OnPolicyLoss, Tag("on_policy")]
+    | Annotated[GSPOLoss, Tag("gspo")]
+    | Annotated[SAPOLoss, Tag("sapo")],
+    kind_or("clipped"),
+]
