@@ -19,13 +19,13 @@ class FrozenConfig(BaseModel):
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset()
-    """Words that input may use besides the fields, and that a validator turns into fields."""
+    """Keys that input may have besides the fields, and that a validator turns into fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
-    def words(cls) -> set[str]:
-        """What input may say: fields and shorthands."""
+    def accepted_keys(cls) -> set[str]:
+        """The keys that input may have: fields and shorthands."""
         return {*cls.model_fields, *cls.shorthands}
 
     @model_validator(mode="before")
@@ -56,7 +56,7 @@ def kind_or(unsaid: str, key: str = "kind") -> Discriminator:
 
 
 def _unknown_key(key: str, config: type[FrozenConfig]) -> ConfigError:
-    choices = sorted(config.words())
+    choices = sorted(config.accepted_keys())
     nearest = difflib.get_close_matches(key, choices, n=1, cutoff=0.5)
     # A section with dozens of words would fill the screen: those most like the key are named.
     shown = sorted(difflib.get_close_matches(key, choices, n=_NUM_SHOWN, cutoff=0.0))

@@ -9,9 +9,9 @@ from typing import Any
 _PUBLIC = {
     "GenerationInterface": ".interfaces",
     "HuggingFaceGeneration": ".generation",
-    "HuggingFacePolicy": ".policy.short_forms",
+    "HuggingFacePolicy": ".policy.pretrained",
     "MegatronGeneration": ".generation",
-    "MegatronPolicy": ".policy.short_forms",
+    "MegatronPolicy": ".policy.pretrained",
     "Policy": ".policy.lm_policy",
     "PolicyInterface": ".interfaces",
     "VllmGeneration": ".generation",

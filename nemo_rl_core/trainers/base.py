@@ -24,7 +24,7 @@ from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.policy.short_forms import PretrainedPolicy
+from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
@@ -138,7 +138,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         if isinstance(settings, PretrainedPolicy):
             self.model = settings.model_name
             cluster = self._session.cluster if self._session else None
-            overrides = settings.words(cluster) | overrides
+            overrides = settings.options(cluster) | overrides
             settings = self._build_config_from_pretrained(self.model, **overrides)
         refuse_unclaimed(self.settings_class, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))

@@ -59,7 +59,7 @@ def refuse_unclaimed(
     }
     sections = _sections(settings_class).values()
     choices = {*claimed, *settings_class.model_fields}
-    choices |= {key for kind in sections for key in kind.words()}
+    choices |= {key for kind in sections for key in kind.accepted_keys()}
     for name in names:
         if name in claimed:
             continue
@@ -75,7 +75,7 @@ def refuse_unclaimed(
 def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[FrozenConfig]]:
     """The sections that names are looked for in, and what may be said in each.
 
-    The engine is a section as well: of its kinds, the words of the default are known.
+    The engine is a section as well: of its kinds, the keys of the default are known.
     """
     fields = settings_class.model_fields
     found = {
@@ -96,7 +96,7 @@ def _as_mapping(value: Any) -> Any:
 
 
 def _owner(name: str, sections: Mapping[str, type[FrozenConfig]], first: str) -> str | None:
-    owners = [key for key, kind in sections.items() if name in kind.words()]
+    owners = [key for key, kind in sections.items() if name in kind.accepted_keys()]
     if first in owners:
         return first
     if len(owners) > 1:

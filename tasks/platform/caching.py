@@ -60,7 +60,7 @@ NOT_RUN_BY_STAGES = {
         "nemo_rl_core.backends.training.base",
     },
     "nemo_rl_core.trainers.base": {
-        "nemo_rl_core.models.policy.short_forms",
+        "nemo_rl_core.models.policy.pretrained",
         "nemo_rl_core.trainers.fitting",
     },
 }

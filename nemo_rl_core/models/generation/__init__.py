@@ -8,8 +8,8 @@ from typing import Any
 _PUBLIC = {
     "Generation": ".engine",
     "GenerationInterface": ".interfaces",
-    "HuggingFaceGeneration": ".short_forms",
-    "MegatronGeneration": ".short_forms",
+    "HuggingFaceGeneration": ".pretrained",
+    "MegatronGeneration": ".pretrained",
     "VllmConfig": ".vllm",
     "VllmGeneration": ".vllm",
     "VllmGenerationWorker": ".vllm",

@@ -14,7 +14,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.models.generation.engine import Generation, engine_environment
-from nemo_rl_core.models.generation.words import read_setup
+from nemo_rl_core.models.generation.options import read_setup
 
 
 class VllmEngineConfig(TypedDict, total=False):
@@ -51,7 +51,7 @@ class VllmGeneration(Generation):
 
     Args:
         cluster: A session with its running workers, or a cluster of your own.
-        config: A set-up, or the words of `VllmConfig`: then there are as many engines as the
+        config: A set-up, or the options of `VllmConfig`: then there are as many engines as the
             cluster has room for, unless `num_engines` says another number.
         name: Of the worker group.
     """
@@ -67,12 +67,14 @@ class VllmGeneration(Generation):
             super().__init__(cluster, config, name=name)
             return
         owner = cluster if isinstance(cluster, RayVirtualCluster) else cluster.cluster
-        words = {**config, **config.get("vllm_cfg", {})}
-        words.pop("vllm_cfg", None)
-        if "num_engines" not in words:
-            ranks = words.get("tensor_parallel_size", 1) * words.get("pipeline_parallel_size", 1)
-            words["num_engines"] = max(1, owner.world_size // ranks)
-        super().__init__(cluster, read_setup(words, VllmGenerationConfig), name=name)
+        options = {**config, **config.get("vllm_cfg", {})}
+        options.pop("vllm_cfg", None)
+        if "num_engines" not in options:
+            ranks = options.get("tensor_parallel_size", 1) * options.get(
+                "pipeline_parallel_size", 1
+            )
+            options["num_engines"] = max(1, owner.world_size // ranks)
+        super().__init__(cluster, read_setup(options, VllmGenerationConfig), name=name)
 
 
 class VllmGenerationWorker:

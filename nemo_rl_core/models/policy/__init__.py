@@ -1,4 +1,4 @@
-"""The controller's side of a model in training, and the short forms that make one."""
+"""The controller's side of a model in training, and policies by the name of their model."""
 
 from nemo_rl_core.models.policy.lm_policy import Policy
 

@@ -24,7 +24,7 @@ def _trainer_against_engine(folder: Path) -> str:
     from nemo_rl_core.distributed import session
     from nemo_rl_core.distributed.session import connect
     from nemo_rl_core.models.generation import VllmGeneration
-    from nemo_rl_core.models.policy.short_forms import HuggingFacePolicy
+    from nemo_rl_core.models.policy.pretrained import HuggingFacePolicy
     from nemo_rl_core.models.validation.logprobs import log_probability_error
 
     policy = HuggingFacePolicy(str(folder))
@@ -36,7 +36,7 @@ def _trainer_against_engine(folder: Path) -> str:
         stop_token_ids=(),
     )
     try:
-        engine = VllmGeneration(connect(policy.words()["cluster"]), setup)
+        engine = VllmGeneration(connect(policy.options()["cluster"]), setup)
         engine.update_weights(policy.policy)
         prompts = random_prompts(folder, lengths=range(1, _NUM_PROMPTS + 1))
         error = log_probability_error(policy, engine, prompts)

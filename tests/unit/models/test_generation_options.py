@@ -1,4 +1,4 @@
-"""An engine's set-up from the words of the reference documents."""
+"""An engine's set-up from the options of the reference documents."""
 
 from pathlib import Path
 from typing import Any
@@ -13,37 +13,37 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ConfigError, ModelError
-from nemo_rl_core.models.generation.words import read_setup
+from nemo_rl_core.models.generation.options import read_setup
 
 
-def test_an_engines_words_may_lie_in_a_section_or_beside_it(tiny_model: Path) -> None:
+def test_an_engines_options_may_lie_in_a_section_or_beside_it(tiny_model: Path) -> None:
     engine = {"tensor_parallel_size": 2, "max_model_len": 40, "precision": "bfloat16"}
-    words = {"backend": "vllm", "model_name": str(tiny_model), "top_k": None, "temperature": 0.0}
-    nested = read_setup({**words, "vllm_cfg": engine}, VllmGenerationConfig)
-    assert nested == read_setup({**words, **engine}, VllmGenerationConfig)
+    options = {"backend": "vllm", "model_name": str(tiny_model), "top_k": None, "temperature": 0.0}
+    nested = read_setup({**options, "vllm_cfg": engine}, VllmGenerationConfig)
+    assert nested == read_setup({**options, **engine}, VllmGenerationConfig)
     assert nested.config == VllmGenerationConfig(tensor_parallel_size=2, temperature=0)
     assert (nested.max_model_len, nested.dtype) == (40, "bfloat16")
 
 
 def test_what_is_left_out_is_the_models_own(tiny_model: Path) -> None:
     own = stop_token_ids(tiny_model, load_tokenizer(tiny_model))
-    words: dict[str, Any] = {"model_name": str(tiny_model), "stop_token_ids": [*own, 7]}
-    setup = read_setup(words, HuggingFaceGenerationConfig)
+    options: dict[str, Any] = {"model_name": str(tiny_model), "stop_token_ids": [*own, 7]}
+    setup = read_setup(options, HuggingFaceGenerationConfig)
     assert setup.max_model_len == context_length(tiny_model)
     assert setup.stop_token_ids == tuple(sorted({*own, 7}))
-    assert read_setup({**words, "stop_token_ids": None}, HuggingFaceGenerationConfig) == (
-        read_setup({**words, "stop_token_ids": []}, HuggingFaceGenerationConfig)
+    assert read_setup({**options, "stop_token_ids": None}, HuggingFaceGenerationConfig) == (
+        read_setup({**options, "stop_token_ids": []}, HuggingFaceGenerationConfig)
     )
 
 
-def test_words_of_other_libraries(tiny_model: Path) -> None:
-    words = {"torch_dtype": torch.bfloat16, "tensor_model_parallel_size": 2}
-    setup = read_setup({"model_name": str(tiny_model), **words}, MegatronGenerationConfig)
+def test_names_of_other_libraries(tiny_model: Path) -> None:
+    options = {"torch_dtype": torch.bfloat16, "tensor_model_parallel_size": 2}
+    setup = read_setup({"model_name": str(tiny_model), **options}, MegatronGenerationConfig)
     assert (setup.dtype, setup.config.ranks_per_engine) == ("bfloat16", 2)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "said"),
     [
         ({"async_engine": True}, "whole batches"),
         ({"top_l": 3}, "unknown key 'top_l'"),
@@ -52,9 +52,9 @@ def test_words_of_other_libraries(tiny_model: Path) -> None:
         ({"backend": "hf"}, "backend"),
     ],
 )
-def test_words_that_do_not_fit_are_refused(tiny_model: Path, words: dict, said: str) -> None:
+def test_options_that_do_not_fit_are_refused(tiny_model: Path, options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_setup({"model_name": str(tiny_model), **words}, VllmGenerationConfig)
+        read_setup({"model_name": str(tiny_model), **options}, VllmGenerationConfig)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

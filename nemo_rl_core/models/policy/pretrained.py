@@ -1,7 +1,7 @@
-"""A policy from the name of a model and a few words; workers start when it is first asked.
+"""A policy from the name of a model and options; workers start when it is first called.
 
-The words are those of the settings, and besides them the ones that users of transformers and of
-Megatron know: `torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` and so on.
+The options are the keys of the settings, and besides them the names that users of transformers and
+of Megatron know: `torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` and so on.
 """
 
 import difflib
@@ -37,7 +37,7 @@ _numbers = itertools.count(1)
 
 
 class PolicyOptions(OptimizerConfig):
-    """What a short form takes besides the settings of its backend."""
+    """The options of a pretrained policy besides the settings of its backend."""
 
     dtype: DType = "float32"
     seed: NonNegativeInt = 0
@@ -66,9 +66,9 @@ class PretrainedPolicy(PolicyInterface):
 
     training_class: ClassVar[type[DTensorTraining] | type[MegatronTraining]]
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Words of other libraries for settings of this one."""
+    """Names of other libraries for settings of this one."""
     without_effect: ClassVar[Mapping[str, str]] = {}
-    """Words that are accepted, and why they change nothing."""
+    """Options that are accepted, and why they change nothing."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class PretrainedPolicy(PolicyInterface):
 
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         named = {}
-        for word, value in options.items():
-            if word in self.without_effect:
-                _LOG.warning("%s has no effect: %s", word, self.without_effect[word])
+        for name, value in options.items():
+            if name in self.without_effect:
+                _LOG.warning("%s has no effect: %s", name, self.without_effect[name])
             else:
-                named[self.aliases.get(word, word)] = value
+                named[self.aliases.get(name, name)] = value
         if "dtype" in named:  # a name, or the type itself
             named["dtype"] = str(named["dtype"]).removeprefix("torch.")
         return named
@@ -120,7 +120,7 @@ class PretrainedPolicy(PolicyInterface):
         shape: ShapeName = "cluster" if count_gpus() else "laptop"
         return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
 
-    def words(self, cluster: RayVirtualCluster | None = None) -> dict[str, Any]:
+    def options(self, cluster: RayVirtualCluster | None = None) -> dict[str, Any]:
         """The options as a trainer's `from_pretrained` takes them.
 
         Args:
@@ -192,9 +192,11 @@ class HuggingFacePolicy(PretrainedPolicy):
 
     Example:
         >>> policy = HuggingFacePolicy("org/model", torch_dtype="bfloat16", tensor_parallel_size=2)
-        >>> words = policy.words(RayVirtualCluster([4]))
-        >>> words["training"].tensor_parallel_size, words["cluster"].num_workers, words["dtype"]
-        (2, 4, 'bfloat16')
+        >>> options = policy.options(RayVirtualCluster([4]))
+        >>> options["training"].tensor_parallel_size, options["cluster"].num_workers
+        (2, 4)
+        >>> options["dtype"]
+        'bfloat16'
     """
 
     training_class = DTensorTraining
@@ -209,7 +211,7 @@ class HuggingFacePolicy(PretrainedPolicy):
 
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         named = super()._renamed(options)
-        chosen = [word for word in ("8bit", "4bit") if named.pop(f"load_in_{word}", False)]
+        chosen = [bits for bits in ("8bit", "4bit") if named.pop(f"load_in_{bits}", False)]
         if len(chosen) > 1:
             raise ConfigError(
                 "weights are loaded in one type",
@@ -223,11 +225,11 @@ class HuggingFacePolicy(PretrainedPolicy):
 
 
 class MegatronPolicy(PretrainedPolicy):
-    """A model that Megatron-core knows, on the `megatron` backend, with Megatron's own words.
+    """A model that Megatron-core knows, on the `megatron` backend, with its own names of options.
 
     Example:
         >>> policy = MegatronPolicy("org/model", pipeline_model_parallel_size=4)
-        >>> policy.words()["training"].pipeline_parallel_size
+        >>> policy.options()["training"].pipeline_parallel_size
         4
     """
 
@@ -245,13 +247,13 @@ class MegatronPolicy(PretrainedPolicy):
 
 
 def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
-    for word in named:
-        if word not in choices:
-            nearest = difflib.get_close_matches(word, sorted(choices), n=1, cutoff=0.5)
+    for name in named:
+        if name not in choices:
+            nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
             raise ConfigError(
-                f"a policy has no option {word!r}",
+                f"a policy has no option {name!r}",
                 expected=f"one of {', '.join(sorted(choices))}",
-                got=word,
+                got=name,
                 fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
             )
 

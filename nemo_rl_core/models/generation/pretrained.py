@@ -10,7 +10,7 @@ from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.models.generation.words import EngineConfig, read_setup
+from nemo_rl_core.models.generation.options import EngineConfig, read_setup
 
 _numbers = itertools.count(1)
 

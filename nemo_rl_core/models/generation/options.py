@@ -15,7 +15,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.models.policy.short_forms import local_folder
+from nemo_rl_core.models.policy.pretrained import local_folder
 
 EngineConfig = VllmGenerationConfig | HuggingFaceGenerationConfig | MegatronGenerationConfig
 
@@ -27,8 +27,8 @@ _ALIASES: Final = {
 }
 
 
-class _ModelWords(FrozenConfig):
-    """What is said of the model and its tokens, besides how they are drawn and with which engine.
+class _ModelOptions(FrozenConfig):
+    """The options of the model and its tokens; those of sampling are in the engine's config.
 
     Attributes:
         stop_token_ids: End a completion besides the model's own.
@@ -44,20 +44,20 @@ class _ModelWords(FrozenConfig):
     max_model_len: PositiveInt | None = None
 
 
-def read_setup(words: Mapping[str, Any], config_class: type[EngineConfig]) -> GenerationSetup:
+def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> GenerationSetup:
     """All that an engine needs.
 
     Args:
-        words: `model_name`; `dtype` (or `precision`), `max_model_len`, `stop_token_ids`,
+        options: `model_name`; `dtype` (or `precision`), `max_model_len`, `stop_token_ids`,
             `pad_token_id`, `seed`; and the fields of the config. Those in `vllm_cfg` may stand
             beside it as well.
         config_class: Of the engine.
 
     Raises:
-        ConfigError: For a word that there is not, or a value that does not fit.
+        ConfigError: For an unknown option, or a value that does not fit.
         ModelError: If there is no such model.
     """
-    flat = {**words, **words.get("vllm_cfg", {})}
+    flat = {**options, **options.get("vllm_cfg", {})}
     flat.pop("vllm_cfg", None)
     if flat.pop("async_engine", False):
         raise ConfigError(
@@ -66,12 +66,12 @@ def read_setup(words: Mapping[str, Any], config_class: type[EngineConfig]) -> Ge
             got="true",
             fix="leave async_engine out",
         )
-    named = {_ALIASES.get(word, word): value for word, value in flat.items()}
+    named = {_ALIASES.get(name, name): value for name, value in flat.items()}
     if "dtype" in named:  # a name, or the type itself
         named["dtype"] = str(named["dtype"]).removeprefix("torch.")
-    of_model = {key: named.pop(key) for key in list(named) if key in _ModelWords.model_fields}
+    of_model = {key: named.pop(key) for key in list(named) if key in _ModelOptions.model_fields}
     try:
-        model = _ModelWords.model_validate(of_model)
+        model = _ModelOptions.model_validate(of_model)
         config = config_class.model_validate(named)
     except ValidationError as error:
         raise describe(error) from error

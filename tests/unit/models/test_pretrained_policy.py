@@ -1,4 +1,4 @@
-"""Policies by the name of a model: which settings their words stand for; no worker starts."""
+"""Policies by the name of a model: which settings their options stand for; no worker starts."""
 
 import logging
 
@@ -22,12 +22,12 @@ def test_the_words_of_the_documents_stand_for_settings(caplog: pytest.LogCapture
             load_in_4bit=True,
             learning_rate=1e-5,
         )
-    words = policy.words()
-    assert words["dtype"] == "bfloat16"
-    assert words["learning_rate"] == 1e-5
-    assert words["training"].weights == "4bit"
-    assert words["training"].lora.rank == 16
-    assert words["cluster"].num_workers == 1
+    options = policy.options()
+    assert options["dtype"] == "bfloat16"
+    assert options["learning_rate"] == 1e-5
+    assert options["training"].weights == "4bit"
+    assert options["training"].lora.rank == 16
+    assert options["cluster"].num_workers == 1
     said = [record.getMessage() for record in caplog.records]
     assert any("device_map has no effect: the cluster says" in text for text in said)
     assert any("trust_remote_code has no effect" in text for text in said)
@@ -41,13 +41,13 @@ def test_megatrons_words_stand_for_settings() -> None:
         sequence_parallel=True,
         use_flash_attention=True,
     )
-    training = policy.words()["training"]
+    training = policy.options()["training"]
     assert training.backend == "megatron"
     assert training.tensor_parallel_size == 2
     assert training.pipeline_parallel_size == 4
     assert training.sequence_parallel
-    assert policy.words()["cluster"].num_workers == 8
-    assert policy.words(RayVirtualCluster([8, 8]))["cluster"].num_workers == 16
+    assert policy.options()["cluster"].num_workers == 8
+    assert policy.options(RayVirtualCluster([8, 8]))["cluster"].num_workers == 16
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_there_is_refused_when_asked() -> None:
     policy.shutdown()
 
 
-def test_a_trainer_reads_a_policys_words() -> None:
+def test_a_trainer_reads_a_policys_options() -> None:
     policy = HuggingFacePolicy("org/model", dtype="bfloat16", learning_rate=1e-5, seed=3)
     trainer = DPOTrainer(policy, RayVirtualCluster([4], use_gpus=False))
     assert trainer.model == "org/model"
