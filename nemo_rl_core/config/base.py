@@ -1,43 +1,67 @@
 """The base of every config: frozen, closed to unknown keys, clear about mistakes."""
 
-import difflib
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 
+from nemo_rl_core.config.sections import (
+    Path,
+    UnknownKey,
+    accepted_keys,
+    dotted,
+    unknown_keys,
+    without,
+)
 from nemo_rl_core.errors import ConfigError
 
-_NUM_SHOWN = 16
+_FIX = "change the named values in the recipe or in --config"
+
+
+class UnknownKeyError(ConfigError):
+    """The input of a config has keys that no class reads."""
 
 
 class FrozenConfig(BaseModel):
     """A config that cannot be changed after loading and refuses keys it does not know.
 
     Raises:
-        ConfigError: On an unknown key (names the nearest valid one).
+        ConfigError: On unknown keys, of which it names all, and other mistakes beside them.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset()
     """Keys that input may have besides the fields, and that a validator turns into fields."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Fields by the names that they had; the error of an old name says the new one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def accepted_keys(cls) -> set[str]:
         """The keys that input may have: fields and shorthands."""
-        return {*cls.model_fields, *cls.shorthands}
+        return accepted_keys(cls)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unknown_keys(cls, values: Any) -> Any:
-        # A ConfigError is not a ValueError, so pydantic lets it through unwrapped: a misspelt key
-        # is reported alone, not as one line among the errors of every member of a union.
-        if isinstance(values, dict):
-            for key in values:
-                if key not in cls.model_fields:
-                    raise _unknown_key(str(key), cls)
-        return values
+    def _refuse_unknown_keys(cls, values: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        # The class that finds an unknown key raises; each class around it then looks through all
+        # of its own input, so that the outermost names every mistake with its whole path.
+        try:
+            if isinstance(values, dict) and not values.keys() <= cls.accepted_keys():
+                refuse_unknown_keys(cls, values, handler)
+            validated: Self = handler(values)
+        except UnknownKeyError:
+            if isinstance(values, dict):
+                refuse_unknown_keys(cls, values, handler)
+            raise
+        return validated
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
@@ -55,37 +79,110 @@ def kind_or(unsaid: str, key: str = "kind") -> Discriminator:
     return Discriminator(kind_of)
 
 
-def _unknown_key(key: str, config: type[FrozenConfig]) -> ConfigError:
-    choices = sorted(config.accepted_keys())
-    nearest = difflib.get_close_matches(key, choices, n=1, cutoff=0.5)
-    # A section with dozens of words would fill the screen: those most like the key are named.
-    shown = sorted(difflib.get_close_matches(key, choices, n=_NUM_SHOWN, cutoff=0.0))
-    more = ", …" if len(choices) > len(shown) else ""
-    return ConfigError(
-        f"unknown key {key!r} in {config.__name__}",
-        expected=f"one of {', '.join(shown)}{more}",
-        got=key,
-        fix=f"did you mean {nearest[0]!r}?" if nearest else "remove it",
+def refuse_unknown_keys(
+    kind: type[FrozenConfig], values: Mapping[str, Any], validate: Callable[[Any], Any]
+) -> None:
+    """Refuses keys that no class reads, at any depth, and names other mistakes with them.
+
+    Args:
+        kind: The class that reads `values`.
+        values: Nested mappings and lists, as from a YAML file.
+        validate: Validates a mapping, here the values without the unknown keys.
+
+    Raises:
+        UnknownKeyError: If there is any such key.
+    """
+    unknown = unknown_keys(kind, values)
+    if not unknown:
+        return
+    others: list[_Mistake] = []
+    try:
+        validate(without(values, unknown))
+    except ValidationError as error:
+        others = [each for each in _mistakes(error, values) if not _follows(each, unknown)]
+    except ConfigError:
+        pass  # a contradiction, perhaps with the default of a key that is misspelt
+    if len(unknown) > 1 or others:
+        lines = [f"{each.dotted}: unknown key; {_hint(each)}" for each in unknown]
+        raise UnknownKeyError(_listed([*lines, *(each.line for each in others)]), fix=_FIX)
+    raise UnknownKeyError(
+        f"unknown key {unknown[0].dotted!r}",
+        expected=f"one of {', '.join(unknown[0].choices)}",
+        got=str(unknown[0].path[-1]),
+        fix=unknown[0].hint or "remove it",
     )
 
 
-def describe(error: ValidationError) -> ConfigError:
-    """Turns pydantic's report into this project's form, first three problems only."""
-    problems = error.errors(include_url=False)
-    lines = [
-        f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {_said(item)}"
-        for item in problems[:3]
+def _hint(key: UnknownKey) -> str:
+    return key.hint or f"one of {', '.join(key.choices)}"
+
+
+class _Mistake(NamedTuple):
+    """One problem that pydantic found, at a path of the input."""
+
+    path: Path
+    type: str
+    text: str
+    value: Any
+
+    @property
+    def line(self) -> str:
+        plain = not isinstance(self.value, Mapping | list | BaseModel)
+        got = f" (got {self.value!r:.60})" if plain and self.type != "missing" else ""
+        return f"{dotted(self.path) or 'config'}: {self.text}{got}"
+
+
+def _follows(mistake: _Mistake, unknown: Sequence[UnknownKey]) -> bool:
+    """Whether a mistake is there only because an unknown key was left out.
+
+    Either a key is missing because it is misspelt, or a section is not what it would be with the
+    key: it has a default in its place.
+    """
+    if mistake.type == "missing":
+        return any(mistake.path == (*each.path[:-1], each.meant) for each in unknown)
+    return any(each.path[: len(mistake.path)] == mistake.path for each in unknown)
+
+
+def describe(error: ValidationError, values: Any) -> ConfigError:
+    """Turns pydantic's report into this project's form.
+
+    Args:
+        error: Of the validation of `values`.
+        values: From which the paths of the problems are told.
+    """
+    mistakes = _mistakes(error, values)
+    if len(mistakes) > 1:
+        return ConfigError(_listed([each.line for each in mistakes]), fix=_FIX)
+    (mistake,) = mistakes
+    text = f"{dotted(mistake.path) or 'config'}: {mistake.text}"
+    return ConfigError(_listed([text]), got=repr(mistake.value)[:120], fix=_FIX)
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "\n  ".join(["the configuration is not valid:", *lines])
+
+
+def _mistakes(error: ValidationError, values: Any) -> list[_Mistake]:
+    return [
+        _Mistake(
+            _path(item["loc"], values, item["type"]), item["type"], _text(item), item.get("input")
+        )
+        for item in error.errors(include_url=False)
     ]
-    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-    first = problems[0]
-    return ConfigError(
-        f"the configuration is not valid{more}:\n  " + "\n  ".join(lines),
-        got=repr(first.get("input"))[:120],
-        fix="change the named value in the recipe or in --config",
-    )
 
 
-def _said(problem: Mapping[str, Any]) -> str:
+def _path(location: Path, values: Any, problem: str) -> Path:
+    """A location without what pydantic adds to it: the tags and types of unions' members."""
+    path: list[str | int] = []
+    for part in location:
+        is_place = isinstance(part, int) and isinstance(values, list | tuple)
+        if is_place or (isinstance(values, Mapping) and part in values):
+            path.append(part)
+            values = values[part]
+    return (*path, location[-1]) if problem == "missing" else tuple(path)
+
+
+def _text(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_not_found":
         return "must say of which kind it is, as in {kind: ...}"
     return str(problem["msg"]).removeprefix("Value error, ")

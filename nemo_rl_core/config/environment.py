@@ -1,6 +1,7 @@
 """How a completion is scored."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -36,13 +37,15 @@ class RegexMatch(FrozenConfig):
     Attributes:
         pattern: What to find; `(?i)` at its start ignores case, `(?s)` lets a dot match line ends.
         match: Whether the whole completion, without white space around it, must match, or a part.
-        timeout_seconds: For one completion; one that takes longer has no score.
+        match_timeout_seconds: For one completion; one that takes longer has no score.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "match_timeout_seconds"}
 
     kind: Literal["regex"] = "regex"
     pattern: str = Field(min_length=1)
     match: Literal["whole", "part"] = "whole"
-    timeout_seconds: PositiveFloat = 1.0
+    match_timeout_seconds: PositiveFloat = 1.0
 
 
 class JsonSchemaMatch(FrozenConfig):
@@ -152,16 +155,18 @@ class JudgeEndpoint(FrozenConfig):
         url: Up to and with `/v1`.
         model: As the server calls it.
         api_key_variable: The environment variable that holds the key; None sends none.
-        timeout_seconds: For one reply, all its attempts together.
+        reply_timeout_seconds: For one reply, all its attempts together.
         num_retries: Attempts after the first, where the server is busy or fails.
         max_concurrency: The most requests at a time.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "reply_timeout_seconds"}
 
     kind: Literal["endpoint"] = "endpoint"
     url: str = Field(pattern=r"^https?://\S+$")
     model: str = Field(min_length=1)
     api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    timeout_seconds: PositiveFloat = 60.0
+    reply_timeout_seconds: PositiveFloat = 60.0
     num_retries: NonNegativeInt = 3
     max_concurrency: PositiveInt = 8
 
@@ -389,13 +394,15 @@ class EnvironmentWorkers(FrozenConfig):
         num_workers: How many run side by side.
         rows_per_call: The most rows that one gets at a time. Not derived from `num_workers`, so
             that scores do not depend on that.
-        timeout_seconds: For one call. Past it the actor is killed and replaced, and each of its
-            rows is tried once more, alone.
+        call_timeout_seconds: For one call. Past it the actor is killed and replaced, and each of
+            its rows is tried once more, alone.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "call_timeout_seconds"}
 
     num_workers: PositiveInt = 1
     rows_per_call: PositiveInt = 8
-    timeout_seconds: PositiveFloat = 120.0
+    call_timeout_seconds: PositiveFloat = 120.0
 
 
 def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:

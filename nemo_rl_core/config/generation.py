@@ -1,6 +1,7 @@
 """How completions are sampled, and which engine makes them."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
 
@@ -25,9 +26,11 @@ class SamplingConfig(FrozenConfig):
             before: Keskar et al. (2019), "CTRL".
         stop_strings: End a completion where its text contains one; its tokens stay.
         num_engines: Copies of the model that share the rows of a batch.
-        timeout_seconds: After which a call of `generate` counts as stuck: its workers are ended and
-            started again. None waits for ever.
+        generate_timeout_seconds: After which a call of `generate` counts as stuck: its workers are
+            ended and started again. None waits for ever.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "generate_timeout_seconds"}
 
     max_new_tokens: PositiveInt = 8
     temperature: NonNegativeFloat = 1.0
@@ -36,7 +39,7 @@ class SamplingConfig(FrozenConfig):
     repetition_penalty: PositiveFloat = 1.0
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     num_engines: PositiveInt = 1
-    timeout_seconds: PositiveFloat | None = 3600.0
+    generate_timeout_seconds: PositiveFloat | None = 3600.0
 
     @property
     def draws_from_all(self) -> bool:

@@ -153,7 +153,7 @@ class ActorPool:
     def _call(self, piece: _Piece, rows: Sequence[Any]) -> None:
         actor = self._idle.pop(0)
         reference = actor.run.remote([rows[place] for place in piece.places])
-        deadline = time.monotonic() + self._workers.timeout_seconds
+        deadline = time.monotonic() + self._workers.call_timeout_seconds
         self._busy[reference] = _Call(actor, deadline, piece)
 
     def _wait(self, waiting: "deque[_Piece]", found: dict[int, Any]) -> None:
@@ -171,7 +171,7 @@ class ActorPool:
         late = [key for key, call in self._busy.items() if call.deadline <= now]
         for reference in late:
             call = self._busy.pop(reference)
-            seconds = _START_SECONDS if call.piece is None else self._workers.timeout_seconds
+            seconds = _START_SECONDS if call.piece is None else self._workers.call_timeout_seconds
             error = CallError("gave no answer", f"nothing within {seconds:g} s")
             self._replace(call, error, waiting, found)
 
@@ -218,7 +218,7 @@ class ActorPool:
             raise WorkerError(
                 f"the environment failed in {_MAX_FAILED_IN_A_ROW} calls after one another",
                 got=f"the last one {error.what}: {error.got}",
-                fix="mend the environment, or raise environment_workers.timeout_seconds",
+                fix="mend the environment, or raise environment_workers.call_timeout_seconds",
             )
         if call.piece.is_retry:
             found.update(dict.fromkeys(call.piece.places, error))

@@ -121,7 +121,7 @@ class RemoteEnvironment:
             raise RewardError(
                 f"an environment's actor {found.what} in {HOOK}",
                 got=found.got,
-                fix="mend the method, or raise environment_workers.timeout_seconds",
+                fix="mend the method, or raise environment_workers.call_timeout_seconds",
             )
         rewards, metrics = found
         return {**batch, "rewards": rewards}, metrics

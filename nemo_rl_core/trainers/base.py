@@ -147,10 +147,11 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _checked(cls, settings: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
         if isinstance(settings, TrainerSettings):
             return settings
+        values = dict(settings)
         try:
-            return cls.settings_class.model_validate(dict(settings))
+            return cls.settings_class.model_validate(values)
         except ValidationError as error:
-            raise describe(error) from error
+            raise describe(error, values) from error
 
     @classmethod
     def from_pretrained(cls, model: str | Path | ModelConfig, **overrides: Any) -> Self:

@@ -1,12 +1,12 @@
 """Settings given by name alone, sorted into the sections they belong to."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ def refuse_unclaimed(
         names: Of overrides.
 
     Raises:
-        ConfigError: For the first such name; says the nearest one that there is.
+        ConfigError: For all such names; says the one that is meant, where that is clear.
     """
     claimed = {
         *config,
@@ -60,15 +60,14 @@ def refuse_unclaimed(
     sections = _sections(settings_class).values()
     choices = {*claimed, *settings_class.model_fields}
     choices |= {key for kind in sections for key in kind.accepted_keys()}
-    for name in names:
-        if name in claimed:
-            continue
-        nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
-        raise ConfigError(
-            f"there is no setting {name!r}",
-            expected=f"one of {', '.join(sorted(choices))}",
-            got=name,
-            fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
+    unknown = [name for name in names if name not in claimed]
+    if unknown:
+        raise unknown_names(
+            "there is no setting",
+            unknown,
+            sorted(choices),
+            otherwise="leave it out",
+            renamed={old: new for kind in sections for old, new in kind.renamed.items()},
         )
 
 

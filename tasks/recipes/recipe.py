@@ -1,14 +1,14 @@
 """Recipes: sparse YAML files, laid over one another, and refused in a few lines."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import click
 import yaml
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_validator
 
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
-from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.base import FrozenConfig, describe, refuse_unknown_keys
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
 
@@ -31,8 +31,11 @@ class Recipe(FrozenConfig):
     file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
 
     Attributes:
+        recipe: Another recipe to begin with: the name of one of `workflows/recipes`, or a file.
         tracking: Where metrics go besides the run's own record.
     """
+
+    shorthands: ClassVar[frozenset[str]] = frozenset({"recipe"})
 
     tracking: TrackingConfig = TrackingConfig()
 
@@ -45,9 +48,13 @@ class Recipe(FrozenConfig):
     @classmethod
     def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
         try:
-            validated: Self = handler(with_base(value) if isinstance(value, dict) else value)
+            if isinstance(value, dict):
+                value = with_base(value)
+                # First, since a recipe within a recipe (a sweep's) knows no path from the top.
+                refuse_unknown_keys(cls, value, handler)
+            validated: Self = handler(value)
         except ValidationError as error:
-            raise RecipeError(str(describe(error))) from error
+            raise RecipeError(str(describe(error, value))) from error
         except ConfigError as error:
             raise RecipeError(str(error)) from error
         return validated

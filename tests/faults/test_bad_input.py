@@ -46,7 +46,11 @@ def runs(store: Path) -> list[Path]:
     [
         (
             {"grpo": {"learning_rat": 0.1}},
-            ["unknown key 'learning_rat'", "got: learning_rat", "did you mean 'learning_rate'?"],
+            [
+                "unknown key 'grpo.learning_rat'",
+                "got: learning_rat",
+                "did you mean 'learning_rate'?",
+            ],
         ),
         (
             {"grpo": {"num_generations_per_prompt": 1}},

@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
     "cluster": {"num_threads": 1},
     "generation": {"max_new_tokens": 48, "kv_cache_gib": 1, "max_num_seqs": 64},
     "environment": {"kind": "function", "target": "faulty_reward:score"},
-    "environment_workers": {"timeout_seconds": 5},
+    "environment_workers": {"call_timeout_seconds": 5},
     "max_prompt_tokens": 16,
     "num_prompts_per_step": 4,
     "num_generations_per_prompt": 4,

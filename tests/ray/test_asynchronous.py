@@ -185,7 +185,7 @@ def test_a_lost_engine_owes_nothing(
 def test_an_engine_that_is_stuck_is_replaced(
     session: ClusterSession, setup: GenerationSetup, prompts: list[Prompt], tiny_model: Path
 ) -> None:
-    config = setup.config.model_copy(update={"timeout_seconds": 30})
+    config = setup.config.model_copy(update={"generate_timeout_seconds": 30})
     engine = StreamingGeneration(session, replace(setup, config=config))
     rollouts = SingleTurnRollouts(engine, load_tokenizer(tiny_model), seed=0)
     expected = rollouts.run(prompts, num_generations_per_prompt=1, step=1)

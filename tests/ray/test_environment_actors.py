@@ -128,7 +128,7 @@ def test_an_actor_that_is_killed_from_outside_costs_nothing(
 @pytest.mark.slow
 def test_a_reward_that_hangs_costs_its_row(make: Callable[..., Scorer]) -> None:
     rows = rollouts("a", "hang", "bb", "cccc", "d", "ee", "f")
-    outcomes = make(num_workers=2, timeout_seconds=8).score(rows)
+    outcomes = make(num_workers=2, call_timeout_seconds=8).score(rows)
     assert_only(outcomes, {1: "gave no answer"}, rows)
     assert "nothing within 8 s" in str(outcomes[1])
 

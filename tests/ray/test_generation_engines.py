@@ -175,7 +175,7 @@ def test_a_worker_that_is_lost_twice_ends_the_call(
     from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 
     # No engine answers that fast.
-    config = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=1e-4)
+    config = HuggingFaceGenerationConfig(max_new_tokens=6, generate_timeout_seconds=1e-4)
     engine = Generation(session, replace(generation_setup, config=config), name="stuck")
     with pytest.raises(WorkerLostError, match="did not answer in time"):
         engine.generate(batch, greedy=False)
@@ -189,7 +189,7 @@ def test_a_stuck_worker_is_replaced(
 ) -> None:
     from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 
-    config = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=30)
+    config = HuggingFaceGenerationConfig(max_new_tokens=6, generate_timeout_seconds=30)
     engine = Generation(session, replace(generation_setup, config=config), name="stopped")
     expected = engine.generate(batch, greedy=False)
     os.kill(worker_pid(engine), signal.SIGSTOP)

@@ -27,7 +27,7 @@ from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
 
-HF = HuggingFaceGenerationConfig(max_new_tokens=6, timeout_seconds=60)
+HF = HuggingFaceGenerationConfig(max_new_tokens=6, generate_timeout_seconds=60)
 PROMPTS = BatchedDataDict(
     {
         "input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0], [3, 8, 3, 0]]),
@@ -244,7 +244,7 @@ def stop_while_receiving(own: Any) -> None:
 
 @pytest.fixture
 def engine(session: ClusterSession, generation_setup: GenerationSetup) -> Iterator[Generation]:
-    config = HF.model_copy(update={"timeout_seconds": 10})
+    config = HF.model_copy(update={"generate_timeout_seconds": 10})
     engine = Generation(session, setup_with(generation_setup, config), name="transformers")
     yield engine
     engine.shutdown()

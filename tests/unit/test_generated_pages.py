@@ -120,7 +120,7 @@ def test_defaults_are_yaml() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("timeout_seconds", "s"),
+        ("call_timeout_seconds", "s"),
         ("max_prompt_tokens", "tokens"),
         ("num_prompts_per_step", "prompts per step"),
         ("num_kv_heads", "heads"),

@@ -31,7 +31,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         assert settings is not None  # checked in super()._set_up
         self._max_staleness = settings.max_staleness
         if isinstance(self.sampler, StreamingSampler):
-            limit = settings.timeout_seconds
+            limit = settings.step_timeout_seconds
             self._stream = self.sampler.stream(seed=self.settings.seed, timeout_seconds=limit)
 
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:

@@ -4,6 +4,7 @@ Each variant of an advantage (`advantage_config.py`), a loss or a correction (`l
 type with a `kind`; `presets.py` names the published combinations.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, model_validator
@@ -79,19 +80,21 @@ class Asynchronous(FrozenConfig):
 
     The weights that draw a step's first tokens are at most `max_staleness` updates older than those
     that the step trains; each update reaches the engine at once, in the middle of completions. What
-    a step still misses after waiting for `timeout_seconds` is asked for once more, then given up
-    and counted; null waits for ever. With `max_staleness` 0 the engine waits for every update, and
-    the weights are those of training by turns.
+    a step still misses after waiting for `step_timeout_seconds` is requested once more, then given
+    up and counted; null waits for ever. With `max_staleness` 0 the engine waits for every update,
+    and the weights are those of synchronous training.
 
     Attributes:
         max_staleness: The most updates by which the weights that start a step's completions may be
             older than those that are trained.
-        timeout_seconds: How long a step waits for a completion before it is requested once more;
-            None waits for ever.
+        step_timeout_seconds: How long a step waits for a completion before it is requested once
+            more; None waits for ever.
     """
 
+    renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "step_timeout_seconds"}
+
     max_staleness: NonNegativeInt = 1
-    timeout_seconds: PositiveFloat | None = 1800.0
+    step_timeout_seconds: PositiveFloat | None = 1800.0
 
 
 class GRPOConfig(LoopConfig):

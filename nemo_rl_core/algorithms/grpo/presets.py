@@ -5,11 +5,10 @@ an algorithm, except where an algorithm is about them. Every value is written ou
 the default, so that an entry can be held next to its paper. A recipe says `grpo: {preset: dapo}`.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.config.names import unknown_names
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4. It does not say how far it clips;
@@ -147,12 +146,11 @@ def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return changes
     if name not in list(PRESETS):  # a list, since what is looked for may not be hashable
-        nearest = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"there is no preset {name!r}",
-            expected=f"one of {', '.join(PRESETS)}",
-            got=str(name),
-            fix=f"did you mean {nearest[0]!r}?" if nearest else "choose one, or leave preset out",
+        raise unknown_names(
+            "there is no preset",
+            [str(name)],
+            list(PRESETS),
+            otherwise="choose one, or leave preset out",
         )
     return _changed(PRESETS[name], changes)
 

@@ -4,7 +4,6 @@ Refused: tasks without a reference answer (rubiks_cube, graph_color and the like
 entries JSON cannot carry to the scorer (arc_agi and rearc compare tuples), those of `_LEFT_OUT`.
 """
 
-import difflib
 import json
 import os
 import random
@@ -14,6 +13,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any
 
 from nemo_rl_core.config.data import ReasoningGymData
+from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.games.reasoning_gym_library import load_reasoning_gym
 from nemo_rl_core.types import Row
@@ -150,12 +150,13 @@ def _create(task: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
         )
     if task not in library.factory.DATASETS:
         choices = sorted(set(library.factory.DATASETS) - set(_LEFT_OUT))
-        nearest = difflib.get_close_matches(task, choices, n=3)
-        raise DataError(
-            f"reasoning-gym has no task {task!r}",
-            expected=f"one of {', '.join(nearest)}" if nearest else "a name in its gallery",
-            got=task,
-            fix="correct data.tasks",
+        raise unknown_names(
+            "reasoning-gym has no task",
+            [task],
+            choices,
+            otherwise="correct data.tasks",
+            expected="a name in its gallery",
+            error=DataError,
         )
     try:
         return library.create_dataset(task, **{**options, "seed": seed, "size": size})

@@ -63,7 +63,7 @@ class EndpointChat:
     ) -> str | Exception:
         import httpx
 
-        seconds = self._config.timeout_seconds
+        seconds = self._config.reply_timeout_seconds
         async with places:  # the deadline begins when the request may
             try:
                 return await asyncio.wait_for(self._attempts(client, question), seconds)

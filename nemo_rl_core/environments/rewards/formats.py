@@ -64,7 +64,7 @@ class RegexScorer(_FormScorer):
                 fix="in YAML, put it between single quotes, in which a backslash is itself",
             ) from error
         self._match = compiled.fullmatch if config.match == "whole" else compiled.search
-        self._timeout_seconds = config.timeout_seconds
+        self._timeout_seconds = config.match_timeout_seconds
 
     def _score(self, completion: str) -> float:
         # Without `concurrent` it would hold the interpreter's lock, up to the deadline.

@@ -1,6 +1,5 @@
 """A user's own function as a reward."""
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
@@ -193,12 +193,12 @@ def load_function(target: str) -> RewardCallable:
     fn = getattr(module, name, None)
     if not callable(fn):
         names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        nearest = difflib.get_close_matches(name, names, n=1) or names[:5]
-        raise ConfigError(
-            f"the module {module_name!r} has no function {name!r}",
-            expected=f"one of {', '.join(nearest)}" if nearest else "a function of two arguments",
-            got=f"{name} = {fn!r}"[:120],
-            fix="correct environment.target",
+        raise unknown_names(
+            f"the module {module_name!r} has no function",
+            [name],
+            names,
+            otherwise="correct environment.target",
+            expected=None if names else "a function of two arguments",
         )
     _check_signature(fn, target)
     checked_fn: RewardCallable = fn

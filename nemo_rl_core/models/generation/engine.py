@@ -48,9 +48,9 @@ class Generation(GenerationInterface):
     """Engines that share the rows of a batch; running ones of the same model and size are reused.
 
     A worker that dies while it generates, or does not answer within
-    `setup.config.timeout_seconds`, is replaced with all others, the weights are loaded again, and
-    the call is repeated once. Seeds belong to rows, so that the tokens are those that the lost
-    worker would have drawn.
+    `setup.config.generate_timeout_seconds`, is replaced with all others, the weights are loaded
+    again, and the call is repeated once. Seeds belong to rows, so that the tokens are those that
+    the lost worker would have drawn.
 
     Before it completes anything, an engine proves that it computes with the weights that it was
     given: those of a folder against transformers, those of a policy against that policy.
@@ -144,7 +144,7 @@ class Generation(GenerationInterface):
             replicate_on_axes=_WITHIN_AN_ENGINE,
             output_is_replicated=_WITHIN_AN_ENGINE,
             common_kwargs={"greedy": greedy},
-            timeout_seconds=self._setup.config.timeout_seconds,
+            timeout_seconds=self._setup.config.generate_timeout_seconds,
             batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
         )
         whole = BatchedDataDict.from_batches(answers)
@@ -228,7 +228,7 @@ class Generation(GenerationInterface):
             self._transfer_weights(policy)
 
     def _transfer_weights(self, policy: Policy) -> None:
-        limit = self._setup.config.timeout_seconds
+        limit = self._setup.config.generate_timeout_seconds
         try:
             link = WeightLink.between(policy.workers, self._workers, timeout_seconds=limit)
             self._digest = link.transfer(**self._transfer_options())
@@ -309,7 +309,7 @@ class Generation(GenerationInterface):
         )
         started = self._workers.start_single_worker("__ray_call__", lambda _: call())
         logprobs: torch.Tensor
-        (logprobs,) = self._workers.finish([started], config.timeout_seconds)
+        (logprobs,) = self._workers.finish([started], config.generate_timeout_seconds)
         return logprobs
 
     def peak_memory_gib(self) -> float:

@@ -74,7 +74,7 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
         model = _ModelOptions.model_validate(of_model)
         config = config_class.model_validate(named)
     except ValidationError as error:
-        raise describe(error) from error
+        raise describe(error, {**named, **of_model}) from error
     folder = local_folder(model.model_name)
     own = stop_token_ids(folder, load_tokenizer(folder))
     longest = model.max_model_len or context_length(folder)

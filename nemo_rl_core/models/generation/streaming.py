@@ -118,7 +118,7 @@ class StreamingGeneration(Generation):
             method,
             replicate_on_axes=self._sharding.names,
             common_kwargs=kwargs,
-            timeout_seconds=self._setup.config.timeout_seconds,
+            timeout_seconds=self._setup.config.generate_timeout_seconds,
         )
         return answer
 

@@ -4,7 +4,6 @@ The options are the keys of the settings, and besides them the names that users 
 of Megatron know: `torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` and so on.
 """
 
-import difflib
 import itertools
 import logging
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.config.training import (
     DTensorTraining,
     LoRAConfig,
@@ -89,7 +89,7 @@ class PretrainedPolicy(PolicyInterface):
                 {key: value for key, value in named.items() if key not in backend}
             )
         except ValidationError as error:
-            raise describe(error) from error
+            raise describe(error, named) from error
         self._options_given = {
             key: getattr(self._options, key) for key in named if key not in backend
         }
@@ -247,15 +247,11 @@ class MegatronPolicy(PretrainedPolicy):
 
 
 def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
-    for name in named:
-        if name not in choices:
-            nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
-            raise ConfigError(
-                f"a policy has no option {name!r}",
-                expected=f"one of {', '.join(sorted(choices))}",
-                got=name,
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
-            )
+    unknown = [name for name in named if name not in choices]
+    if unknown:
+        raise unknown_names(
+            "a policy has no option", unknown, sorted(choices), otherwise="leave it out"
+        )
 
 
 def local_folder(model_name: str) -> Path:

@@ -47,7 +47,7 @@ def test_the_backend_says_which_config_it_is() -> None:
         ({"top_k": 0}, "greater than 0"),
         ({"repetition_penalty": 0}, "greater than 0"),
         ({"stop_strings": [""]}, "at least 1 character"),
-        ({"timeout_seconds": 0}, "greater than 0"),
+        ({"generate_timeout_seconds": 0}, "greater than 0"),
         ({"skip_tokenizer_init": True, "stop_strings": ["x"]}, "leave one of them out"),
         ({"backend": "vlm"}, "vlm"),
     ],

@@ -54,7 +54,7 @@ def test_a_wrong_value_is_refused(loss, words):
     ],
 )
 def test_a_field_of_another_kind_is_unknown(loss, key):
-    with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
+    with pytest.raises(ConfigError, match=f"unknown key 'loss.{key}'"):
         DPOConfig.model_validate({"loss": loss})
 
 

@@ -39,7 +39,7 @@ def test_a_regular_expression_matches_or_does_not(rollout, config, completion, s
 
 
 def test_an_expression_that_backtracks_for_ever_fails_on_its_row_alone(rollout):
-    scorer = make_scorer(RegexMatch(pattern="(a|aa)+b?", timeout_seconds=0.2))
+    scorer = make_scorer(RegexMatch(pattern="(a|aa)+b?", match_timeout_seconds=0.2))
     outcomes = scorer.score([rollout("aab"), rollout("a" * 60 + "!"), rollout("c")])
     assert (outcomes[0], outcomes[2]) == (1.0, 0.0)
     assert isinstance(outcomes[1], RewardError)

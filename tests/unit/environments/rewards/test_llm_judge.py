@@ -155,7 +155,7 @@ def test_a_slow_reply_fails_alone(rollout):
 
     with serving(behave) as server:
         rollouts = [rollout(word) for word in ("a", "slow", "b")]
-        outcomes = judge(server, timeout_seconds=1.0).score(rollouts)
+        outcomes = judge(server, reply_timeout_seconds=1.0).score(rollouts)
         assert (outcomes[0], outcomes[2]) == (1.0, 1.0)
         assert "TimeoutError: no reply within 1 s" in outcomes[1].got
         released.set()

@@ -1,0 +1,123 @@
+"""Unknown names: which right one is clearly meant, if any, and the error that says so.
+
+A suggestion that is wrong costs more than none. So a name is suggested only where it differs by a
+slip of the keyboard, word by word: `lerning_rate`, but neither `min_tokens` for `max_tokens` nor
+`top_p` for `top_k`.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+from nemo_rl_core.errors import ConfigError, NemoRLError
+
+_MAX_SLIPS: Final = 2
+_SHORT: Final = 3
+_LONG: Final = 8
+
+
+def closest_name(name: str, choices: Iterable[str]) -> str | None:
+    """The one choice that `name` is a misspelling of; None where there is none, or are several.
+
+    Example:
+        >>> closest_name("lerning_rate", ["learning_rate", "num_steps"])
+        'learning_rate'
+        >>> closest_name("min_tokens", ["max_tokens"]) is None
+        True
+    """
+    slips = {choice: _num_slips(name, choice) for choice in choices if choice != name}
+    fewest = min(slips.values(), default=_MAX_SLIPS + 1)
+    found = [choice for choice, number in slips.items() if number == fewest]
+    return found[0] if len(found) == 1 and fewest <= _MAX_SLIPS else None
+
+
+def unknown_names(
+    problem: str,
+    names: Sequence[str],
+    choices: Collection[str],
+    *,
+    otherwise: str,
+    renamed: Mapping[str, str] | None = None,
+    expected: str | None = None,
+    error: type[NemoRLError] = ConfigError,
+) -> NemoRLError:
+    """The error for names that do not exist, all of them together.
+
+    Args:
+        problem: Its first words, such as "there is no preset"; the names follow.
+        names: The unknown names.
+        choices: The names that exist.
+        otherwise: The fix where no choice is clearly meant.
+        renamed: New names by old ones.
+        expected: Stands for the list of choices where that is too long.
+        error: The class of the error.
+
+    Example:
+        >>> print(unknown_names("there is no preset", ["dapoo"], ["dapo"], otherwise="choose one"))
+        there is no preset 'dapoo'
+          expected: one of dapo
+          got: dapoo
+          fix: did you mean 'dapo'?
+    """
+    hints = {name: name_hint(name, choices, renamed or {}) or otherwise for name in names}
+    fixes = [f"{name!r}: {hint}" if len(names) > 1 else hint for name, hint in hints.items()]
+    return error(
+        f"{problem} {', '.join(map(repr, names))}",
+        expected=expected or f"one of {', '.join(choices)}",
+        got=", ".join(names),
+        fix="; ".join(fixes),
+    )
+
+
+def name_hint(name: str, choices: Iterable[str], renamed: Mapping[str, str]) -> str | None:
+    """The name that is clearly meant, as a sentence; None where there is none."""
+    if name in renamed:
+        return f"it is now called {renamed[name]!r}"
+    meant = closest_name(name, choices)
+    return f"did you mean {meant!r}?" if meant else None
+
+
+def _num_slips(name: str, choice: str) -> int:
+    """Slips by which `name` differs from `choice`; more than are allowed where it is another name.
+
+    A difference of case and of word separators is none.
+    """
+    ours, theirs = _words(name), _words(choice)
+    if len(ours) != len(theirs):
+        return 0 if "".join(ours) == "".join(theirs) else _MAX_SLIPS + 1
+    return sum(_word_slips(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", name.lower())
+
+
+def _word_slips(one: str, other: str) -> int:
+    """Slips between two words; in short words and among digits each letter counts."""
+    if one == other:
+        return 0
+    longest = max(len(one), len(other))
+    swapped_or_missing = sorted(one) == sorted(other) or len(one) != len(other)
+    digits_differ = re.sub(r"\D", "", one) != re.sub(r"\D", "", other)
+    if digits_differ or longest < _SHORT or (longest == _SHORT and not swapped_or_missing):
+        return _MAX_SLIPS + 1
+    allowed = _MAX_SLIPS if longest >= _LONG else 1
+    slips = _edit_distance(one, other)
+    return slips if slips <= allowed else _MAX_SLIPS + 1
+
+
+def _edit_distance(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours from one word to the other.
+
+    The optimal string alignment distance: Damerau (1964), with each place edited once.
+    """
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for row, a in enumerate(one, 1):
+        now = [row]
+        for column, b in enumerate(other, 1):
+            cost = min(last[column] + 1, now[-1] + 1, last[column - 1] + (a != b))
+            swapped = row > 1 and column > 1 and a == other[column - 2] and b == one[row - 2]
+            now.append(min(cost, before[column - 2] + 1) if swapped else cost)
+        before, last = last, now
+    return last[-1]
