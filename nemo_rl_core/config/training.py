@@ -23,30 +23,28 @@ class ConstantSchedule(FrozenConfig):
     kind: Literal["constant"] = "constant"
 
 
-class LinearSchedule(FrozenConfig):
-    """A straight line from the whole rate to `final_fraction` of it, and that from then on.
+class _Decay(FrozenConfig):
+    """From the whole learning rate to a fraction of it.
 
     Attributes:
         num_decay_steps: Optimizer steps from the end of the warm-up to the lowest learning rate.
         final_fraction: The lowest learning rate, as a share of `learning_rate`.
     """
+
+    num_decay_steps: PositiveInt
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+
+
+class LinearSchedule(_Decay):
+    """A straight line from the whole rate to `final_fraction` of it, and that from then on."""
 
     kind: Literal["linear"] = "linear"
-    num_decay_steps: PositiveInt
-    final_fraction: float = Field(default=0.0, ge=0, le=1)
 
 
-class CosineSchedule(FrozenConfig):
-    """Half a cosine from the whole rate to `final_fraction` of it: Loshchilov and Hutter (2017).
-
-    Attributes:
-        num_decay_steps: Optimizer steps from the end of the warm-up to the lowest learning rate.
-        final_fraction: The lowest learning rate, as a share of `learning_rate`.
-    """
+class CosineSchedule(_Decay):
+    """Half a cosine from the whole rate to `final_fraction` of it: Loshchilov and Hutter (2017)."""
 
     kind: Literal["cosine"] = "cosine"
-    num_decay_steps: PositiveInt
-    final_fraction: float = Field(default=0.0, ge=0, le=1)
 
 
 ScheduleConfig = Annotated[
