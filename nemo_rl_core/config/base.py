@@ -22,6 +22,7 @@ from nemo_rl_core.config.sections import (
 )
 from nemo_rl_core.errors import ConfigError
 
+_MAX_BESIDE_HINT = 16
 _FIX = "change the named values in the recipe or in --config"
 
 
@@ -105,11 +106,14 @@ def refuse_unknown_keys(
     if len(unknown) > 1 or others:
         lines = [f"{each.dotted}: unknown key; {_hint(each)}" for each in unknown]
         raise UnknownKeyError(_listed([*lines, *(each.line for each in others)]), fix=_FIX)
+    (key,) = unknown
+    # Dozens of keys would hide the hint.
+    listed = key.hint is None or len(key.choices) <= _MAX_BESIDE_HINT
     raise UnknownKeyError(
-        f"unknown key {unknown[0].dotted!r}",
-        expected=f"one of {', '.join(unknown[0].choices)}",
-        got=str(unknown[0].path[-1]),
-        fix=unknown[0].hint or "remove it",
+        f"unknown key {key.dotted!r}",
+        expected=f"one of {', '.join(key.choices)}" if listed else None,
+        got=str(key.path[-1]),
+        fix=key.hint or "remove it",
     )
 
 

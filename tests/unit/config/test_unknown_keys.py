@@ -38,6 +38,16 @@ def test_the_whole_message_of_one_key() -> None:
     ]
 
 
+def test_dozens_of_keys_are_listed_only_where_none_is_clearly_meant() -> None:
+    assert refused({"grpo": {"lerning_rate": 1}}) == [
+        "unknown key 'grpo.lerning_rate'",
+        "  got: lerning_rate",
+        "  fix: did you mean 'learning_rate'?",
+    ]
+    expected = refused({"grpo": {"zzz": 1}})[1].removeprefix("  expected: one of ").split(", ")
+    assert {"learning_rate", "preset", "num_iterations"} < set(expected)
+
+
 def test_every_mistake_is_named_at_once() -> None:
     recipe = {
         "generatoin": {},
