@@ -151,10 +151,10 @@ def _create(task: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
     if task not in library.factory.DATASETS:
         choices = sorted(set(library.factory.DATASETS) - set(_LEFT_OUT))
         raise unknown_names(
-            "reasoning-gym has no task",
+            "data.tasks: reasoning-gym has no task",
             [task],
             choices,
-            otherwise="correct data.tasks",
+            otherwise="choose one from it",
             expected="a name in its gallery",
             error=DataError,
         )

@@ -194,10 +194,10 @@ def load_function(target: str) -> RewardCallable:
     if not callable(fn):
         names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         raise unknown_names(
-            f"the module {module_name!r} has no function",
+            f"environment.target: the module {module_name!r} has no function",
             [name],
             names,
-            otherwise="correct environment.target",
+            otherwise="name one that it has",
             expected=None if names else "a function of two arguments",
         )
     _check_signature(fn, target)

@@ -103,7 +103,7 @@ def test_more_training_rows_leave_the_others_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tasks": ("chain_summ",)}, "one of chain_sum"),
+        ({"tasks": ("chain_summ",)}, "did you mean 'chain_sum'?"),
         ({"tasks": ("composite",)}, "mixture"),
         ({"tasks": ("countdown",)}, "runs what the model wrote"),
         ({"tasks": ("chain_sum", "chain_sum")}, "twice"),
@@ -129,7 +129,9 @@ def test_what_reasoning_gym_cannot_give_is_refused(changes: Row, said: str) -> N
 def test_a_refusal_crosses_the_process_boundary_whole() -> None:
     with pytest.raises(DataError) as caught:
         load_rows(ReasoningGymData(tasks=("chain_summ",)), seed=0)
-    assert caught.value.fix == "correct data.tasks"
+    assert caught.value.problem == "data.tasks: reasoning-gym has no task 'chain_summ'"
+    assert caught.value.expected == "a name in its gallery"
+    assert caught.value.fix == "did you mean 'chain_sum'?"
 
 
 def _load_both(path: Path) -> list[Row]:
