@@ -31,5 +31,5 @@ def cache_reference_logprobs(
         return StageResult("logprobs", "parquet", f"{len(scored)} pairs")
 
     parents = {"reference": reference, "pairs": pairs}
-    fields = make("cache_reference_logprobs", config=config, parents=parents, work=work)
+    fields = make(__name__, "cache_reference_logprobs", config=config, parents=parents, work=work)
     return LogprobArtifact(**fields)

@@ -39,4 +39,6 @@ def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> C
         return StageResult("checkpoint", "hf", summary, step=checkpoint.step)
 
     parents = {"checkpoint": checkpoint, "rows": rows}
-    return CheckpointArtifact(**make("convert", config=config, parents=parents, work=work))
+    return CheckpointArtifact(
+        **make(__name__, "convert", config=config, parents=parents, work=work)
+    )

@@ -43,5 +43,7 @@ def dpo_iteration(
     parents = {"start": start, "reference": reference, "pairs": pairs}
     parents |= {"logprobs": logprobs} if logprobs else {}
     parents |= {"validation": validation} if validation else {}
-    fields = make("dpo_iteration", config=config, parents=parents, work=work, part=str(iteration))
+    fields = make(
+        __name__, "dpo_iteration", config=config, parents=parents, work=work, part=str(iteration)
+    )
     return CheckpointArtifact(**fields)

@@ -49,7 +49,7 @@ def evaluate(
         )
 
     parents = {"checkpoint": checkpoint, "validation": validation}
-    fields = make("evaluate", config=config, parents=parents, work=work)
+    fields = make(__name__, "evaluate", config=config, parents=parents, work=work)
     metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
     return EvalReport(**fields, metrics=metrics, measured=measured(checkpoint))
 

@@ -31,7 +31,7 @@ def compare(config: ComparisonTaskConfig, before: Evaluation, after: Evaluation)
         return StageResult("comparison", "json", summary, deck=deck)
 
     parents = {"before": before, "after": after}
-    fields = make("compare", config=config, parents=parents, work=work)
+    fields = make(__name__, "compare", config=config, parents=parents, work=work)
     figures = json.loads((Path(fields["directory"].path) / "comparison.json").read_text())
     return CompareReport(**fields, metrics={name: float(each) for name, each in figures.items()})
 

@@ -37,5 +37,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
         deck = completions_html(records(frame.head(20)))
         return StageResult("dataset", "parquet", f"{len(frame)} questions", deck=deck)
 
-    fields = make("evaluate_questions", config=config, parents={"tokenizer": tokenizer}, work=write)
+    fields = make(
+        __name__, "evaluate_questions", config=config, parents={"tokenizer": tokenizer}, work=write
+    )
     return DatasetArtifact(**fields)

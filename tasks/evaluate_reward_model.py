@@ -52,6 +52,6 @@ def evaluate_reward_model(
         )
 
     parents = {"checkpoint": checkpoint, "pairs": pairs}
-    fields = make("evaluate_reward_model", config=config, parents=parents, work=work)
+    fields = make(__name__, "evaluate_reward_model", config=config, parents=parents, work=work)
     metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
     return EvalReport(**fields, metrics=metrics, measured=checkpoint.stage)

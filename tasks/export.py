@@ -40,5 +40,5 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
 
     parents = {"checkpoint": checkpoint, "decision": decision}
     return CheckpointArtifact(
-        **make("export", config=ExportTaskConfig(), parents=parents, work=work)
+        **make(__name__, "export", config=ExportTaskConfig(), parents=parents, work=work)
     )

@@ -37,7 +37,8 @@ def grpo_iteration(
     """
 
     def work(folder: Path) -> StageResult:
-        from nemo_rl_core.algorithms.grpo.asynchronous import grpo_trainer
+        from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
+        from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
         from nemo_rl_core.trainers.base import Job
 
         job = Job(
@@ -50,7 +51,8 @@ def grpo_iteration(
             iteration=iteration,
             reward_model=reward_model.model_folder if reward_model else None,
         )
-        result = grpo_trainer(config).run(job)
+        trainer = GRPOTrainer if config.grpo.asynchronous is None else AsyncGRPOTrainer
+        result = trainer(config).run(job)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
         return result.made(summary=summary, deck=deck)
@@ -58,5 +60,7 @@ def grpo_iteration(
     parents = {"start": start, "reference": reference, "train": train}
     parents |= {"reward_model": reward_model} if reward_model else {}
     parents |= {"validation": validation} if validation else {}
-    fields = make("grpo_iteration", config=config, parents=parents, work=work, part=str(iteration))
+    fields = make(
+        __name__, "grpo_iteration", config=config, parents=parents, work=work, part=str(iteration)
+    )
     return CheckpointArtifact(**fields)

@@ -34,7 +34,9 @@ def lineage_report(model: Checkpoint) -> Lineage:
         summary = f"{len(rows)} artifacts from {rows[-1]['stage']} to {rows[0]['stage']}"
         return StageResult("lineage", "json", summary, deck=completions_html(rows))
 
-    fields = make("lineage_report", config=LineageTaskConfig(), parents={"model": model}, work=work)
+    fields = make(
+        __name__, "lineage_report", config=LineageTaskConfig(), parents={"model": model}, work=work
+    )
     return LineageReport(**fields)
 
 

@@ -52,5 +52,7 @@ def ppo_iteration(
 
     parents = {"start": start, "reference": reference, "train": train}
     parents |= {"validation": validation} if validation else {}
-    fields = make("ppo_iteration", config=config, parents=parents, work=work, part=str(iteration))
+    fields = make(
+        __name__, "ppo_iteration", config=config, parents=parents, work=work, part=str(iteration)
+    )
     return CheckpointArtifact(**fields)

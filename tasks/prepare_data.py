@@ -48,7 +48,12 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
             return StageResult("dataset", "parquet", f"{name} {len(frame)} rows", deck=deck)
 
         fields = make(
-            "prepare_data", config=config, parents={"tokenizer": tokenizer}, work=write, part=name
+            __name__,
+            "prepare_data",
+            config=config,
+            parents={"tokenizer": tokenizer},
+            work=write,
+            part=name,
         )
         return DatasetArtifact(**fields)
 

@@ -29,7 +29,9 @@ def prepare_model(config: ModelTaskConfig) -> PreparedModel:
         summary = f"{config.model.name}, {count / 1e6:.2f} M parameters"
         return StageResult("checkpoint", "hf", summary, step=0)
 
-    base = CheckpointArtifact(**make("prepare_model", config=config, parents={}, work=write_model))
+    base = CheckpointArtifact(
+        **make(__name__, "prepare_model", config=config, parents={}, work=write_model)
+    )
 
     def write_tokenizer(folder: Path) -> StageResult:
         for file in sorted(base.model_folder.iterdir()):
@@ -38,6 +40,6 @@ def prepare_model(config: ModelTaskConfig) -> PreparedModel:
         return StageResult("tokenizer", "hf")
 
     tokenizer = TokenizerArtifact(
-        **make("tokenizer", config=config, parents={"base": base}, work=write_tokenizer)
+        **make(__name__, "tokenizer", config=config, parents={"base": base}, work=write_tokenizer)
     )
     return PreparedModel(base, tokenizer)

@@ -40,7 +40,7 @@ def promote(
         return StageResult("promotion", "json", explain(compared, config.promotion))
 
     parents = {"incumbent": incumbent, "candidate": candidate, "before": before, "after": after}
-    fields = make("promote", config=config, parents=parents, work=work)
+    fields = make(__name__, "promote", config=config, parents=parents, work=work)
     figures = json.loads((Path(fields["directory"].path) / "decision.json").read_text())
     decision = PromotionDecision(
         **fields, **{name: figures[name] for name in ("promoted", "difference", "low", "high")}

@@ -42,5 +42,7 @@ def sample_pairs(
         )
 
     parents = {"checkpoint": checkpoint, "prompts": prompts}
-    fields = make("sample_pairs", config=config, parents=parents, work=work, part=str(iteration))
+    fields = make(
+        __name__, "sample_pairs", config=config, parents=parents, work=work, part=str(iteration)
+    )
     return DatasetArtifact(**fields)

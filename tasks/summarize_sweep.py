@@ -51,7 +51,7 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
         return StageResult("sweep", "json", summary, deck=deck)
 
     parents = {f"point {place}": report for place, (_, report) in enumerate(ended)}
-    fields = make("summarize_sweep", config=config, parents=parents, work=work)
+    fields = make(__name__, "summarize_sweep", config=config, parents=parents, work=work)
     return SweepReport(**fields)
 
 

@@ -55,7 +55,7 @@ def sweep_point(
     parents: dict[str, Artifact] = {"start": start, "train": train}
     parents |= {"validation": validation, "questions": questions}
     try:
-        fields = make("sweep_point", config=config, parents=parents, work=work)
+        fields = make(__name__, "sweep_point", config=config, parents=parents, work=work)
     except Exception as error:
         # Where points may fail, flytekit drops the error, and nobody would learn of it.
         logger.warning("sweep_point failed: %s", str(error).splitlines()[0])

@@ -30,4 +30,6 @@ def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoin
         return StageResult("checkpoint", "megatron", summary, step=checkpoint.step)
 
     parents = {"checkpoint": checkpoint}
-    return CheckpointArtifact(**make("to_megatron", config=config, parents=parents, work=work))
+    return CheckpointArtifact(
+        **make(__name__, "to_megatron", config=config, parents=parents, work=work)
+    )

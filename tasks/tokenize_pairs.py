@@ -26,5 +26,7 @@ def tokenize_pairs(tokenizer: Tokenizer, rows: Dataset) -> Dataset:
         return StageResult("pairs", "parquet", f"{len(pairs)} pairs")
 
     parents = {"tokenizer": tokenizer, "rows": rows}
-    fields = make("tokenize_pairs", config=TokenizeTaskConfig(), parents=parents, work=work)
+    fields = make(
+        __name__, "tokenize_pairs", config=TokenizeTaskConfig(), parents=parents, work=work
+    )
     return DatasetArtifact(**fields)

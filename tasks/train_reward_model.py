@@ -35,5 +35,5 @@ def train_reward_model(
 
     parents = {"base": base, "pairs": pairs}
     parents |= {"validation": validation} if validation else {}
-    fields = make("train_reward_model", config=config, parents=parents, work=work)
+    fields = make(__name__, "train_reward_model", config=config, parents=parents, work=work)
     return CheckpointArtifact(**fields)

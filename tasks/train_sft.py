@@ -34,4 +34,6 @@ def train_sft(
 
     parents = {"base": base, "train": train}
     parents |= {"validation": validation} if validation else {}
-    return CheckpointArtifact(**make("train_sft", config=config, parents=parents, work=work))
+    return CheckpointArtifact(
+        **make(__name__, "train_sft", config=config, parents=parents, work=work)
+    )

@@ -40,5 +40,5 @@ def train_student(
 
     parents = {"student": student, "teacher": teacher, "train": train}
     parents |= {"validation": validation} if validation else {}
-    fields = make("train_student", config=config, parents=parents, work=work)
+    fields = make(__name__, "train_student", config=config, parents=parents, work=work)
     return CheckpointArtifact(**fields)

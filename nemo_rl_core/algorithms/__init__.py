@@ -1,7 +1,6 @@
 """One folder an algorithm: `config.py`, `loss.py`, `data.py` and `trainer.py`, as it needs them.
 
-The table from names to trainers is in `nemo_rl_core.api.functional`: a stage that runs one
-algorithm must not reach the others, or a change in one would run all of them again.
+No algorithm imports another. The table from names to trainers is in `nemo_rl_core.api.functional`.
 """
 
 from typing import Any

@@ -1,6 +1,5 @@
 """What every stage does around its work: one folder, one lock, one manifest."""
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +54,7 @@ def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., A
 
 
 def make(
+    module: str,
     stage: str,
     *,
     config: BaseModel,
@@ -69,6 +69,8 @@ def make(
     cluster, where the next attempt may have another disk, what is saved is handed to Flyte too.
 
     Args:
+        module: `__name__` of the module that defines the stage: the key covers its source, and
+            all that it reaches.
         stage: Name of the stage.
         config: The settings that the stage reads; with the parents, its whole input.
         parents: Artifacts that the stage reads, by role.
@@ -78,15 +80,14 @@ def make(
     Returns:
         The fields that all artifacts share.
     """
-    caller = inspect.stack()[1].frame.f_globals["__name__"]
     inputs = StageInputs(
         stage=stage,
         settings=config.model_dump(mode="json"),
         parents={role: parent.folder for role, parent in parents.items()},
-        source=source_digest(caller),
+        source=source_digest(module),
         part=part,
     )
-    run = StageRun.from_environment(os.environ, task=f"{caller}.{stage}")
+    run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
     with _tracked_on_cluster():
         artifact = produce(inputs, carried_over(work), run=run)
     _show_deck(artifact)

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 
-from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.rollouts.sampler import Sampler
@@ -101,8 +100,3 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if isinstance(self.sampler, StreamingSampler):
             metrics["handover_mult_prob_error"] = self.sampler.generation.agreement
         return BatchedDataDict({**checked, "token_mask": batch["token_mask"]}), metrics
-
-
-def grpo_trainer(settings: GRPOSettings) -> GRPOTrainer:
-    """The trainer that the settings ask for."""
-    return (GRPOTrainer if settings.grpo.asynchronous is None else AsyncGRPOTrainer)(settings)

@@ -75,6 +75,22 @@ def test_a_stage_reaches_what_it_runs(
     assert all(name.split(".")[0] in {"nemo_rl_core", "tasks"} for name in found)
 
 
+def test_every_stage_names_its_own_module_for_its_key() -> None:
+    """The store looks a stage up by the source of that module: another's would give stale hits."""
+    modules: dict[str, set[str]] = {}
+    for path in sorted((REPOSITORY / "tasks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "make":
+                modules.setdefault(path.stem, set()).add(ast.unparse(node.args[0]))
+    stages = {
+        path.stem
+        for path in (REPOSITORY / "tasks").glob("*.py")
+        if "@cached_task" in path.read_text()
+    }
+    assert len(stages) == 22
+    assert modules == {stage: {"__name__"} for stage in stages}
+
+
 def test_packages_on_the_way_count_too() -> None:
     assert {"nemo_rl_core", "nemo_rl_core.backends.generation"} <= reachable_modules(
         "tasks.evaluate"

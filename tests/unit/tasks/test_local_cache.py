@@ -33,7 +33,7 @@ def first(config: Text) -> Dataset:
         (folder / "text.txt").write_text(config.text.upper())
         return StageResult("dataset", "text", f"wrote {config.text}", num_tokens=5)
 
-    return DatasetArtifact(**make("first", config=config, parents={}, work=work))
+    return DatasetArtifact(**make(__name__, "first", config=config, parents={}, work=work))
 
 
 @cached_task()
@@ -46,7 +46,7 @@ def second(config: Text, data: Dataset) -> Checkpoint:
         return StageResult("checkpoint", "text", "copied", step=3, deck="<p>hello</p>")
 
     parents = {"data": data}
-    return CheckpointArtifact(**make("second", config=config, parents=parents, work=work))
+    return CheckpointArtifact(**make(__name__, "second", config=config, parents=parents, work=work))
 
 
 @workflow

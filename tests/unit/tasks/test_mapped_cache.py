@@ -32,7 +32,7 @@ def measured(config: Point) -> Dataset:
         (folder / "name.txt").write_text(config.name)
         return StageResult("report", "text", config.name, num_tokens=5)
 
-    return DatasetArtifact(**make("measured", config=config, parents={}, work=work))
+    return DatasetArtifact(**make(__name__, "measured", config=config, parents={}, work=work))
 
 
 @choice

@@ -55,7 +55,9 @@ def dataset(config: Words, part: str) -> DatasetArtifact:
         (folder / "text.txt").write_text(f"{config.text} {part}")
         return StageResult("dataset", "text", part, num_tokens=3, deck="<p>rows</p>")
 
-    return DatasetArtifact(**make("rows", config=config, parents={}, work=work, part=part))
+    return DatasetArtifact(
+        **make(__name__, "rows", config=config, parents={}, work=work, part=part)
+    )
 
 
 @cached_task(deck_fields=())
@@ -74,7 +76,9 @@ def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -
         return StageResult("checkpoint", "text", f"iteration {iteration}", step=10 * iteration)
 
     parents = {"start": start, "train": train}
-    fields = make("training", config=config, parents=parents, work=work, part=str(iteration))
+    fields = make(
+        __name__, "training", config=config, parents=parents, work=work, part=str(iteration)
+    )
     return CheckpointArtifact(**fields)
 
 
@@ -84,7 +88,7 @@ def base(config: Words) -> Checkpoint:
         (folder / "text.txt").write_text(config.text)
         return StageResult("checkpoint", "text")
 
-    return CheckpointArtifact(**make("base", config=config, parents={}, work=work))
+    return CheckpointArtifact(**make(__name__, "base", config=config, parents={}, work=work))
 
 
 @cached_task(deck_fields=())

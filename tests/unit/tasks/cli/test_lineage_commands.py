@@ -43,7 +43,7 @@ def rows(config: Rate) -> Dataset:
         (folder / "rows.txt").write_text("rows")
         return StageResult("dataset", "text", "1 row")
 
-    return DatasetArtifact(**make("rows", config=config, parents={}, work=work))
+    return DatasetArtifact(**make(__name__, "rows", config=config, parents={}, work=work))
 
 
 @cached_task(deck_fields=())
@@ -55,7 +55,9 @@ def tune(config: Rate, train: Dataset, iteration: int) -> Checkpoint:
         (folder / "model" / "weights.txt").write_text(str(config.rate))
         return StageResult("checkpoint", "text", "tuned", num_tokens=7, step=config.steps)
 
-    fields = make("tune", config=config, parents={"train": train}, work=work, part=str(iteration))
+    fields = make(
+        __name__, "tune", config=config, parents={"train": train}, work=work, part=str(iteration)
+    )
     return CheckpointArtifact(**fields)
 
 
@@ -67,7 +69,7 @@ def tune_more(config: Rate, start: Checkpoint) -> Checkpoint:
         return StageResult("checkpoint", "text", "tuned", num_tokens=7, step=4)
 
     return CheckpointArtifact(
-        **make("tune_more", config=config, parents={"start": start}, work=work)
+        **make(__name__, "tune_more", config=config, parents={"start": start}, work=work)
     )
 
 
