@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.store import files
@@ -112,11 +113,118 @@ def after_each_save(tell: Callable[[], None]) -> Iterator[None]:
         _told.remove(tell)
 
 
-@dataclass
-class _Pending:
-    step: int
-    metrics: Mapping[str, float]
-    published: "Future[None] | None" = None
+class BackgroundWriter(Protocol):
+    """Writes a checkpoint while training goes on."""
+
+    def start_checkpoint(self, path: Path) -> None:
+        """Begins to write a copy of the state into an existing empty folder."""
+        ...
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the folder is whole; raises what writing it has raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class _WrittenAtOnce:
+    """A writer that is done when it has started."""
+
+    write: Callable[[Path], None]
+
+    def start_checkpoint(self, path: Path) -> None:
+        self.write(path)
+
+    def checkpoint_is_written(self) -> bool:
+        return True
+
+    def finish_checkpoint(self) -> None:
+        pass
+
+
+class PendingSave:
+    """A checkpoint that is being saved: written, then published, both in the background.
+
+    To publish is to hash and sync its files and to give it its name. Before that older checkpoints
+    stay as they are; if anything fails they stay, and what was written is removed.
+
+    Args:
+        step: The checkpoint's.
+        folder: Its name when it is published.
+        writer: Writes its files.
+        publish: Publishes it; called in a thread.
+
+    Attributes:
+        step: As given.
+        folder: As given.
+        has_ended: Whether it was published or has failed.
+    """
+
+    def __init__(
+        self, step: int, folder: Path, writer: BackgroundWriter, publish: Callable[[], None]
+    ) -> None:
+        self.step, self.folder, self.has_ended = step, folder, False
+        self._writer, self._publish = writer, publish
+        self._published: Future[None] | None = None
+
+    def start(self) -> None:
+        """Starts the writer.
+
+        Raises:
+            StoreError: If the disk refuses. What the writer raises passes.
+        """
+        aside = _begin(self.folder)
+        with self._removed_on_failure():
+            with files.storage_errors(aside):
+                self._writer.start_checkpoint(aside)
+            if (aside / MANIFEST).exists():
+                raise ValueError(f"{MANIFEST} is the checkpoint manager's own file")
+
+    def poll(self) -> bool:
+        """Whether the checkpoint is published; never waits, and publishes what is written.
+
+        Raises:
+            StoreError: If the disk refuses. What the writer raises passes.
+        """
+        with self._removed_on_failure():
+            if self._published is None and self._writer.checkpoint_is_written():
+                self._published = self._publishing()
+        if self._published is None or not self._published.done():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is published.
+
+        Raises:
+            StoreError: If the disk refuses. What the writer raises passes.
+        """
+        if self.has_ended:
+            return
+        with self._removed_on_failure():
+            self._published = self._published or self._publishing()
+            self._published.result()
+        self.has_ended = True
+
+    def _publishing(self) -> "Future[None]":
+        self._writer.finish_checkpoint()
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        future = executor.submit(self._publish)
+        executor.shutdown(wait=False)
+        return future
+
+    @contextmanager
+    def _removed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.has_ended = True
+            _abandon(self.folder)
+            raise
 
 
 class CheckpointManager:
@@ -138,7 +246,7 @@ class CheckpointManager:
         if keep_latest < 1:
             raise ValueError(f"keep_latest must be 1 or more, not {keep_latest}")
         self.root, self.keep_latest, self.keep_best = root, keep_latest, keep_best
-        self._pending: _Pending | None = None
+        self._pending: PendingSave | None = None
 
     def save(
         self,
@@ -162,82 +270,31 @@ class CheckpointManager:
         Raises:
             StoreError: If the disk refuses; older checkpoints then stay.
         """
-        self.begin(step, write, metrics=metrics)
-        self.publish()
-        self.finish()
+        self.start(step, _WrittenAtOnce(write), metrics=metrics).wait()
         return self.path(step)
 
-    def begin(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        *,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """As `save`, but nothing is seen of the checkpoint before `publish`.
+    def start(
+        self, step: int, writer: BackgroundWriter, *, metrics: Mapping[str, float] | None = None
+    ) -> PendingSave:
+        """As `save`, in the background: a checkpoint is one of the run's when it is published.
 
-        What `write` leaves to others to fill may still be written meanwhile. One checkpoint at a
-        time: an earlier one is finished first.
-        """
-        self.finish()
-        aside = _begin(self.path(step))
-        # From here on `_abandon` tidies up, whoever raises.
-        self._pending = _Pending(step, dict(metrics or {}))
-        try:
-            with files.storage_errors(aside):
-                write(aside)
-            if (aside / MANIFEST).exists():
-                raise ValueError(f"{MANIFEST} is the checkpoint manager's own file")
-        except BaseException:
-            self._drop_pending()
-            raise
+        One at a time: an earlier one is waited for.
 
-    def publish(self) -> None:
-        """Makes a checkpoint that is written in whole one of the run's, in the background.
-
-        Its files are hashed and synced, it takes its name, and those that need not be kept go.
-        """
-        pending = self._pending
-        assert pending is not None
-        assert pending.published is None
-        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        pending.published = executor.submit(self._publish, pending.step, pending.metrics)
-        executor.shutdown(wait=False)
-
-    @property
-    def pending_step(self) -> int | None:
-        """The step that was begun and is not finished."""
-        return self._pending.step if self._pending else None
-
-    @property
-    def is_publishing(self) -> bool:
-        """Whether `publish` has been called for the step that is pending."""
-        return self._pending is not None and self._pending.published is not None
-
-    def is_published(self) -> bool:
-        """Whether `finish` would not have to wait; also after a failure."""
-        future = self._pending.published if self._pending else None
-        return future is not None and future.done()
-
-    def finish(self) -> None:
-        """Waits for `publish`. A checkpoint that was begun and never published is given up.
+        Args:
+            step: As for `save`.
+            writer: Fills an empty folder; the name `manifest.json` is taken.
+            metrics: As for `save`.
 
         Raises:
             StoreError: If the disk refuses; older checkpoints then stay.
         """
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            if pending.published is not None:
-                pending.published.result()
-        finally:
-            self._drop_pending()
-
-    def _drop_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        _abandon(self.path(pending.step))
+        if self._pending is not None:
+            self._pending.wait()
+        publish = partial(self._publish, step, dict(metrics or {}))
+        save = PendingSave(step, self.path(step), writer, publish)
+        save.start()
+        self._pending = save
+        return save
 
     def _publish(self, step: int, metrics: Mapping[str, float]) -> None:
         path = self.path(step)
@@ -316,7 +373,7 @@ class CheckpointManager:
     def _recover(self) -> None:
         for old in self.root.glob(f".step-*{_OLD}"):
             recover(self.root / old.name.removeprefix(".").removesuffix(_OLD))
-        if self._pending is None:
+        if self._pending is None or self._pending.has_ended:
             # A killed process was writing these; nobody may ever save their steps again.
             for aside in self.root.glob(f".step-*.new{files.ASIDE}"):
                 shutil.rmtree(aside, ignore_errors=True)

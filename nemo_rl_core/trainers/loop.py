@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from nemo_rl_core.checkpoints.manager import CheckpointManager
+from nemo_rl_core.checkpoints.manager import BackgroundWriter, CheckpointManager, PendingSave
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.produce import StageResult
@@ -15,6 +15,9 @@ from nemo_rl_core.store import files
 from nemo_rl_core.telemetry.events import StageResumed, publish, report
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
+
+OnSave = Callable[[int, Path], None]
+"""Called with the step and the folder of a save."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,8 @@ class Checkpointed(Protocol):
 
 
 @runtime_checkable
-class SavesInBackground(Checkpointed, Protocol):
+class SavesInBackground(Checkpointed, BackgroundWriter, Protocol):
     """What need not stand still while it is saved."""
-
-    def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, of a copy of the state, some of which is written later."""
-        ...
-
-    def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would not have to wait."""
-        ...
-
-    def finish_checkpoint(self) -> None:
-        """Waits until the folder is whole; raises what writing it has raised."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -126,12 +117,11 @@ class StepLoop:
         self._range = steps
         self._save_every = save_every_num_steps
         self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest, keep_best)
+        self._pending: PendingSave | None = None
         self._last_metrics: dict[str, float] = {}
         self._metrics = MetricsFile(work / "metrics.jsonl")
 
-    def steps(
-        self, trained: Checkpointed, *, on_save: Callable[[int, Path], None] | None = None
-    ) -> Generator[int]:
+    def steps(self, trained: Checkpointed, *, on_save: OnSave | None = None) -> Generator[int]:
         """Numbers of the steps left to do; saves after a step's body has run.
 
         To be closed (`contextlib.closing`) where a body may raise, so that a save that is being
@@ -141,6 +131,7 @@ class StepLoop:
             trained: What is saved, and resumed from the last save before the first step.
             on_save: Told the step and the folder of every save.
         """
+        call = on_save or _ignore
         done = self._resume(trained)
         for step in range(done + 1, self._range.last + 1):
             try:
@@ -148,39 +139,33 @@ class StepLoop:
             except GeneratorExit:
                 # The step has failed; what was saved before it must not be lost with it.
                 with suppress(NemoRLError):
-                    self._advance(trained, on_save, wait=True)
+                    self._advance(call, wait=True)
                 raise
-            self._advance(trained, on_save, wait=False)
+            self._advance(call, wait=False)
             if step == self._range.last or (step - self._range.first + 1) % self._save_every == 0:
-                self._advance(trained, on_save, wait=True)
-                self._save(step, trained)
-                self._advance(trained, on_save, wait=not isinstance(trained, SavesInBackground))
-        self._advance(trained, on_save, wait=True)
+                self._advance(call, wait=True)
+                self._save(step, trained, call)
+        self._advance(call, wait=True)
 
-    def _save(self, step: int, trained: Checkpointed) -> None:
-        write = trained.save_checkpoint
+    def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:
+        metrics = self._last_metrics
         if isinstance(trained, SavesInBackground):
-            write = trained.start_checkpoint
-        self._checkpoints.begin(step, write, metrics=self._last_metrics)
+            self._pending = self._checkpoints.start(step, trained, metrics=metrics)
+            self._advance(on_save, wait=False)
+        else:
+            on_save(step, self._checkpoints.save(step, trained.save_checkpoint, metrics=metrics))
 
-    def _advance(
-        self, trained: Checkpointed, on_save: Callable[[int, Path], None] | None, *, wait: bool
-    ) -> None:
-        """Takes the checkpoint that is being written, if any, as far as it is, or to its end."""
-        checkpoints = self._checkpoints
-        step = checkpoints.pending_step
-        if step is None:
+    def _advance(self, on_save: OnSave, *, wait: bool) -> None:
+        """Takes the checkpoint that is being saved, if any, as far as it is, or to its end."""
+        save = self._pending
+        if save is None:
             return
-        if not checkpoints.is_publishing:
-            if isinstance(trained, SavesInBackground):
-                if not (wait or trained.checkpoint_is_written()):
-                    return
-                trained.finish_checkpoint()
-            checkpoints.publish()
-        if wait or checkpoints.is_published():
-            checkpoints.finish()
-            if on_save is not None:
-                on_save(step, checkpoints.path(step))
+        if wait:
+            save.wait()
+        elif not save.poll():
+            return
+        self._pending = None
+        on_save(save.step, save.folder)
 
     def _resume(self, trained: Checkpointed) -> int:
         latest = self._checkpoints.latest(verify=True)
@@ -253,3 +238,7 @@ class StepLoop:
         step = json.loads(record.read_text())["step"]
         if step not in {None, self._range.last} and not target.exists():
             (self._checkpoints.path(step) / "model").rename(target)
+
+
+def _ignore(step: int, folder: Path) -> None:
+    pass

@@ -256,39 +256,92 @@ def test_the_highest_is_the_best_where_more_is_better(tmp_path: Path) -> None:
     assert manager.steps() == [2, 3]
 
 
+class SlowWriter:
+    """A writer that is done after `num_polls` questions, and then writes `text` in one go."""
+
+    def __init__(self, text: str, num_polls: int = 0) -> None:
+        self.text, self.polls_left = text, num_polls
+
+    def start_checkpoint(self, path: Path) -> None:
+        self.path = path
+
+    def checkpoint_is_written(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def finish_checkpoint(self) -> None:
+        _writer(self.text)(self.path)
+
+
 def test_a_checkpoint_that_was_begun_is_seen_once_it_is_published(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     _save(manager, 1)
-    folders: list[Path] = []
-    manager.begin(2, folders.append)
-    assert (manager.pending_step, manager.is_published()) == (2, False)
+    save = manager.start(2, SlowWriter("two"))
+    assert (save.step, save.folder) == (2, tmp_path / "step-00000002")
+    assert not save.has_ended
     assert manager.latest() == (1, tmp_path / "step-00000001")
-    _writer("two")(folders[0])  # by somebody else, later
-    manager.publish()
-    manager.finish()
-    assert manager.pending_step is None
+    save.wait()
+    assert save.has_ended
     assert manager.latest() == (2, tmp_path / "step-00000002")
     assert _text(tmp_path / "step-00000002") == "two"
     assert _visible(tmp_path) == ["step-00000002"]
+    save.wait()  # again, which changes nothing
 
 
-def test_a_checkpoint_that_is_never_published_is_given_up(tmp_path: Path) -> None:
+def test_polling_publishes_what_is_written(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    save = manager.start(1, SlowWriter("one", num_polls=2))
+    assert [save.poll(), save.poll()] == [False, False]
+    assert manager.latest() is None
+    while not save.poll():  # written, and hashed by a thread
+        time.sleep(0.001)
+    assert save.has_ended
+    assert manager.latest() == (1, tmp_path / "step-00000001")
+    assert save.poll()
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_latest=2)
+    first = manager.start(1, SlowWriter("one", num_polls=99))
+    second = manager.start(2, SlowWriter("two"))
+    assert (first.has_ended, second.has_ended) == (True, False)
+    assert manager.steps() == [1]
+    second.wait()
+    assert manager.steps() == [1, 2]
+
+
+METHODS = ["start_checkpoint", "checkpoint_is_written", "finish_checkpoint"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_of_a_checkpoint_whose_writer_fails_nothing_is_left(tmp_path: Path, method: str) -> None:
+    class Failing(SlowWriter):
+        pass
+
+    def fail(self: SlowWriter, *arguments: object) -> None:
+        raise RuntimeError(method)
+
     manager = CheckpointManager(tmp_path)
     _save(manager, 1)
-    manager.begin(2, _writer("two"))
-    manager.finish()
+    setattr(Failing, method, fail)
+    with pytest.raises(RuntimeError, match=method):
+        manager.start(2, Failing("two")).poll()
     assert _visible(tmp_path) == ["step-00000001"]
+    _save(manager, 3)
+    assert _visible(tmp_path) == ["step-00000003"]
 
 
-def test_what_publishing_raises_comes_out_at_finish(tmp_path: Path) -> None:
+def test_what_publishing_raises_comes_out_of_wait(tmp_path: Path) -> None:
+    class Meddling(SlowWriter):
+        def finish_checkpoint(self) -> None:
+            (self.path / "manifest.json").mkdir()
+
     manager = CheckpointManager(tmp_path)
     _save(manager, 1)
-    folders: list[Path] = []
-    manager.begin(2, folders.append)
-    (folders[0] / "manifest.json").mkdir()
-    manager.publish()
+    save = manager.start(2, Meddling("two"))
     with pytest.raises(OSError, match="directory"):
-        manager.finish()
+        save.wait()
+    assert save.has_ended
     assert manager.latest() == (1, tmp_path / "step-00000001")
     assert _visible(tmp_path) == ["step-00000001"]
 
@@ -308,15 +361,18 @@ optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(1, 2000)).sum().backward()
 optimizer.step()
 state = TrainerState(optimizer, dict(model.named_parameters()))
+class Writer:
+    def start_checkpoint(self, folder):
+        state.start_saving(folder, num_updates=step)
+    def finish_checkpoint(self):
+        state.finish_saving()
 manager = CheckpointManager(Path(sys.argv[1]))
 for step in (1, 2):
-    manager.begin(step, lambda folder: state.start_saving(folder, num_updates=step))
+    save = manager.start(step, Writer())
     if step == 2:
         print("writing", flush=True)
         time.sleep(600)
-    state.finish_saving()
-    manager.publish()
-    manager.finish()
+    save.wait()
 """
     child = spawn(script, tmp_path)
     assert child.stdout is not None
