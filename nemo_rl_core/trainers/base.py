@@ -1,8 +1,8 @@
 """What every trainer does: set up, loop, validate, save, and call back.
 
 An algorithm fills in what its steps work on and what one of them does. There is one loop an
-algorithm: a Flyte stage calls `run` on the folders of its artifacts, and `fit` makes such folders
-from whatever a user has at hand and calls `run` too.
+algorithm: a stage of a pipeline calls `run` on the folders of its artifacts, and `fit` makes such
+folders from whatever a user has at hand and calls `run` too.
 """
 
 from abc import ABC, abstractmethod
@@ -31,9 +31,10 @@ from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
+from nemo_rl_core.trainers.sections import rows_per_step, steps_of
 from nemo_rl_core.trainers.validation import ValidationRunner
 
-if TYPE_CHECKING:  # what only scores must not make a stage run again that trains on rows
+if TYPE_CHECKING:
     from nemo_rl_core.environments.interfaces import Scorer
 
 S = TypeVar("S", bound=TrainerSettings)
@@ -227,10 +228,12 @@ class BaseTrainer(ABC, Generic[S, C]):
                 f"this {type(self).__name__} has no model to train",
                 fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)",
             )
-        request = FitRequest(
-            self.model, dataset, validation, reward_fn, reference, tuple(callbacks), name
-        )
-        result = fit(self, request)
+
+        def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
+            return self.run(self.job(artifacts, work, scorer=scorer), callbacks=callbacks)
+
+        request = FitRequest(self.model, dataset, validation, reward_fn, reference, name)
+        result = fit(self.algorithm, self.settings, request, run)
         if self._given is not None:
             self._given.go_on_from(result.checkpoint)
         return result
@@ -306,9 +309,8 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def _load(self, job: Job) -> PromptLoader[Any]:
         """The rows of `job.train`, ready to be dealt out in batches of `global_batch_size`."""
-        config: Any = self.config
-        rows, size = load_records(job.train), config.global_batch_size
-        return PromptLoader(rows, batch_size=size, seed=self.settings.seed)
+        size = rows_per_step(self.config).global_batch_size
+        return PromptLoader(load_records(job.train), batch_size=size, seed=self.settings.seed)
 
     @abstractmethod
     def _train_step(self, batch: list[Any]) -> dict[str, float]:
@@ -331,11 +333,7 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def _steps(self, job: Job) -> StepRange:
         """Which steps the run has: `num_steps`, or an iteration's share of them."""
-        config: Any = self.config
-        if hasattr(config, "num_steps"):
-            return StepRange(1, config.num_steps)
-        per_iteration = config.num_steps_per_iteration
-        return StepRange((job.iteration - 1) * per_iteration + 1, job.iteration * per_iteration)
+        return steps_of(self.config, job.iteration)
 
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         """Makes ready whatever steps need; `resources` ends with the run."""

@@ -2,14 +2,40 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from nemo_rl_core.trainers.base import BaseTrainer
-
-    Trainer = BaseTrainer[Any, Any]
+    from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
+    from nemo_rl_core.models.policy import Policy
+    from nemo_rl_core.telemetry.timer import Timer
 
 Metrics = Mapping[str, float]
+
+
+class RunningTrainer(Protocol):
+    """What hooks can read of every trainer; that of an algorithm has more.
+
+    Attributes:
+        algorithm: The algorithm's name, and that of its section.
+        policy: The model in training.
+        step: The number of the step that goes on, counted from 1.
+        timer: Measures the phases of that step.
+    """
+
+    algorithm: ClassVar[str]
+    policy: "Policy"
+    step: int
+    timer: "Timer"
+
+    @property
+    def settings(self) -> "TrainerSettings":
+        """All that the trainer was told."""
+        ...
+
+    @property
+    def config(self) -> "LoopConfig":
+        """The algorithm's section of the settings."""
+        ...
 
 
 class Callback:
@@ -24,31 +50,31 @@ class Callback:
         ...         print(f"step {step}: {metrics['loss']:.4f}")
     """
 
-    def on_fit_begin(self, trainer: "Trainer") -> None:
+    def on_fit_begin(self, trainer: RunningTrainer) -> None:
         """Workers are ready and no step has been run."""
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """The last step has been saved; workers still run."""
 
-    def on_epoch_begin(self, trainer: "Trainer", epoch: int) -> None:
+    def on_epoch_begin(self, trainer: RunningTrainer, epoch: int) -> None:
         """The next step takes the first rows of pass `epoch` (from 0) over the data."""
 
-    def on_epoch_end(self, trainer: "Trainer", epoch: int, metrics: Metrics) -> None:
+    def on_epoch_end(self, trainer: RunningTrainer, epoch: int, metrics: Metrics) -> None:
         """The last step of the pass has ended, or of the run; `metrics` are that step's."""
 
-    def on_step_begin(self, trainer: "Trainer", step: int) -> None:
+    def on_step_begin(self, trainer: RunningTrainer, step: int) -> None:
         """Step `step` begins, counted from 1 over the whole run."""
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
         """The optimizer has made its step."""
 
-    def on_validation_begin(self, trainer: "Trainer", step: int) -> None:
+    def on_validation_begin(self, trainer: RunningTrainer, step: int) -> None:
         """Held-out rows are about to be looked at, after step `step`."""
 
-    def on_validation_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_validation_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
         """They have been; names begin with `validation_`."""
 
-    def on_save(self, trainer: "Trainer", step: int, checkpoint: Path) -> None:
+    def on_save(self, trainer: RunningTrainer, step: int, checkpoint: Path) -> None:
         """A checkpoint is on the disk, whole."""
 
 
@@ -63,7 +89,7 @@ class Callbacks:
         TypeError: If one of them is something else.
     """
 
-    def __init__(self, trainer: "Trainer", callbacks: Iterable[Callback]) -> None:
+    def __init__(self, trainer: RunningTrainer, callbacks: Iterable[Callback]) -> None:
         self._trainer = trainer
         self._callbacks = tuple(callbacks)
         for callback in self._callbacks:

@@ -6,13 +6,13 @@ made by five lines of Python has the same lineage as one made by a pipeline.
 
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
-from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
@@ -24,10 +24,12 @@ from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.metrics import MetricsFile
-from nemo_rl_core.trainers.callbacks import Callback
+from nemo_rl_core.trainers.loop import RunResult
 
-if TYPE_CHECKING:
-    from nemo_rl_core.trainers.base import BaseTrainer
+RunOnArtifacts = Callable[[Mapping[str, Path], Path, Scorer | None], RunResult]
+"""A trainer's run: of artifacts by role, in a work folder, with a scorer in place of the settings'.
+
+Roles are `base`, `train`, `validation`, and `reference` where one was given."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class FitRequest:
         validation: The same, for rows that are never trained on.
         reward_fn: Whatever `as_scorer` takes, or None for the environment of the settings.
         reference: Hub name or folder of the reference or teacher; None takes `model`.
-        callbacks: Hooks of the caller.
         name: Of the run. An interrupted run of the same name and inputs is continued, a finished
             one is given back; without a name, every call trains anew. A function cannot be compared
             with another, so `reward_fn` is none of these inputs: a new reward needs a new name.
@@ -83,18 +84,25 @@ class FitRequest:
     validation: Any = None
     reward_fn: Any = None
     reference: str | Path | ModelConfig | None = None
-    callbacks: Sequence[Callback] = ()
     name: str | None = None
 
 
-def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
+def fit(
+    algorithm: str, settings: TrainerSettings, request: FitRequest, run: RunOnArtifacts
+) -> TrainResult:
     """Brings model and data into the store, trains, and publishes the result.
+
+    Args:
+        algorithm: Its name, which is the stage's too.
+        settings: Of the trainer.
+        request: What to train, and on what.
+        run: Trains.
 
     Raises:
         NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
     """
-    scorer = _scorer(trainer, request.reward_fn)
-    seed = trainer.settings.seed
+    scorer = _scorer(algorithm, settings, request.reward_fn)
+    seed = settings.seed
     parents = {"base": _model_artifact(request.model, seed)}
     if request.reference is not None:
         parents["reference"] = _model_artifact(request.reference, seed)
@@ -102,29 +110,28 @@ def fit(trainer: "BaseTrainer[Any, Any]", request: FitRequest) -> TrainResult:
         request.dataset,
         validation=request.validation,
         tokenizer=load_tokenizer(parents["base"] / "model"),
-        max_prompt_tokens=getattr(trainer.settings, "max_prompt_tokens", None),
+        max_prompt_tokens=(
+            settings.max_prompt_tokens if isinstance(settings, RolloutSettings) else None
+        ),
         seed=seed,
     )
     parents["train"] = _data_artifact("train", data.train, parents["base"])
     parents["validation"] = _data_artifact("validation", data.validation, parents["base"])
 
     def work(folder: Path) -> StageResult:
-        job = trainer.job(parents, folder, scorer=scorer)
-        result = trainer.run(job, callbacks=request.callbacks)
-        return result.made()
+        return run(parents, folder, scorer).made()
 
-    settings = trainer.settings.model_dump(mode="json")
-    run = request.name or uuid.uuid4().hex
-    artifact = produce(StageInputs(trainer.algorithm, settings | {"run": run}, parents), work)
-    return _result(artifact)
+    name = request.name or uuid.uuid4().hex
+    inputs = StageInputs(algorithm, settings.model_dump(mode="json") | {"run": name}, parents)
+    return _result(produce(inputs, work))
 
 
-def _scorer(trainer: "BaseTrainer[Any, Any]", reward_fn: Any) -> Scorer | None:
+def _scorer(algorithm: str, settings: TrainerSettings, reward_fn: Any) -> Scorer | None:
     if reward_fn is None:
         return None
-    if not isinstance(trainer.settings, RolloutSettings):
+    if not isinstance(settings, RolloutSettings):
         raise ConfigError(
-            f"the algorithm {trainer.algorithm!r} scores no completions, so it takes no reward_fn",
+            f"the algorithm {algorithm!r} scores no completions, so it takes no reward_fn",
             fix="leave reward_fn out, or choose an algorithm that samples, such as 'grpo'",
         )
     return as_scorer(reward_fn)

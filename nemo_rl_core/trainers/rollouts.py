@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rol
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.sections import Gated, samples_per_step
 from nemo_rl_core.types import Prompt, Rollout
 
 R = TypeVar("R", bound=RolloutSettings)
@@ -60,7 +61,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 job.start,
                 scorer=job.scorer,
                 reward_model=job.reward_model,
-                gate=getattr(self.config, "gate", None),
+                gate=self.config.gate if isinstance(self.config, Gated) else None,
             )
         )
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
@@ -83,12 +84,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         plan_microbatches([prompt + new], max_tokens=self.config.max_tokens_per_microbatch)
 
     def _load(self, job: Job) -> PromptLoader[Prompt]:
-        config: Any = self.config
-        return PromptLoader(
-            load_prompts(job.train, load_tokenizer(job.start)),
-            batch_size=config.num_prompts_per_step,
-            seed=self.settings.seed,
-        )
+        prompts = load_prompts(job.train, load_tokenizer(job.start))
+        size = samples_per_step(self.config).num_prompts_per_step
+        return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
 
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
         """Gives the engine the policy's weights, rolls every prompt out, and scores.
@@ -106,13 +104,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         """
         if self.sampler is None:
             return self._recorded()
-        config: Any = self.config
         with self.timer.phase("sync"):
             self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"), self._awake(self.sampler):
             rollouts = self.sampler.engine.run(
                 prompts,
-                num_generations_per_prompt=config.num_generations_per_prompt,
+                num_generations_per_prompt=samples_per_step(self.config).num_generations_per_prompt,
                 step=self.step,
                 first_place=first_place,
             )

@@ -1,15 +1,12 @@
 """When held-out rows are looked at, and under which names the figures are reported."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
-
-if TYPE_CHECKING:
-    from nemo_rl_core.trainers.callbacks import Callbacks
+from nemo_rl_core.trainers.callbacks import Callbacks
 
 PREFIX = "validation_"
 
@@ -34,7 +31,7 @@ class ValidationRunner:
         """Whether to validate after `step`."""
         return self._every is not None and (step == self._last or step % self._every == 0)
 
-    def after_step(self, step: int, callbacks: "Callbacks") -> dict[str, float]:
+    def after_step(self, step: int, callbacks: Callbacks) -> dict[str, float]:
         """The figures under names that begin with `validation_`; empty when it is not time yet."""
         if not self.is_due(step):
             return {}

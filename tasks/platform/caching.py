@@ -64,8 +64,11 @@ NOT_RUN_BY_STAGES = {
         "nemo_rl_core.trainers.fitting",
     },
 }
-"""Imports that serve calls from Python alone (`fit`, `from_pretrained`, `register_...`): a stage
-calls `run`, and what only the others need must not make it run again."""
+"""Imports that serve calls from Python alone (`fit`, `from_pretrained`, `register_...`), by the
+module that has them: a stage calls `run`, and what only the others need must not make it run again.
+
+A trainer is one class for both, so `fit` is reached wherever a trainer is: without the entry of
+`trainers.base`, every source of data would be part of the key of every training."""
 
 _ALWAYS = (
     "flytekit",
