@@ -1,7 +1,7 @@
-"""One folder an algorithm: `config.py`, `loss.py`, `data.py` and `trainer.py`, as it needs them.
+"""One folder per algorithm: `config.py`, `loss.py`, `data.py` and `trainer.py` as needed.
 
-The table from names to trainers is in `nemo_rl_core.api.functional`: a stage that runs one
-algorithm must not reach the others, or a change in one would run all of them again.
+The table from names to trainers is in `nemo_rl_core.api.functional`: a stage of one algorithm must
+not import the others, or a change in one would invalidate the caches of all.
 """
 
 from typing import Any
