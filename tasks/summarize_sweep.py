@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nemo_rl_core.evals.sweep import group_by_settings, said
+from nemo_rl_core.evals.sweep import describe_point, group_by_settings
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html, curves_svg
@@ -35,7 +35,7 @@ def summarize_sweep(config: SummaryTaskConfig, reports: list[Report | None]) -> 
         rows = group_by_settings(figures, apart=SEED, confidence=config.confidence)
         write_atomic(folder / "sweep.json", json.dumps(rows, indent=1))
         best = max(rows, key=lambda row: row["mean"])
-        summary = f"{len(ended)} of {len(reports)} points, best {said(best)}"
+        summary = f"{len(ended)} of {len(reports)} points, best {describe_point(best)}"
         lines = {
             ", ".join(f"{name} {value}" for name, value in values.items()): list(
                 zip(report.steps, report.rewards, strict=True)

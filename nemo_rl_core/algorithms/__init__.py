@@ -1,4 +1,4 @@
-"""One folder an algorithm: `config.py`, `loss.py`, `data.py` and `trainer.py`, as it needs them.
+"""One folder per algorithm: `config.py`, `loss.py`, `data.py` and `trainer.py` as needed.
 
 No algorithm imports another. The table from names to trainers is in `nemo_rl_core.api.functional`.
 """

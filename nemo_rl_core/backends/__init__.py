@@ -1,4 +1,4 @@
-"""Training and generation backends: plain classes, found by name, one instance a rank."""
+"""Training and generation backends: plain classes, selected by name, one instance per rank."""
 
 from nemo_rl_core.backends.generation.base import (
     get_generation_backend,

@@ -1,4 +1,4 @@
-"""Logprobs by the model classes of transformers, which engines and conversions are held against."""
+"""Logprobs of transformers' model classes, the reference for engines and conversions."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ def transformers_logprobs(
     dtype: torch.dtype = torch.float32,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """Logprobs of whole sequences by the model class of transformers, on the CPU.
+    """Computes logprobs of whole sequences with transformers' model class, on the CPU.
 
     Args:
         folder: A transformers folder.
         batch: `input_ids [B, T]` and `input_lengths [B]`.
-        dtype: Of weights and activations.
-        repetition_penalty: As `SamplingConfig` has it, over all tokens that came before.
+        dtype: Dtype of weights and activations.
+        repetition_penalty: As in `SamplingConfig`, over all earlier tokens.
 
     Returns:
         `[B, T-1]`, in nats at temperature 1, of each token given those before it; each row alone,
@@ -47,7 +47,7 @@ def transformers_logprobs(
 
 
 def _penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """`[L, V]` logits behind each of `ids [L]`, lowered for the tokens up to there."""
+    """`[L, V]` logits after each of `ids [L]`, penalized for the tokens up to that position."""
     seen = torch.nn.functional.one_hot(ids, logits.shape[1]).cumsum(dim=0) > 0
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, lowered, logits)

@@ -1,1 +1,1 @@
-"""Models from one form into another."""
+"""Conversion of models between formats."""

@@ -1,4 +1,4 @@
-"""A `torch.distributed.checkpoint` folder, as other trainers write it, as a transformers folder.
+"""Conversion of a `torch.distributed.checkpoint` folder of another trainer to transformers.
 
 The default format, with `.metadata` and `*.distcp`. The dtensor backend's own checkpoints need no
 conversion: their `model/` is a transformers folder.
@@ -30,23 +30,23 @@ def dcp_to_hf(
     prefix: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> int:
-    """Reads the model's tensors, one at a time, and writes them as transformers reads them.
+    """Reads the model's tensors one at a time and writes a transformers folder.
 
     Args:
-        checkpoint: With `.metadata`. Only tensors are read from it, and nothing is unpickled that a
-            description of tensors need not name.
-        model_folder: Config and tokenizer of the model; its weights, if any, are not looked at.
+        checkpoint: A folder with `.metadata`. Only tensors are read, and unpickling is restricted
+            to the types that describe tensors.
+        model_folder: Config and tokenizer of the model; its weights, if any, are ignored.
         target: A folder that does not exist yet.
-        prefix: What stands before transformers' names, such as `model.`; None finds it.
+        prefix: Prefix of transformers' names, such as `model.`; None detects it.
         max_shard_bytes: Bound on the size of one safetensors file.
 
     Returns:
-        How many tensors.
+        The number of tensors.
 
     Raises:
         StoreError: If the target exists, or the checkpoint is damaged.
-        ModelError: If the checkpoint lacks weights of the model, has others of their name, or any
-            that are not finite.
+        ModelError: If the checkpoint lacks weights of the model, or has some of another shape or
+            with non-finite values.
     """
     require_folder(model_folder, "config.json")
     model = _without_weights(model_folder)
@@ -74,7 +74,7 @@ def dcp_to_hf(
 
 
 class _CheckedReader(FileSystemReader):
-    """Torch's reader, but the description is never unpickled without restriction."""
+    """Torch's reader with restricted unpickling of the metadata."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -82,7 +82,7 @@ class _CheckedReader(FileSystemReader):
             self._metadata = read_metadata(folder)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise StoreError(
-                f"{folder} is no torch.distributed.checkpoint folder that can be read",
+                f"{folder} is not a readable torch.distributed.checkpoint folder",
                 expected=".metadata and *.distcp of torch's default format",
                 got=f"{type(error).__name__}: {error}"[:300],
                 fix="name the folder that holds .metadata; one with safetensors needs no "
@@ -129,7 +129,7 @@ def _prefix(saved: Any, shapes: dict[str, torch.Size], checkpoint: Path) -> str:
     ]
     if len(found) != 1:
         raise ModelError(
-            f"the model is not to be found in {checkpoint}",
+            f"the model was not found in {checkpoint}",
             expected=f"one prefix before transformers' names, such as {first}",
             got=f"prefixes {sorted(found)}" if found else f"names such as {sorted(saved)[:3]}",
             fix="name the prefix, and the config that the checkpoint was trained with",

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a folder of its own, proven to load."""
+"""Export of a checkpoint's model into a separate folder, with a load test."""
 
 import shutil
 from pathlib import Path

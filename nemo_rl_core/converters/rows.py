@@ -1,9 +1,9 @@
-"""Rows of a data source as sequences of tokens, for proofs."""
+"""Token sequences of a data source, for proofs."""
 
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.data.chat import examples_of
+from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.schemas import validate_rows
@@ -13,13 +13,13 @@ from nemo_rl_core.errors import DataError
 def token_rows(
     source: Any, model_folder: Path, *, num_rows: int = 8, max_tokens: int = 256
 ) -> list[list[int]]:
-    """The first rows of a source, as a model's tokenizer reads them.
+    """Returns the first rows of a source as token sequences.
 
     Args:
-        source: Whatever `nemo_rl_core.data.datasets.sources.read` takes.
-        model_folder: With the tokenizer.
-        num_rows: How many, at most.
-        max_tokens: Where longer ones are cut off.
+        source: Any source of `nemo_rl_core.data.datasets.sources.read`.
+        model_folder: The folder of the tokenizer.
+        num_rows: Maximum number of rows.
+        max_tokens: Length to which longer rows are cut.
 
     Raises:
         DataError: If the source cannot be read, or has no row of two tokens.
@@ -30,7 +30,9 @@ def token_rows(
     sequences = [
         list(example.token_ids[:max_tokens])
         for _, row in frame.iterrows()
-        for example in examples_of(tokenizer, {str(name): row[name] for name in row.index}).values()
+        for example in tokenize_row(
+            tokenizer, {str(name): row[name] for name in row.index}
+        ).values()
     ]
     found = [sequence for sequence in sequences if len(sequence) > 1]
     if not found:

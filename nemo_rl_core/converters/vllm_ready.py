@@ -1,4 +1,4 @@
-"""A transformers folder as one that vLLM loads as it is, or a reason why it could not."""
+"""Conversion of a transformers folder into one that vLLM can load."""
 
 import importlib.util
 import json
@@ -32,18 +32,17 @@ def vllm_ready(
         model_folder: Weights in safetensors, or in the older `pytorch_model*.bin`, which are read
             with torch's restricted unpickler.
         target: A folder that does not exist yet.
-        dtype: Of every tensor of floating point.
+        dtype: Dtype of every floating-point tensor.
         max_shard_bytes: Bound on the size of one safetensors file.
 
     Returns:
-        How many tensors.
+        The number of tensors.
 
     Raises:
-        ModelError: If vLLM could not load it: no causal model, an architecture that the installed
-            vLLM does not know, a tokenizer with more tokens than the model has rows, no token that
-            ends a completion, an adapter, or weights that are missing, surplus, misshapen or not
-            finite.
-        StoreError: If the target exists, or the disk refuses.
+        ModelError: If vLLM cannot load it: no causal model, an architecture that the installed vLLM
+            does not know, a tokenizer with more tokens than the model has rows, no token that ends
+            a completion, an adapter, or weights that are missing, surplus, misshapen or not finite.
+        StoreError: If the target exists, or writing fails.
     """
     require_folder(model_folder, "config.json")
     _refuse_architecture(model_folder)
@@ -87,7 +86,7 @@ def _refuse_architecture(folder: Path) -> None:
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Shape], Iterator[tuple[str, torch.Tensor]]]:
-    """The shapes of all tensors by name, and the tensors one by one."""
+    """The shapes of all tensors by name, and an iterator over the tensors."""
     if (folder / "adapter_config.json").exists():
         raise ModelError(
             f"{folder} holds an adapter",

@@ -1,1 +1,1 @@
-"""Rows, their checks, and how they become tokens and batches."""
+"""Loading, validation and tokenization of data sets."""

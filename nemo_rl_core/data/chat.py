@@ -1,9 +1,9 @@
-"""Text as token ids, the way the model's own chat template wants it.
+"""Tokenization with the model's chat template, and loss masks.
 
-Which tokens belong to which turn is found by rendering the conversation up to a turn and up to its
-end: both must be beginnings of the whole, as text and as tokens. So no template needs generation
-marks, and a template that renders a turn differently once others follow (some drop reasoning) is
-refused instead of trained on wrongly. Left out: templates that take tool definitions.
+The tokens of a turn are found by rendering the conversation up to the turn and up to its end. Both
+must be prefixes of the whole, as text and as tokens. Templates therefore need no generation marks,
+and a template that renders a turn differently once others follow (some drop reasoning) raises an
+error instead of training on wrong tokens. Left out: templates that take tool definitions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from nemo_rl_core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class SupervisedExample:
-    """A prompt with its completion, and which of the tokens are trained on.
+    """Token ids of a prompt with its completion, and the loss mask.
 
     Attributes:
         token_ids: `[T]`, prompt, completion and end-of-sequence token.
@@ -39,7 +39,7 @@ class SupervisedExample:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Tokens that a loss sees; nothing predicts the first token, whatever its mask says."""
+        """Number of tokens in a loss. The first token is not predicted, so its mask is ignored."""
         return sum(self.loss_mask[1:])
 
     def truncated(self, max_tokens: int | None) -> "SupervisedExample":
@@ -48,17 +48,17 @@ class SupervisedExample:
 
 
 def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> list[int]:
-    """The tokens that a completion is sampled after.
+    """Returns the token ids of a prompt to sample from.
 
     Args:
         tokenizer: A transformers tokenizer. With a chat template, the assistant's turn is opened;
             without one, the text is encoded as it stands.
         prompt: The user's text, or the JSON of a conversation that the assistant is to answer.
-        row: What to call it in a message; its beginning, where it is left out.
+        row: Name of the row in error messages; the first characters of the prompt by default.
 
     Raises:
-        DataError: For several turns and no chat template; for a prompt without a token; and where
-            what it spells cannot be told apart from what the template writes.
+        DataError: For several turns and no chat template, for a prompt without tokens, and for text
+            that cannot be distinguished from the template's control tokens.
     """
     turns = as_turns(prompt, role="user")
     row = row or f"the prompt {prompt[:80]!r}"
@@ -76,7 +76,7 @@ def prompt_token_ids(tokenizer: Any, prompt: str, *, row: str | None = None) -> 
 def supervised_example(tokenizer: Any, prompt: str, completion: str) -> SupervisedExample:
     """Tokens of a prompt and its completion, trained on the completion through end-of-sequence.
 
-    What a template puts behind the end-of-sequence token (often a line break) is cut off: a sampler
+    Template text after the end-of-sequence token (often a line break) is cut off, since sampling
     stops before it. A template that ends a turn without that token gets it appended.
 
     Args:
@@ -86,20 +86,20 @@ def supervised_example(tokenizer: Any, prompt: str, completion: str) -> Supervis
 
     Raises:
         DataError: When the tokens of the prompt alone are not the first tokens of the whole, so
-            that training would see another prompt than sampling; when the completion is empty; or
-            when there is no end-of-sequence token.
+            that training and sampling would have different prompts; when the completion is empty;
+            or when there is no end-of-sequence token.
     """
     turns = [*as_turns(prompt, role="user"), {"role": "assistant", "content": completion}]
     row = f"the row with prompt {prompt[:80]!r}"
-    return _aligned(tokenizer, turns, trained=[len(turns) - 1], row=row)
+    return _masked_example(tokenizer, turns, trained=[len(turns) - 1], row=row)
 
 
 def conversation_example(
     tokenizer: Any, messages: Sequence[Turn], *, mask: MaskKind = "all_assistant_turns"
 ) -> SupervisedExample:
-    """Tokens of a conversation, trained on what the assistant says and on the end of its turns.
+    """Tokens of a conversation, trained on the assistant's turns including their end tokens.
 
-    System, user and tool turns and what the template writes around them are masked.
+    System, user and tool turns are masked, with the template's text around them.
 
     Args:
         tokenizer: A transformers tokenizer, with a chat template unless there are two turns only.
@@ -111,24 +111,24 @@ def conversation_example(
             follows, or a turn begins or ends inside a token.
     """
     turns = list(messages)
-    spoken = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    assistant_turns = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     row = f"the conversation that begins with {str(turns[0].get('content'))[:80]!r}"
-    if not spoken or spoken[-1] != len(turns) - 1:
+    if not assistant_turns or assistant_turns[-1] != len(turns) - 1:
         raise DataError(
             f"{row} does not end with an assistant turn",
             expected="an assistant turn at the end",
             got=f"the roles {', '.join(str(turn['role']) for turn in turns)[-80:]}",
             fix="remove the turns behind the assistant's last, or the row",
         )
-    trained = spoken if mask == "all_assistant_turns" else spoken[-1:]
-    return _aligned(tokenizer, turns, trained=trained, row=row)
+    trained = assistant_turns if mask == "all_assistant_turns" else assistant_turns[-1:]
+    return _masked_example(tokenizer, turns, trained=trained, row=row)
 
 
 def text_example(tokenizer: Any, text: str) -> SupervisedExample:
     """Plain text, trained on from its second token through the end-of-sequence token.
 
-    The text may spell that token at its end, and no control token elsewhere: whether a conversation
-    that was rendered before is meant, or a text that speaks of one, cannot be seen.
+    The text may end with that token but may not contain other control tokens: a rendered
+    conversation cannot be distinguished from a text about one.
 
     Raises:
         DataError: When there is no end-of-sequence token, or the text spells a control token.
@@ -151,30 +151,32 @@ def text_example(tokenizer: Any, text: str) -> SupervisedExample:
 def preference_example(
     tokenizer: Any, row: Mapping[str, Any]
 ) -> tuple[SupervisedExample, SupervisedExample]:
-    """The chosen and the rejected answer to one prompt, each trained on behind the prompt.
+    """Tokenizes the chosen and the rejected completion of a prompt, with the prompt masked.
 
     Args:
         tokenizer: A transformers tokenizer.
         row: `prompt`, `chosen` and `rejected`, each a text, a list of turns, or its JSON; and
-            `max_tokens`, where both are cut.
+            optionally `max_tokens`, to which both are truncated.
 
     Raises:
         DataError: As for `conversation_example`.
     """
     prompt = as_turns(row["prompt"], role="user")
     chosen, rejected = (
-        _answered(tokenizer, prompt, as_turns(row[side], role="assistant")).truncated(_limit(row))
+        _answer_example(tokenizer, prompt, as_turns(row[side], role="assistant")).truncated(
+            _limit(row)
+        )
         for side in ("chosen", "rejected")
     )
     return chosen, rejected
 
 
-def examples_of(tokenizer: Any, row: Mapping[str, Any]) -> dict[str, SupervisedExample]:
-    """The tokenised form of a row of any kind, told from its columns.
+def tokenize_row(tokenizer: Any, row: Mapping[str, Any]) -> dict[str, SupervisedExample]:
+    """Tokenizes a row of any kind; the kind follows from its columns.
 
     Args:
         tokenizer: A transformers tokenizer.
-        row: As `schemas.validate_rows` leaves it.
+        row: As `schemas.validate_rows` returns it.
 
     Returns:
         `chosen` and `rejected` of a preference pair, `row` of all other kinds.
@@ -196,26 +198,26 @@ def _limit(row: Mapping[str, Any]) -> int | None:
     return int(row["max_tokens"]) if "max_tokens" in row else None
 
 
-def _answered(tokenizer: Any, prompt: list[Turn], answer: list[Turn]) -> SupervisedExample:
-    """The assistant's turns of an answer, trained on; those of the prompt are not."""
+def _answer_example(tokenizer: Any, prompt: list[Turn], answer: list[Turn]) -> SupervisedExample:
+    """Tokenizes prompt and answer; only the answer's assistant turns are trained on."""
     trained = [
-        place for place, turn in enumerate(answer, start=len(prompt)) if turn["role"] == "assistant"
+        index for index, turn in enumerate(answer, start=len(prompt)) if turn["role"] == "assistant"
     ]
     row = f"the pair with prompt {str(prompt[-1]['content'])[:80]!r}"
-    return _aligned(tokenizer, [*prompt, *answer], trained=trained, row=row)
+    return _masked_example(tokenizer, [*prompt, *answer], trained=trained, row=row)
 
 
-def _aligned(
+def _masked_example(
     tokenizer: Any, turns: list[Turn], *, trained: Sequence[int], row: str
 ) -> SupervisedExample:
-    """A conversation whose last turn is trained on, like the others that `trained` counts."""
+    """Tokenizes a conversation and masks all turns but those at the indices `trained`."""
     _require_eos(tokenizer)
     text, ids = _rendered(tokenizer, turns, row, add_generation_prompt=False)
     mask = [False] * len(ids)
-    for place in trained:
-        before = _rendered(tokenizer, turns[:place], row, add_generation_prompt=True)
-        start = _border(before, (text, ids), row)
-        if place == len(turns) - 1:
+    for index in trained:
+        before = _rendered(tokenizer, turns[:index], row, add_generation_prompt=True)
+        start = _prefix_length(before, (text, ids), row)
+        if index == len(turns) - 1:
             answer = _through_eos(tokenizer, ids[start:])
             if len(answer) < 2:
                 raise DataError(
@@ -225,10 +227,10 @@ def _aligned(
                 )
             ids, mask = ids[:start] + answer, mask[:start] + [True] * len(answer)
         else:
-            through = _rendered(tokenizer, turns[: place + 1], row, add_generation_prompt=False)
-            end = _border(through, (text, ids), row)
-            spoken = _through_end_of_turn(tokenizer, ids[start:end])
-            mask[start : start + len(spoken)] = [True] * len(spoken)
+            through = _rendered(tokenizer, turns[: index + 1], row, add_generation_prompt=False)
+            end = _prefix_length(through, (text, ids), row)
+            turn_ids = _through_end_of_turn(tokenizer, ids[start:end])
+            mask[start : start + len(turn_ids)] = [True] * len(turn_ids)
     return SupervisedExample(token_ids=tuple(ids), loss_mask=tuple(mask))
 
 
@@ -250,8 +252,8 @@ def _rendered(
     return text, encode_text(tokenizer, text, row=row)
 
 
-def _border(beginning: Rendered, whole: Rendered, row: str) -> int:
-    """The number of tokens in the beginning, once it is seen to be a beginning of the whole."""
+def _prefix_length(beginning: Rendered, whole: Rendered, row: str) -> int:
+    """Checks that `beginning` is a prefix of `whole` and returns its number of tokens."""
     (start_text, start), (text, ids) = beginning, whole
     if not text.startswith(start_text):
         agreed = next(
@@ -286,7 +288,7 @@ def _require_eos(tokenizer: Any) -> None:
 
 
 def _through_eos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """A last turn, cut behind its end-of-sequence token, which is appended where there is none."""
+    """Cuts the last turn after its end-of-sequence token, or appends that token."""
     eos: int = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
@@ -296,7 +298,7 @@ def _through_eos(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def _through_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
-    """An earlier turn, cut behind the special token that ends it; whole where none does."""
+    """Cuts an earlier turn after the special token that ends it, if there is one."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    last = max((place for place, token in enumerate(ids) if token in special), default=len(ids) - 1)
+    last = max((index for index, token in enumerate(ids) if token in special), default=len(ids) - 1)
     return ids if tokenizer.decode(ids[last + 1 :]).strip() else ids[: last + 1]

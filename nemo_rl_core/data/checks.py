@@ -1,6 +1,6 @@
-"""What rows mean, and what their tokens are: faults that a table's types do not show.
+"""Checks of rows beyond column types: roles, lengths, duplicates and tokenization.
 
-Every function returns what is wrong by the rows that it is wrong with, counted from 0.
+Every function returns a mapping from a fault to the indices of its rows, counted from 0.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_core.config.data import RowPolicy
-from nemo_rl_core.data.chat import examples_of, prompt_token_ids
+from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
 from nemo_rl_core.data.control import has_lone_surrogate
 from nemo_rl_core.data.frames import Faults
 from nemo_rl_core.data.lengths import is_certainly_longer
@@ -17,38 +17,38 @@ from nemo_rl_core.errors import DataError
 
 Records = Sequence[Mapping[str, Any]]
 
-_ANSWER = {"role": "assistant", "content": "..."}
-"""Stands for the completion that a prompt is sampled for."""
+_PLACEHOLDER_ANSWER = {"role": "assistant", "content": "..."}
+"""Placeholder for the completion of a prompt."""
 
 
-def asked(row: Mapping[str, Any]) -> str:
-    """What a row asks: its prompt, a conversation up to its last turn, or the whole of a text."""
+def prompt_of(row: Mapping[str, Any]) -> str:
+    """Returns the prompt of a row: its prompt, a conversation up to its last turn, or its text."""
     if "messages" in row:
         turns = turns_of(row["messages"])
         return str(stored(turns[:-1]) if turns and len(turns) > 1 else row["messages"])
     return str(row["text"] if "text" in row else row["prompt"])
 
 
-def repeated(rows: Records) -> Faults:
-    """Rows that ask the same as an earlier one; several pairs may share a prompt, not all three."""
+def duplicate_faults(rows: Records) -> Faults:
+    """Rows with the prompt of an earlier row; of pairs, all three columns must be equal."""
     seen: set[str] = set()
     found = []
-    for place, row in enumerate(rows):
-        key = "\n".join((asked(row), str(row.get("chosen")), str(row.get("rejected"))))
+    for index, row in enumerate(rows):
+        key = "\n".join((prompt_of(row), str(row.get("chosen")), str(row.get("rejected"))))
         if key in seen:
-            found.append(place)
+            found.append(index)
         seen.add(key)
     names = {"chosen": "pair", "messages": "conversation up to its last turn", "text": "text"}
-    name = next((word for column, word in names.items() if rows and column in rows[0]), "prompt")
+    name = next((label for column, label in names.items() if rows and column in rows[0]), "prompt")
     return {f"{name} occurs twice": found} if found else {}
 
 
 def meaning_faults(rows: Records) -> Faults:
-    """Roles out of order, empty turns, and answers that cannot be told apart."""
+    """Rows with roles out of order, empty turns, or equal chosen and rejected answers."""
     found: Faults = {}
-    for place, row in enumerate(rows):
-        for said in _row_faults(row):
-            found.setdefault(said, []).append(place)
+    for index, row in enumerate(rows):
+        for fault_text in _row_faults(row):
+            found.setdefault(fault_text, []).append(index)
     return found
 
 
@@ -58,7 +58,7 @@ def _row_faults(row: Mapping[str, Any]) -> list[str]:
         return [f"messages {wrong}"] if wrong else []
     if "chosen" not in row:
         turns = turns_of(row.get("prompt"))
-        wrong = fault([*turns, _ANSWER]) if turns else None
+        wrong = fault([*turns, _PLACEHOLDER_ANSWER]) if turns else None
         return [f"prompt {wrong}"] if wrong else []
     found = [
         f"prompt with {side} {wrong}"
@@ -73,13 +73,13 @@ def _pair_fault(prompt: Any, answer: Any) -> str | None:
     return fault([*as_turns(prompt, role="user"), *turns])
 
 
-def unwritable(rows: Records) -> Faults:
-    """Texts that hold half of a surrogate pair, which neither a file nor a tokenizer can write."""
+def surrogate_faults(rows: Records) -> Faults:
+    """Rows with an unpaired surrogate, which neither files nor tokenizers can encode."""
     found: Faults = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for column, value in row.items():
             if _has_lone_surrogate(value):
-                found.setdefault(f"{column} holds half of a surrogate pair", []).append(place)
+                found.setdefault(f"{column} holds half of a surrogate pair", []).append(index)
     return found
 
 
@@ -94,26 +94,26 @@ def _has_lone_surrogate(value: Any) -> bool:
 def prompt_faults(
     rows: Records, tokenizer: Any, *, max_prompt_tokens: int | None
 ) -> tuple[Faults, Faults]:
-    """Prompts to sample from that the tokenizer cannot write, and those that are too long."""
+    """Prompts that the tokenizer cannot encode, and prompts that are too long."""
     unknown: Faults = {}
     too_long: Faults = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str) or _row_faults(row):
             continue  # named by other checks
-        said = f"prompt has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
+        fault_text = f"prompt has more than {max_prompt_tokens} tokens (max_prompt_tokens)"
         limit = math.inf if max_prompt_tokens is None else max_prompt_tokens
         try:
             if is_certainly_longer(tokenizer, row["prompt"], limit):
-                too_long.setdefault(said, []).append(place)
+                too_long.setdefault(fault_text, []).append(index)
                 continue
             ids = prompt_token_ids(tokenizer, row["prompt"], row="prompt")
         except DataError as error:
-            unknown.setdefault(error.in_one_line, []).append(place)
+            unknown.setdefault(error.in_one_line, []).append(index)
             continue
         if _num_unknown(tokenizer, ids):
-            unknown.setdefault("prompt has unknown characters", []).append(place)
+            unknown.setdefault("prompt has unknown characters", []).append(index)
         if len(ids) > limit:
-            too_long.setdefault(said, []).append(place)
+            too_long.setdefault(fault_text, []).append(index)
     return unknown, too_long
 
 
@@ -121,32 +121,32 @@ def example_faults(rows: Records, tokenizer: Any, policy: RowPolicy) -> tuple[Fa
     """Rows without a token that is trained on, and rows that are too long.
 
     Raises:
-        DataError: When the chat template does not tell the turns of a row apart (names the row).
+        DataError: When the turns of a row cannot be separated by the chat template (names the row).
     """
     untrained: Faults = {}
     too_long: Faults = {}
     limit = policy.max_sequence_tokens
-    for place, row in enumerate(rows):
-        examples = _examples(tokenizer, row, place).values()
+    for index, row in enumerate(rows):
+        examples = _examples(tokenizer, row, index).values()
         if limit is not None and max(len(example.token_ids) for example in examples) > limit:
-            said = f"row has more than {limit} tokens (max_sequence_tokens)"
-            too_long.setdefault(said, []).append(place)
+            fault_text = f"row has more than {limit} tokens (max_sequence_tokens)"
+            too_long.setdefault(fault_text, []).append(index)
         kept = limit if policy.overlong == "truncate" else None
         if not all(example.truncated(kept).num_trained_tokens for example in examples):
-            untrained.setdefault("row has no token that is trained on", []).append(place)
+            untrained.setdefault("row has no token that is trained on", []).append(index)
     return untrained, too_long
 
 
-def _examples(tokenizer: Any, row: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _examples(tokenizer: Any, row: Mapping[str, Any], index: int) -> dict[str, Any]:
     try:
-        return examples_of(tokenizer, row)
+        return tokenize_row(tokenizer, row)
     except DataError as error:
-        problem = f"row {place} (counted from 0): {error.problem}"
+        problem = f"row {index} (counted from 0): {error.problem}"
         raise DataError(problem, error.expected, error.got, error.fix) from error
 
 
 def _num_unknown(tokenizer: Any, ids: list[int]) -> int:
     special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    # Some tokenizers share one id between "unknown" and, say, end-of-text: it then says nothing.
+    # Some tokenizers use one id for "unknown" and, e.g., end-of-text; it is then not counted.
     unknown = tokenizer.unk_token_id
     return 0 if unknown is None or unknown in special else ids.count(unknown)

@@ -1,4 +1,4 @@
-"""Sequences of tokens as a padded batch with masks."""
+"""Collation of token sequences into a padded batch with masks."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def collate(
 
     Args:
         sequences: Token ids of each sequence, at least two.
-        loss_masks: For each token, whether it is trained on; the first token never is.
+        loss_masks: For each token, True if it is trained on; the first token never is.
 
     Returns:
         `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]` (position t stands for token

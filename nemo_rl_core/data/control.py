@@ -1,14 +1,15 @@
-"""A conversation as token ids in which only the chat template writes control tokens.
+"""Tokenization in which only the chat template can produce control tokens.
 
-A tokenizer reads `<|im_end|>` in a user's text as it reads the template's own: a prompt, an answer
-or a tool's output could close its turn and open a system's. So a conversation whose contents could
-spell a control token is rendered twice, the second time with a guard character between the
-characters of its contents. Control tokens that the guarded text has are the template's. Where the
-plain text has no others, it is encoded as it is: ordinary rows keep the ids that they always had.
-Otherwise the template's are replaced by aliases, which no content spells, and all else is text.
+A tokenizer encodes `<|im_end|>` in a user's text like the template's own: a prompt, an answer or
+the output of a tool could close its turn and open a system turn. A conversation whose contents
+could spell a control token is therefore rendered twice, the second time with a guard character
+between the characters of its contents. Control tokens that remain in the guarded text are the
+template's. If the unguarded text has no others, it is encoded as it is, so that ordinary rows keep
+their ids. Otherwise the template's control tokens are replaced by aliases, which no content spells,
+and the rest is encoded as text.
 
 Control tokens are the special ones, and those added tokens that the template writes around a user's
-turn. Other added tokens, such as `<think>`, are words that contents may use.
+turn. Contents may use other added tokens, such as `<think>`.
 """
 
 import json
@@ -36,16 +37,15 @@ _PROBE = "0"
 
 
 def render(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options: Any) -> str:
-    """The text that the chat template makes of a conversation.
+    """Renders a conversation with the chat template.
 
-    The clock that a template may read is the date that the recipe names (`model.template_date`),
-    at midnight.
+    Templates that read the clock get the date of the recipe (`model.template_date`), at midnight.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         turns: The conversation.
-        what: What to call it in a message.
-        options: Of transformers' `apply_chat_template`.
+        what: Name of the conversation in error messages.
+        options: Keyword arguments of transformers' `apply_chat_template`.
 
     Raises:
         DataError: If the template fails.
@@ -58,7 +58,7 @@ def render(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options: Any) 
             strftime_now=datetime.combine(day, time()).strftime,
             **options,
         )
-    # Named fault boundary: a template is a program of the model's maker, and may raise anything.
+    # Named fault boundary: a template is code from the model's publisher and may raise anything.
     except Exception as error:
         raise DataError(
             f"the chat template cannot write {what}",
@@ -78,19 +78,19 @@ def encode_conversation(
     ending: str = "",
     what: str | None = None,
 ) -> Rendered:
-    """A conversation as the chat template writes it, whose contents are text whatever they spell.
+    """Tokenizes a conversation; contents that spell control tokens are encoded as text.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         turns: The conversation.
-        row: What to call it in a message.
-        add_generation_prompt: Whether the assistant's turn is opened at the end.
-        ending: Text behind it that holds no control token.
-        what: What the template cannot write if it fails; `row`, where it is left out.
+        row: Name of the conversation in error messages.
+        add_generation_prompt: Whether to open the assistant's turn at the end.
+        ending: Text to append, without control tokens.
+        what: Name for the error of a failing template; `row` by default.
 
     Raises:
-        DataError: If the template fails, or contents that spell control tokens cannot be told
-            apart from what the template writes.
+        DataError: If the template fails, or contents that spell control tokens cannot be
+            distinguished from the template's text.
     """
     options = {"add_generation_prompt": add_generation_prompt}
     text, _, ids = _encoded(tokenizer, turns, row, what or row, ending, options)
@@ -98,34 +98,34 @@ def encode_conversation(
 
 
 def guarded_conversation(tokenizer: Any, turns: Sequence[Turn], *, row: str, **options: Any) -> str:
-    """The text of a conversation, guarded where its contents would write control tokens.
+    """Renders a conversation, with guards in contents that would spell control tokens.
 
-    For code that hands the text on before it is encoded, by `encode_guarded`.
+    For callers that pass the text on before `encode_guarded` encodes it.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         turns: The conversation.
-        row: What to call it in a message.
-        options: Of transformers' `apply_chat_template`.
+        row: Name of the conversation in error messages.
+        options: Keyword arguments of transformers' `apply_chat_template`.
 
     Raises:
-        DataError: As `encode_conversation`.
+        DataError: As for `encode_conversation`.
     """
     return _encoded(tokenizer, turns, row, row, "", options)[1]
 
 
 def guarded_text(tokenizer: Any, text: str) -> str:
-    """A text to append to a guarded conversation: guarded where it may spell a control token."""
+    """Guards a text, to append it to a guarded conversation, if it may spell a control token."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     guarded: str = _control_tokens(tokenizer, template).guarded(text)
     return guarded
 
 
 def encode_guarded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The token ids of a text that may be guarded; without a chat template, all of it is text.
+    """Encodes a text that may be guarded; without a chat template, all of it as text.
 
     Raises:
-        DataError: As `encode_text`.
+        DataError: As for `encode_text`.
     """
     row = f"the text {text[:80].replace(_GUARD, '')!r}"
     if not tokenizer.chat_template:
@@ -140,16 +140,16 @@ def encode_guarded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> li
 def encode_text(
     tokenizer: Any, text: str, *, row: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """The token ids of a text that no template has written: it holds no control token.
+    """Encodes a text that no template has rendered, without control tokens.
 
     Args:
         tokenizer: A transformers tokenizer.
-        text: As it stands.
-        row: What to call it in a message.
-        add_special_tokens: Whether the tokenizer adds those that it begins or ends texts with.
+        text: Unguarded text.
+        row: Name of the text in error messages.
+        add_special_tokens: Whether the tokenizer adds its start and end tokens.
 
     Raises:
-        DataError: If the text cannot be encoded, or not without a control token.
+        DataError: If the text cannot be encoded without a control token.
     """
     refuse_lone_surrogates(text, row)
     options = {"split_special_tokens": True, "add_special_tokens": add_special_tokens}
@@ -163,7 +163,7 @@ def encode_text(
 
 
 def spelled_control_tokens(tokenizer: Any, text: str) -> list[str]:
-    """The special tokens that a tokenizer would find in a text, each once."""
+    """Returns the distinct special tokens that the tokenizer would find in a text."""
     control = _control_tokens(tokenizer, None)
     if not control.may_be_in(text):
         return []
@@ -172,7 +172,7 @@ def spelled_control_tokens(tokenizer: Any, text: str) -> list[str]:
 
 
 def refuse_lone_surrogates(text: str, row: str) -> None:
-    """Refuses half of a surrogate pair, which no encoding can write.
+    """Raises if a text holds an unpaired surrogate, which UTF-8 cannot encode.
 
     Raises:
         DataError: Naming the row.
@@ -186,7 +186,7 @@ def refuse_lone_surrogates(text: str, row: str) -> None:
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether UTF-8 cannot write a text.
+    """Returns whether a text holds an unpaired surrogate, which UTF-8 cannot encode.
 
     Example:
         >>> has_lone_surrogate("\\ud800="), has_lone_surrogate("𝄞")
@@ -204,9 +204,9 @@ class _ControlTokens:
     """The control tokens of a tokenizer under a chat template.
 
     Attributes:
-        texts: The id of each by its text.
-        counted: The ids, without that of the unknown token.
-        marks: The characters that they begin and end with.
+        texts: Ids by token text.
+        counted: The ids, without the unknown token's.
+        marks: Characters that control tokens begin and end with.
         pattern: Finds them in a text, the longest first.
     """
 
@@ -216,22 +216,22 @@ class _ControlTokens:
     pattern: re.Pattern[str]
 
     def among(self, ids: Sequence[int]) -> list[int]:
-        """Those of the ids that are control tokens."""
+        """Returns the ids that are control tokens."""
         return [token for token in ids if token in self.counted]
 
     def num_in(self, text: str) -> int:
-        """How many of those that are counted a text holds."""
+        """Returns how many of the counted tokens a text holds."""
         return sum(self.texts[found] in self.counted for found in self.pattern.findall(text))
 
     def may_be_in(self, text: str) -> bool:
-        """Whether a text holds a character that such a token begins or ends with."""
+        """Returns whether a text holds a character that a control token begins or ends with."""
         # A normalizer may make `<` of a wide or an accented one.
         return not self.marks.isdisjoint(unicodedata.normalize("NFKD", text))
 
     def guarded(self, value: Any) -> Any:
-        """The same value with every text in it guarded that may spell a control token.
+        """Guards every text in a value that may spell a control token.
 
-        White space around a text is left as it is, since templates trim it.
+        White space around a text is not guarded, since templates trim it.
         """
         if isinstance(value, Mapping):
             return {self.guarded(key): self.guarded(each) for key, each in value.items()}
@@ -248,7 +248,7 @@ class _ControlTokens:
         return value[:start] + inner + value[start + len(core) :]
 
     def guarded_turns(self, turns: Sequence[Turn], row: str) -> list[Turn]:
-        """The turns with their texts guarded, but for the roles, which templates compare.
+        """Guards the texts of turns, except the roles, which templates compare.
 
         Raises:
             DataError: If a role spells a control token.
@@ -264,7 +264,7 @@ class _ControlTokens:
 
 @dataclass(frozen=True)
 class _Reader:
-    """A copy of a tokenizer that reads control tokens as text, and their aliases as them.
+    """A copy of a tokenizer that encodes control tokens as text and aliases as control tokens.
 
     Attributes:
         backend: The copy.
@@ -279,7 +279,7 @@ class _Reader:
     pattern: re.Pattern[str]
 
     def encode(self, guarded: str, row: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a guarded text, in which what is not guarded may be a control token.
+        """Encodes a guarded text, in which only unguarded parts may be control tokens.
 
         Raises:
             DataError: If the text holds an alias.
@@ -295,7 +295,7 @@ class _Reader:
 def _encoded(
     tokenizer: Any, turns: Sequence[Turn], row: str, what: str, ending: str, options: dict[str, Any]
 ) -> tuple[str, str, list[int]]:
-    """A conversation's text, the same guarded if contents would write control tokens, its ids."""
+    """Returns a conversation's text, its text with guards where needed, and its token ids."""
     text = render(tokenizer, turns, what=what, **options) + ending
     refuse_lone_surrogates(text, row)
     ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
@@ -304,7 +304,7 @@ def _encoded(
     guarded_turns = control.guarded_turns(turns, row)
     if guarded_turns == list(turns):
         return text, text, ids
-    if not tokenizer.is_fast:  # It has no copy that could read control tokens as text.
+    if not tokenizer.is_fast:  # Slow tokenizers cannot encode control tokens as text.
         if control.pattern.search(json.dumps(list(turns), ensure_ascii=False)):
             raise _unsafe(row, f"a tokenizer without tokenizer.json ({type(tokenizer).__name__})")
         return text, text, ids
@@ -322,19 +322,19 @@ def _encoded(
 def _unsafe(row: str, got: str) -> DataError:
     return DataError(
         f"{row} spells a control token, which cannot be encoded as text",
-        expected="contents that can be told apart from what the chat template writes",
+        expected="contents that can be distinguished from the chat template's text",
         got=got,
         fix="remove the control token's text from the row, or take another chat template",
     )
 
 
-# The template is a part of the keys, since that of a tokenizer may be replaced.
+# The template is a part of the cache keys, since a tokenizer's template may be replaced.
 @lru_cache(maxsize=8)
 def _control_tokens(tokenizer: Any, template: str | None) -> _ControlTokens:
     added = tokenizer.added_tokens_decoder
     found = {token for token, each in added.items() if each.special}
     if template is not None:
-        found |= {token for token in _around_a_user(tokenizer) if token in added}
+        found |= {token for token in _tokens_around_a_user_turn(tokenizer) if token in added}
     texts = {added[token].content: token for token in sorted(found) if added[token].content.strip()}
     longest_first = sorted(texts, key=len, reverse=True)
     return _ControlTokens(
@@ -345,17 +345,17 @@ def _control_tokens(tokenizer: Any, template: str | None) -> _ControlTokens:
     )
 
 
-def _around_a_user(tokenizer: Any) -> list[int]:
+def _tokens_around_a_user_turn(tokenizer: Any) -> list[int]:
     probe = [{"role": "user", "content": _PROBE}]
     try:
         text = render(tokenizer, probe, what="a user's turn", add_generation_prompt=False)
-    except DataError:  # The template asks for more; the special tokens are what is known then.
+    except DataError:  # A template may need more turns; then only the special tokens are known.
         return []
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _unknown(tokenizer: Any) -> set[int]:
-    """The unknown token, which stands for characters; none where it doubles as another."""
+    """The id of the unknown token; empty if that id is another special token too."""
     doubles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     return {tokenizer.unk_token_id} - doubles
 
@@ -365,15 +365,15 @@ def _reader(tokenizer: Any, template: str | None) -> _Reader:
     from tokenizers import AddedToken, Tokenizer
 
     control = _control_tokens(tokenizer, template)
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    for each in described["added_tokens"]:
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for each in state["added_tokens"]:
         each["special"] = each["special"] or each["content"] in control.texts
-    backend = Tokenizer.from_str(json.dumps(described))
+    backend = Tokenizer.from_str(json.dumps(state))
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
     aliases = {
-        text: _ALIAS + chr(0x100000 + place) + _ALIAS for place, text in enumerate(control.texts)
+        text: _ALIAS + chr(0x100000 + index) + _ALIAS for index, text in enumerate(control.texts)
     }
     for text, token in control.texts.items():
         given = tokenizer.added_tokens_decoder[token]

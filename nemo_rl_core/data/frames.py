@@ -1,8 +1,8 @@
-"""Every table that stages hand to one another, as a pandera schema; faults are named by their rows.
+"""Pandera schemas of all tables that stages exchange; faults name their rows.
 
-A table is checked where it is written and again where it is read: a file may have been changed
-since, or come from elsewhere. What rows mean besides (roles, lengths, what is left to train on) is
-`checks.py`'s, which needs the tokenizer.
+A table is checked when it is written and when it is read, since the file may have changed or come
+from elsewhere. Checks of contents (roles, lengths, trained tokens) need the tokenizer and are in
+`checks.py`.
 """
 
 import json
@@ -18,7 +18,7 @@ from pandera.typing import Series
 from nemo_rl_core.errors import DataError
 
 Faults = dict[str, list[int]]
-"""Rows, counted from 0, by what is wrong with them."""
+"""Row indices, counted from 0, by fault."""
 
 _NUM_NAMED_ROWS = 5
 _NUM_NAMED_CHECKS = 6
@@ -32,12 +32,12 @@ def _is_json_object(text: Any) -> bool:
 
 
 def _has_text(column: "Series[str]") -> "pd.Series[bool]":
-    # What is no text at all fails the check of its type, with its row, and not this one.
+    # Values that are not text pass: the check of the column's type reports them.
     return column.map(lambda value: not isinstance(value, str) or bool(value.strip()))
 
 
 def _each(column: Any, holds: Callable[[Any], bool]) -> "pd.Series[bool]":
-    """Value by value, for columns of lists, which pandas has no type for."""
+    """Applies a check value by value, for columns of lists, which have no pandas type."""
     return pd.Series([bool(holds(value)) for value in column], index=column.index, dtype=bool)
 
 
@@ -59,10 +59,10 @@ def _is_token_list(value: Any) -> bool:
 
 
 class RowSchema(pa.DataFrameModel):
-    """What every row of a data set has.
+    """The columns of every data set row.
 
-    Its checks bear no names, as pandera 0.35 gives those to the first subclass alone; `_WORDS` says
-    what their methods' names mean.
+    The checks have no names, as pandera 0.35 gives those to the first subclass alone; `_MESSAGES`
+    maps the names of their methods to messages.
     """
 
     id: Series[str]
@@ -133,7 +133,7 @@ class PreferenceSchema(RowSchema):
 
 
 class TokenPairSchema(pa.DataFrameModel):
-    """A preference pair as the tokens that it is trained on; a mask says which of them are."""
+    """A preference pair as token ids with loss masks."""
 
     id: Series[str]
     chosen_token_ids: Series[Any]
@@ -159,7 +159,7 @@ class TokenPairSchema(pa.DataFrameModel):
 
 
 class ReferenceLogprobSchema(pa.DataFrameModel):
-    """What the reference policy thinks of a pair: one logprob a trained token, in nats."""
+    """Logprobs of a pair under the reference policy: one per trained token, in nats."""
 
     id: Series[str]
     chosen: Series[Any]
@@ -171,9 +171,10 @@ class ReferenceLogprobSchema(pa.DataFrameModel):
 
 
 class RolloutSchema(pa.DataFrameModel):
-    """A completion with its score: `logprobs`, `generated` and `weight_versions` are one a token.
+    """A completion with its score.
 
-    What could not be scored has an `error` and no reward.
+    `logprobs`, `generated` and `weight_versions` have one value per token. A rollout that
+    could not be scored has an `error` and no reward.
     """
 
     prompt_id: Series[str]
@@ -221,7 +222,7 @@ class RolloutSchema(pa.DataFrameModel):
 
 
 class EvalSchema(pa.DataFrameModel):
-    """A completion of an evaluation, and what was made of it."""
+    """A completion of an evaluation with its score."""
 
     prompt_id: Series[str]
     mode: Series[str] = pa.Field(isin=("greedy", "sampled"))
@@ -247,7 +248,7 @@ class EvalSchema(pa.DataFrameModel):
 
 
 class PairEvalSchema(pa.DataFrameModel):
-    """A pair as a reward model has scored it."""
+    """A preference pair with the scores of a reward model."""
 
     id: Series[str]
     chosen: Series[str]
@@ -259,7 +260,7 @@ class PairEvalSchema(pa.DataFrameModel):
 Schema = type[pa.DataFrameModel]
 
 RowKind = Literal["prompts", "conversations", "text", "preferences"]
-"""What a row is; `row_kind` tells it from the columns."""
+"""The kind of a row; `row_kind` finds it from the columns."""
 
 _BY_KIND: dict[RowKind, Schema] = {
     "prompts": PromptSchema,
@@ -270,7 +271,7 @@ _BY_KIND: dict[RowKind, Schema] = {
 
 
 def row_kind(columns: Mapping[str, Any] | Sequence[str]) -> RowKind:
-    """What rows with these columns are; prompts, where nothing else fits.
+    """Returns the kind of rows with these columns; prompts if no other kind fits.
 
     Example:
         >>> row_kind(["id", "prompt", "chosen", "rejected"])
@@ -284,7 +285,7 @@ def row_kind(columns: Mapping[str, Any] | Sequence[str]) -> RowKind:
 
 
 def schema_of(columns: Sequence[str]) -> Schema:
-    """The schema of a data set folder's table, told from its columns.
+    """Returns the schema of a data set folder's table with these columns.
 
     Example:
         >>> schema_of(["id", "chosen", "rejected"]).__name__
@@ -298,12 +299,12 @@ def schema_of(columns: Sequence[str]) -> Schema:
 
 
 def check_frame(schema: Schema, frame: pd.DataFrame, *, name: str) -> None:
-    """Refuses a table that is not of the schema.
+    """Raises if a table does not match a schema.
 
     Args:
-        schema: One of this module's.
+        schema: A schema of this module.
         frame: Not changed.
-        name: What to call the table in a message.
+        name: Name of the table in messages.
 
     Raises:
         DataError: Names the rows (counted from 0) and the checks that they fail.
@@ -312,7 +313,7 @@ def check_frame(schema: Schema, frame: pd.DataFrame, *, name: str) -> None:
         raise describe_faults(faults, name)
 
 
-_WORDS = {
+_MESSAGES = {
     "column_in_dataframe": "is missing from every row",
     "not_nullable": "is missing or null",
     "_unique": "occurs twice",
@@ -327,7 +328,7 @@ _WORDS = {
     "_text_or_null": "is neither text nor null",
     "_verdict": "is neither true, false nor null",
 }
-_WORDS_OF_FRAMES = {
+_FRAME_MESSAGES = {
     "_masks_fit": "a loss mask is not as long as its tokens",
     "_one_a_token": "logprobs, generated or weight_versions are not one a token",
     "_once": "a prompt has one sample of a mode twice",
@@ -335,7 +336,7 @@ _WORDS_OF_FRAMES = {
 
 
 def schema_faults(schema: Schema, frame: pd.DataFrame) -> Faults:
-    """What of a table its schema refuses; empty where nothing is wrong."""
+    """Returns the faults of a table under a schema; empty if it is valid."""
     missing = [name for name in _required(schema) if name not in frame.columns]
     if missing:  # checks of several columns would fail with errors of their own
         return {f"{name} is missing from every row": [] for name in missing}
@@ -356,24 +357,24 @@ def _faults_of(error: SchemaErrors) -> Faults:
     for column, check, case, index in zip(
         cases["column"], cases["check"], cases["failure_case"], cases["index"], strict=True
     ):
-        rows = found.setdefault(_said(str(column), str(check), case), [])
+        rows = found.setdefault(_fault_message(str(column), str(check), case), [])
         if pd.notna(index) and int(index) not in rows:
             rows.append(int(index))
     return found
 
 
-def _said(column: str, check: str, case: Any) -> str:
-    if check in _WORDS_OF_FRAMES:
-        return _WORDS_OF_FRAMES[check]
+def _fault_message(column: str, check: str, case: Any) -> str:
+    if check in _FRAME_MESSAGES:
+        return _FRAME_MESSAGES[check]
     subject = case if check == "column_in_dataframe" else column
     if check.startswith(("dtype", "coerce_dtype")):
         is_text = "str" in check
         return f"{subject} is not text" if is_text else f"{subject} is of another type: {check}"
-    return f"{subject} {_WORDS.get(check, check)}"
+    return f"{subject} {_MESSAGES.get(check, check)}"
 
 
 def describe_faults(faults: Faults, name: str) -> DataError:
-    """The error that says which rows of the table `name` are wrong, and how."""
+    """Returns an error that names the invalid rows of the table `name` and their faults."""
     lines = [
         text + (f": rows {numbers(sorted(rows))}" if rows else "")
         for text, rows in list(faults.items())[:_NUM_NAMED_CHECKS]
@@ -387,7 +388,7 @@ def describe_faults(faults: Faults, name: str) -> DataError:
 
 
 def numbers(rows: Sequence[int]) -> str:
-    """The first rows by number, and how many more there are."""
+    """Formats row numbers: the first ones, and how many more there are."""
     named = ", ".join(str(row) for row in rows[:_NUM_NAMED_ROWS])
     hidden = len(rows) - _NUM_NAMED_ROWS
     return f"{named} and {hidden} more" if hidden > 0 else named

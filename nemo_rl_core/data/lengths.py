@@ -1,7 +1,8 @@
-"""Prompts that are too long whatever their tokens are, refused before a tokenizer reads them.
+"""Early refusal of prompts that are certainly too long, before tokenization.
 
-A tokenizer takes minutes for some megabytes. A token stands for as many characters at most as its
-own text has: a text with more characters than `max_tokens` of the longest has more tokens.
+A tokenizer takes minutes for some megabytes. A token stands for at most as many characters as its
+own text has, so a text with more characters than `max_tokens` of the longest token has more than
+`max_tokens` tokens.
 """
 
 import json
@@ -13,16 +14,15 @@ from nemo_rl_core.data.turns import as_turns
 
 
 def is_certainly_longer(tokenizer: Any, prompt: str, max_tokens: float) -> bool:
-    """Whether a prompt has more than so many tokens, as far as that is certain without them.
+    """Returns True if a prompt has more than `max_tokens` tokens for certain.
 
-    Never true of a prompt that has not: white space, which templates and tokenizers drop, is not
-    counted, what the normalizer drops is not, and of a tokenizer that may drop or join other
-    characters nothing is certain.
+    There are no false positives: white space and characters that the normalizer drops are not
+    counted, and the result is False for tokenizers that may drop or join other characters.
 
     Args:
         tokenizer: A transformers tokenizer.
         prompt: The user's text, or the JSON of a conversation.
-        max_tokens: The most that are allowed, chat template included; infinity for any number.
+        max_tokens: The limit, chat template included; infinity for none.
 
     Raises:
         DataError: If the chat template fails.
@@ -46,12 +46,12 @@ def is_certainly_longer(tokenizer: Any, prompt: str, max_tokens: float) -> bool:
 
 @lru_cache(maxsize=8)
 def _longest_token(tokenizer: Any) -> int | None:
-    """The characters of the longest token; None where a token may stand for more than its text."""
+    """The characters of the longest token; None if a token may stand for more than its text."""
     if not tokenizer.is_fast:
         return None
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
-    # Prompts with the unknown token are refused, unless it is another one as well.
+    # Prompts with the unknown token are refused, unless its id is another special token too.
     doubles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     has_unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id not in doubles
     is_refused = has_unknown and (model.get("unk_token") or model.get("unk_id")) is not None

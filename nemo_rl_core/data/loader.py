@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nemo_rl_core.data.chat import examples_of, prompt_token_ids
+from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt, Row
@@ -23,14 +23,14 @@ class PromptLoader(Generic[T]):
     """Batches from shuffled passes over the data.
 
     The rows of all epochs, each shuffled on its own, form one endless sequence, and step `k` takes
-    the slice from `k * batch_size`. So each row comes once an epoch whatever the batch size is, and
-    a run that resumes at any step, to the row, needs no state: nothing of this object is saved, and
-    a fresh one gives the same batches. A batch across two epochs may hold a row twice.
+    the slice from `k * batch_size`. Each row therefore comes once per epoch for any batch size, and
+    resuming at any step needs no saved state: a new loader returns the same batches. A batch across
+    two epochs may hold a row twice.
 
     Args:
-        prompts: What to draw from.
-        batch_size: Items a step.
-        seed: Of the order.
+        prompts: The items.
+        batch_size: Items per step.
+        seed: Seed of the order.
 
     Raises:
         DataError: When a batch would be larger than the data set.
@@ -58,12 +58,12 @@ class PromptLoader(Generic[T]):
     def batch(self, step: int) -> list[T]:
         """The items of a step, which counts from 0."""
         first = step * self._batch_size
-        places = range(first, first + self._batch_size)
-        epochs = {place // len(self._prompts) for place in places}
+        indices = range(first, first + self._batch_size)
+        epochs = {index // len(self._prompts) for index in indices}
         self._orders = {epoch: self._order(epoch) for epoch in epochs}
         return [
-            self._prompts[self._orders[place // len(self._prompts)][place % len(self._prompts)]]
-            for place in places
+            self._prompts[self._orders[index // len(self._prompts)][index % len(self._prompts)]]
+            for index in indices
         ]
 
     def epoch(self, step: int) -> int:
@@ -74,7 +74,7 @@ class PromptLoader(Generic[T]):
         if epoch in self._orders:
             return self._orders[epoch]
         order = list(range(len(self._prompts)))
-        # A text is hashed with SHA-512 first: `seed + epoch` would make epoch 1 of seed 0 the same
+        # A string seed is hashed with SHA-512: `seed + epoch` would make epoch 1 of seed 0 the same
         # as epoch 0 of seed 1.
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
@@ -87,7 +87,7 @@ def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
         The file that was written.
 
     Raises:
-        DataError: Names the rows that are not of the schema that the columns tell.
+        DataError: Names the rows that do not match the schema of their columns.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -97,7 +97,7 @@ def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
     columns = [str(column) for column in frame.columns]
     check_frame(schema_of(columns), frame.reset_index(drop=True), name=folder.name)
     folder.mkdir(parents=True, exist_ok=True)
-    # pandas' own metadata would carry its version into the content hash.
+    # pandas' metadata would make the content hash depend on its version.
     table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
     pq.write_table(table, folder / ROWS_FILE)
     return folder / ROWS_FILE
@@ -107,7 +107,8 @@ def load_frame(folder: Path) -> "pd.DataFrame":
     """The rows of a data set folder.
 
     Raises:
-        DataError: When the folder holds no readable rows, or names those that fail their schema.
+        DataError: When the folder holds no readable rows, or rows that fail their schema (names
+            them).
     """
     import pandas as pd
     import pyarrow as pa
@@ -147,7 +148,7 @@ def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
         tokenizer: The model's tokenizer.
 
     Raises:
-        DataError: When its rows are no prompts with answers.
+        DataError: When its rows are not prompts with answers.
     """
     rows = load_records(folder)
     if rows and not {"prompt", "answer"} <= rows[0].keys():
@@ -171,13 +172,13 @@ def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
 
 
 def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tuple[int, ...]]:
-    """The first rows of a data set of any kind as whole token sequences, answers and all.
+    """The first rows of a data set of any kind as token sequences, completions included.
 
     Args:
         folder: A folder that `save_frame` wrote.
-        model_folder: With the tokenizer.
-        limit: How many rows; a preference pair gives two sequences.
+        model_folder: The folder of the tokenizer.
+        limit: Number of rows; a preference pair gives two sequences.
     """
     tokenizer = load_tokenizer(model_folder)
-    examples = (examples_of(tokenizer, row) for row in load_records(folder)[:limit])
+    examples = (tokenize_row(tokenizer, row) for row in load_records(folder)[:limit])
     return [example.token_ids for row in examples for example in row.values()]

@@ -1,4 +1,4 @@
-"""Data in any shape, read and checked before anything is started."""
+"""Data from any source, read and validated before a run starts."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ class DataModule:
     """Checked rows to train on and to validate on, all of one kind.
 
     Attributes:
-        kind: What the rows are: prompts, conversations, text or preferences.
+        kind: Kind of the rows: prompts, conversations, text or preferences.
         train: The frame that `loader.save_frame` stores and trainers read.
-        validation: The same, of rows that are never trained on.
+        validation: The frame of the rows that are never trained on.
 
     Example:
         >>> rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -46,24 +46,24 @@ class DataModule:
         policy: RowPolicy | None = None,
         seed: int = 0,
     ) -> "DataModule":
-        """Reads a source, finds out what its rows are, and checks them.
+        """Reads a source, recognises the format of its rows, and checks them.
 
-        What was found, held out, dropped or cut is logged as a warning, so that it is seen.
+        The format found and rows held out, dropped or cut are logged as warnings.
 
         Args:
             source: A hub name (`organization/name`, `organization/name:subset`), a file or folder,
                 a list of dicts, a `datasets.Dataset` or `DatasetDict`, `reasoning_gym:TASK`,
-                `arithmetic`, a data config of a recipe, or a DataModule, which is given back with
-                its rows checked again by these rules.
+                `arithmetic`, a data config of a recipe, or a DataModule, whose rows are checked
+                again by these rules.
             validation: A source of rows to validate on (its training split); None takes the
-                validation split of `source`, or holds rows out where it has none.
-            validation_fraction: Of rows held out, in (0, 1).
+                validation split of `source`, or holds rows out if it has none.
+            validation_fraction: Fraction of held-out rows, in (0, 1).
             tokenizer: The model's, to check lengths and masks with; None leaves those checks out.
-            max_prompt_tokens: The longest prompt to sample from; None takes that of a data config,
-                or allows any.
-            policy: Longest row, what becomes of longer and repeated ones, and which turns are
-                trained on; None takes a data config's own, or the defaults.
-            seed: Of generated rows and of the rows held out.
+            max_prompt_tokens: The longest prompt to sample from; None takes the data config's
+                limit, or none.
+            policy: Longest row, handling of longer and duplicate rows, and which turns are trained
+                on; None takes the data config's policy, or the defaults.
+            seed: For generated rows and held-out rows.
 
         Raises:
             DataError: When the source cannot be read or its rows fail a check (names the rows,
@@ -71,7 +71,7 @@ class DataModule:
         """
         if isinstance(source, RowPolicy):
             policy = policy or source
-            # Every data config has this field; the policy alone has not.
+            # Every data config has this field; a bare policy does not.
             max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
         parts = _parts(source, seed)
         held = parts.validation if validation is None else _parts(validation, seed).train
@@ -86,7 +86,7 @@ class DataModule:
             )
 
         if held is None:
-            # Checked as one, so that the rows a message names are those of the source.
+            # Checked before the split, so that messages name row numbers of the source.
             frames = _split(checked(parts.train, "given"), validation_fraction, seed)
         else:
             frames = (checked(parts.train, "train"), checked(held, "validation"))
@@ -98,8 +98,8 @@ class DataModule:
 def _split(
     frame: "pd.DataFrame", fraction: float, seed: int
 ) -> tuple["pd.DataFrame", "pd.DataFrame"]:
-    places = hold_out(_rows(frame), fraction=fraction, seed=seed, where="the data set")
-    is_held = frame.index.isin(places)
+    indices = hold_out(_rows(frame), fraction=fraction, seed=seed, where="the data set")
+    is_held = frame.index.isin(indices)
     return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
 
 

@@ -1,7 +1,7 @@
 """Preference pairs as token sequences: from a data set, from scored completions, as a batch.
 
 A folder of pairs holds tokens, not text, so that completions which the policy has sampled are
-trained on as they were sampled: text that is encoded again may give other tokens.
+trained on as they were sampled: encoding the text again may give other tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,12 +26,12 @@ class PreferencePair:
     """Two completions of one prompt, of which the first is preferred.
 
     Attributes:
-        id: Of the prompt's row.
+        id: Id of the prompt's row.
         chosen: The preferred sequence, prompt and completion.
         rejected: The other one.
-        margin: By how much the chosen one should win, in the units of a reward model's score.
-        reference_logprobs: Those of the chosen and of the rejected sequence under the reference
-            policy, one a trained token, in nats; None where they have not been computed.
+        margin: Required score margin of the chosen completion, in the units of a reward model.
+        reference_logprobs: Logprobs of the chosen and of the rejected sequence under the reference
+            policy, one per trained token, in nats; None if not computed.
 
     Example:
         >>> better = SupervisedExample(token_ids=(1, 5, 2), loss_mask=(False, True, True))
@@ -51,15 +51,15 @@ def pair_batch(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
     """Pairs as a batch of `B = 2 P` rows: chosen, rejected, chosen, rejected, and so on.
 
     Args:
-        pairs: `P` pairs, all of them with reference logprobs or none.
+        pairs: `P` pairs, all with reference logprobs or all without.
 
     Returns:
         What `collate` returns, `pair_ids [B]` int64, `is_chosen [B]` bool, `margins [B]` and, where
-        the pairs have them, `reference_logprobs [B, T-1]` (0 where nothing is trained).
+        the pairs have them, `reference_logprobs [B, T-1]` (0 at masked tokens).
 
     Raises:
-        DataError: If some pairs have reference logprobs and others have not, or if their number is
-            not that of a sequence's trained tokens.
+        DataError: If only some pairs have reference logprobs, or their number differs from the
+            number of trained tokens.
     """
     examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
     batch = collate(
@@ -101,7 +101,7 @@ def _at_trained_tokens(rows: Sequence[Sequence[float]], token_mask: torch.Tensor
 
 
 def tokenized_pairs(folder: Path, tokenizer: Any) -> list[PreferencePair]:
-    """The rows of a data set folder of preferences, as the model's tokenizer has them.
+    """Tokenizes the rows of a data set folder of preferences.
 
     Raises:
         DataError: If the folder holds rows of another kind.
@@ -123,17 +123,17 @@ def tokenized_pairs(folder: Path, tokenizer: Any) -> list[PreferencePair]:
 def pairs_from_rollouts(rollouts: Iterable[Rollout], *, margin: float) -> list[PreferencePair]:
     """The best against the worst of the policy's own completions of each prompt.
 
-    Of equal rewards the earlier completion is taken, for the best and for the worst, so that the
-    same rollouts give the same pairs. A prompt whose rewards lie within `margin` gives none, nor
-    does one whose best and worst are the same tokens. Completions without a reward are left out:
-    that one could not be scored does not make it a bad one.
+    Ties go to the earlier completion, for the best and for the worst, so that the same rollouts
+    give the same pairs. A prompt gives no pair if its rewards lie within `margin` or its best and
+    worst completions have the same tokens. Completions without a reward are skipped: a failed score
+    is not a low score.
 
     Args:
-        rollouts: In any order; those of one prompt are known by its id.
-        margin: By more than how much the rewards must differ, at least 0.
+        rollouts: In any order; grouped by the id of their prompt.
+        margin: The rewards must differ by more than this, at least 0.
 
     Returns:
-        At most one pair a prompt, in the order in which the prompts first appear.
+        At most one pair per prompt, in the order in which the prompts first appear.
 
     Raises:
         DataError: If two different prompts have the same id.
@@ -193,12 +193,12 @@ def load_pairs(
     """The pairs of a folder, of tokens or of text.
 
     Args:
-        folder: What `save_pairs` wrote, or a data set folder of preferences.
-        tokenizer: Of the model, for text.
+        folder: Written by `save_pairs`, or a data set folder of preferences.
+        tokenizer: The model's tokenizer, for text.
         reference_logprobs: A folder that `save_logprobs` wrote for the same pairs, or None.
 
     Raises:
-        DataError: If there are no pairs, or the logprobs are those of other pairs.
+        DataError: If there are no pairs, or the logprobs belong to other pairs.
     """
     rows = load_records(folder)
     if rows and "chosen_token_ids" in rows[0]:
@@ -221,7 +221,7 @@ def _stored(row: dict[str, Any], side: str) -> SupervisedExample:
 
 
 def save_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> None:
-    """Writes the pairs' reference logprobs, which all of them must have."""
+    """Writes the reference logprobs of pairs; all pairs must have them."""
     rows = []
     for pair in pairs:
         assert pair.reference_logprobs is not None, f"pair {pair.id} has no reference logprobs"
@@ -234,7 +234,7 @@ def _with_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> list[Prefer
     rows = load_records(folder)
     if [row["id"] for row in rows] != [pair.id for pair in pairs]:
         raise DataError(
-            "the cached reference logprobs are those of other pairs",
+            "the cached reference logprobs belong to other pairs",
             expected=f"the ids of {len(pairs)} pairs, in their order",
             got=f"{len(rows)} rows",
             fix="compute them again for these pairs",
@@ -252,10 +252,10 @@ def _with_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> list[Prefer
 
 
 def refuse_beyond_budget(pairs: Sequence[PreferencePair], *, max_tokens: int) -> None:
-    """Refuses a pair that fits into no micro-batch: before a worker starts, not at its step.
+    """Raises before workers start if a pair fits into no micro-batch.
 
     Raises:
-        DataError: Says what the longest pair needs.
+        DataError: Gives the number of tokens of the longest pair.
     """
     longest = max(max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs)
     plan_microbatches([longest, longest], max_tokens=max_tokens, bundles=[0, 0])

@@ -8,25 +8,25 @@ from typing import Any
 
 from nemo_rl_core.errors import ModelError
 
-_WHOLE_IN_ITS_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes, by their old name and their new one, of a tokenizer that tokenizer.json says all of."""
+_COMPLETE_IN_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Old and new class names of tokenizers that tokenizer.json defines completely."""
 
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """The tokenizer that lies in a model folder, of the class that its settings name.
+    """Loads the tokenizer of a model folder, of the class that its settings name.
 
     Raises:
-        ModelError: If there is none that transformers can load.
+        ModelError: If transformers can load no tokenizer from the folder.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        # Beside the config of some families, such as Qwen2, `AutoTokenizer` takes the family's
-        # class whatever the settings say: it would split texts, and drop characters, as that does.
-        is_whole = _is_whole_in_its_file(model_folder)
+        # For some families, such as Qwen2, `AutoTokenizer` uses the family's class regardless of
+        # the settings, which would split text differently and drop characters.
+        is_whole = _is_complete_in_file(model_folder)
         loader = PreTrainedTokenizerFast if is_whole else AutoTokenizer
         tokenizer = loader.from_pretrained(model_folder)
-    # Named fault boundary: damaged files fail in transformers, tokenizers or json, each in its way.
+    # Named fault boundary: damaged files raise errors of transformers, tokenizers or json.
     except Exception as error:
         raise ModelError(
             f"the model folder {model_folder.name!r} has no tokenizer that transformers can load",
@@ -34,11 +34,11 @@ def load_tokenizer(model_folder: Path) -> Any:
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         ) from error
-    # Of a folder that has settings but no vocabulary, transformers makes a tokenizer that knows the
-    # added tokens, and at most one of its own.
+    # From a folder with settings but no vocabulary, transformers builds a tokenizer that has the
+    # added tokens and at most one token of its own.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder) + 1:
         raise ModelError(
-            f"the tokenizer in the model folder {model_folder.name!r} knows no words",
+            f"the tokenizer in the model folder {model_folder.name!r} has no vocabulary",
             expected="tokenizer.json (or the vocabulary files of its kind)",
             got=f"{len(tokenizer)} tokens",
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
@@ -46,22 +46,22 @@ def load_tokenizer(model_folder: Path) -> Any:
     return tokenizer
 
 
-def _is_whole_in_its_file(model_folder: Path) -> bool:
-    """Not so for a hub name: what AutoTokenizer makes of that is what its users know."""
+def _is_complete_in_file(model_folder: Path) -> bool:
+    """Returns whether tokenizer.json defines the tokenizer completely; False for a hub name."""
     settings = model_folder / "tokenizer_config.json"
     if not settings.is_file() or not (model_folder / "tokenizer.json").is_file():
         return False
     declared: dict[str, Any] = json.loads(settings.read_text())
-    return "auto_map" not in declared and declared.get("tokenizer_class") in _WHOLE_IN_ITS_FILE
+    return "auto_map" not in declared and declared.get("tokenizer_class") in _COMPLETE_IN_FILE
 
 
 def copy_description(source: Path, folder: Path, *, dtype: str | None = None) -> None:
-    """Writes into `folder` all of a model folder but its weights: configs, tokenizer, template.
+    """Copies all of a model folder except the weights: configs, tokenizer, template.
 
     Args:
         source: A transformers folder.
         folder: An existing one.
-        dtype: What the config is to say that the weights are; None leaves it.
+        dtype: The dtype to write into the config; None keeps the source's.
 
     Raises:
         ModelError: If the source has no tokenizer that transformers can load.
@@ -79,22 +79,22 @@ def copy_description(source: Path, folder: Path, *, dtype: str | None = None) ->
 
 
 def shares_rows(config: Mapping[str, Any]) -> bool:
-    """Whether sequences of a model may lie in one row: not where it sees images as well.
+    """Returns whether sequences can be packed into one row; False for models that read images.
 
-    Positions of such a model have several dimensions, off which transformers does not read where
-    a sequence begins.
+    The position ids of such models have several dimensions, from which transformers does not derive
+    sequence boundaries.
 
     Args:
-        config: What its `config.json` holds.
+        config: Contents of `config.json`.
     """
     return "vision_config" not in config
 
 
 def described(model_folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """What a JSON file of a model folder says.
+    """Reads a JSON file of a model folder.
 
     Raises:
-        ModelError: If it is missing, or no JSON object.
+        ModelError: If it is missing or not a JSON object.
     """
     path = model_folder / name
     try:
@@ -109,13 +109,13 @@ def described(model_folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def context_length(model_folder: Path) -> int | None:
-    """The most tokens that the model was made for, where its config says so."""
+    """The model's maximum number of positions, or None if its config has none."""
     length = described(model_folder).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
 
 def stop_token_ids(model_folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a completion: those of the tokenizer and of the generation config.
+    """Token ids that end a completion, from the tokenizer and the generation config.
 
     Raises:
         ModelError: If there is none; completions would never end.

@@ -1,11 +1,11 @@
-"""A row of a data source as text, with what is trained on marked in it."""
+"""Text view of a data set row with the trained tokens marked."""
 
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_core.config.data import RowPolicy
-from nemo_rl_core.data.chat import SupervisedExample, examples_of
+from nemo_rl_core.data.chat import SupervisedExample, tokenize_row
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.errors import DataError
@@ -13,22 +13,22 @@ from nemo_rl_core.errors import DataError
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 LEGEND = "⟦trained on⟧, and ⏹ behind each end-of-sequence token"
-"""The marks in what `preview` returns."""
+"""The marks that `preview` uses."""
 
 
 def preview(row: Mapping[str, Any], tokenizer: Any, *, colour: bool = False) -> str:
-    """One row as the model sees it, with what is trained on between ⟦ and ⟧.
+    """Formats a row as the model receives it, with trained tokens between ⟦ and ⟧.
 
     Args:
-        row: Of any kind, as `schemas.validate_rows` leaves it.
+        row: A row of any kind, as `schemas.validate_rows` returns it.
         tokenizer: The model's tokenizer.
-        colour: Whether what is trained on is green as well; for terminals only.
+        colour: Whether to print trained tokens in green, for terminals.
 
     Returns:
         A line of counts and the text; both for the chosen and the rejected answer of a pair.
 
     Raises:
-        DataError: When the turns of the row cannot be told apart.
+        DataError: When the turns of the row cannot be separated.
 
     Example:
         >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
@@ -38,7 +38,7 @@ def preview(row: Mapping[str, Any], tokenizer: Any, *, colour: bool = False) -> 
     """
     blocks = [
         f"{name}: {_counts(example, tokenizer)}\n{_marked(example, tokenizer, colour=colour)}"
-        for name, example in examples_of(tokenizer, row).items()
+        for name, example in tokenize_row(tokenizer, row).items()
     ]
     return "\n\n".join(blocks)
 
@@ -53,7 +53,7 @@ def _counts(example: SupervisedExample, tokenizer: Any) -> str:
 
 def _marked(example: SupervisedExample, tokenizer: Any, *, colour: bool) -> str:
     before, after = (f"{_GREEN}⟦", f"⟧{_PLAIN}") if colour else ("⟦", "⟧")
-    # Runs of tokens, not tokens: one character may be several tokens.
+    # Decoded in runs of tokens, since one character may be several tokens.
     runs = itertools.groupby(
         zip(example.token_ids, example.loss_mask, strict=True), key=lambda token: token[1]
     )
@@ -81,7 +81,7 @@ def read_row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
 
     Args:
         source: A file, folder, hub name, `reasoning_gym:TASK` or `arithmetic`.
-        number: Of the row, from 0.
+        number: Index of the row, from 0.
         policy: Which turns are trained on.
 
     Raises:
@@ -95,7 +95,7 @@ def read_row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
             got=str(number),
             fix="correct --row",
         )
-    # This row alone is checked, so that a row can be looked at while others are wrong.
+    # Only this row is checked, so that it can be viewed while others are invalid.
     frame = validate_rows(
         [rows[number]], tokenizer=None, max_prompt_tokens=None, name=source, policy=policy
     )

@@ -1,10 +1,10 @@
-"""Another speaker's turn behind a turn of the policy, as token ids.
+"""Token ids of an environment's turn after a turn of the policy.
 
-The policy's tokens stay as they were sampled: they are neither decoded nor encoded again. What
-comes behind them is found by rendering a conversation with a stand-in for the policy's turn, once
-up to the stand-in and once with the reply, and taking the tokens between. A template that opens the
-assistant's turn in another way than it writes it down later (with `<think>`, for example) is
-refused: the model would see another conversation while it plays than any that it was made for.
+The policy's tokens stay as sampled: they are neither decoded nor encoded again. The tokens after
+them are found by rendering a conversation with a placeholder for the policy's turn, once up to the
+placeholder and once with the reply, and taking the difference. A template that opens the
+assistant's turn differently from how it renders past turns (with `<think>`, for example) is
+refused: the model would get conversations that it was not trained on.
 """
 
 from collections.abc import Mapping
@@ -14,29 +14,28 @@ from nemo_rl_core.data.control import encode_conversation, encode_text
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.errors import DataError
 
-_STAND_IN = "0"
-"""A turn that no template trims and no tokenizer joins to the token behind it."""
+_PLACEHOLDER = "0"
+"""Placeholder turn that no template trims and no tokenizer merges with the next token."""
 
 _ROLES = {"environment": "user"}
-"""What a role is called in chat templates, where it is called otherwise."""
+"""Names of roles in chat templates, if they differ."""
 
 
 def reply_token_ids(
     tokenizer: Any, prompt: str, reply: Mapping[str, str], *, last_token: int | None
 ) -> list[int]:
-    """The tokens to append to the policy's turn, up to where its next turn begins.
+    """Returns the tokens between the policy's turn and its next turn.
 
     Args:
-        tokenizer: A transformers tokenizer. Without a chat template the reply's text follows as it
-            stands.
+        tokenizer: A transformers tokenizer. Without a chat template the reply's text is appended as
+            it is.
         prompt: The text of the first turn, or the JSON of the first turns.
-        reply: `role` and `content`; the role `environment` is a template's `user`.
-        last_token: The policy's last token; where it is the one that ends a turn, that one is not
-            repeated.
+        reply: `role` and `content`; the role `environment` is rendered as `user`.
+        last_token: The policy's last token; an end-of-turn token is not repeated.
 
     Raises:
-        DataError: If the template cannot write such a turn, or writes what came before differently
-            once it follows; or the reply spells a control token that cannot be written as text.
+        DataError: If the template cannot render such a turn, or renders earlier turns differently
+            once it follows; or if the reply spells a control token that cannot be encoded as text.
 
     Example:
         >>> from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
@@ -52,12 +51,12 @@ def reply_token_ids(
     turns = as_turns(prompt, role="user")
     role = _ROLES.get(reply["role"], reply["role"])
     behind = [
-        {"role": "assistant", "content": _STAND_IN},
+        {"role": "assistant", "content": _PLACEHOLDER},
         {"role": role, "content": reply["content"]},
     ]
     named = {"row": row, "what": f"a turn of {role!r} behind the assistant's"}
     before, before_ids = encode_conversation(
-        tokenizer, turns, **named, add_generation_prompt=True, ending=_STAND_IN
+        tokenizer, turns, **named, add_generation_prompt=True, ending=_PLACEHOLDER
     )
     whole, whole_ids = encode_conversation(
         tokenizer, [*turns, *behind], **named, add_generation_prompt=True

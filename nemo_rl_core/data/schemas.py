@@ -1,8 +1,8 @@
-"""What rows of a data set must hold, and messages that name the rows that do not.
+"""Validation of data set rows; errors name the invalid rows.
 
 A frame is checked in two steps: its columns by a pandera schema a kind of row (`frames.py`, whose
-schemas of all stages' tables can be imported from here), then what a row means (`checks.py`):
-roles, lengths, equal answers, what is left to train on.
+schemas of all stages' tables can be imported from here), then the contents of rows (`checks.py`):
+roles, lengths, equal answers, trained tokens.
 """
 
 import logging
@@ -89,14 +89,13 @@ def validate_rows(
     """Checks rows of any kind and returns them as a frame.
 
     Args:
-        rows: Mappings as `load_rows` gives them, all of one kind.
-        tokenizer: The model's tokenizer: lengths are counted, and masks made, as the model will see
-            them. None leaves those checks out.
+        rows: Mappings as `load_rows` returns them, all of one kind.
+        tokenizer: The model's tokenizer, for lengths and masks. None skips those checks.
         max_prompt_tokens: The longest prompt allowed in rows to sample from, chat template
             included; None for any.
-        name: What to call the data set in a message, such as `train`.
-        policy: Longest row, what becomes of longer and of repeated ones, and which turns are
-            trained on (a data config is one); None takes the defaults.
+        name: Name of the data set in messages, such as `train`.
+        policy: Longest row, handling of longer and duplicate rows, and which turns are trained on
+            (a data config is one); None takes the defaults.
 
     Returns:
         The columns of the kind in a fixed order, the rows in their own; `margin` where it is given,
@@ -113,9 +112,9 @@ def validate_rows(
             got="0 rows",
             fix="check the file, or raise num_train and num_validation",
         )
-    if unwritable := checks.unwritable(rows):  # pandas holds no such text
-        raise describe_faults(unwritable, name)
-    frame = _framed(rows, policy)
+    if surrogate_faults := checks.surrogate_faults(rows):  # pandas cannot hold such text
+        raise describe_faults(surrogate_faults, name)
+    frame = _to_frame(rows, policy)
     records = _records(frame)
     faults = _schema_faults(frame)
     too_long, longer, twice = Faults(), Faults(), Faults()
@@ -125,10 +124,10 @@ def validate_rows(
         )
         faults |= unknown
     if not faults:
-        faults, twice = checks.meaning_faults(records), checks.repeated(records)
+        faults, twice = checks.meaning_faults(records), checks.duplicate_faults(records)
     if not faults and tokenizer is not None and _is_tokenised(frame, policy):
         faults, longer = checks.example_faults(records, tokenizer, policy)
-    # Half a question has another answer: a prompt to sample from is never cut.
+    # Prompts to sample from are never truncated: half a question has another answer.
     refused = too_long if policy.overlong != "drop" else Faults()
     refused |= longer if policy.overlong == "refuse" else Faults()
     refused |= twice if policy.duplicates == "refuse" else Faults()
@@ -141,25 +140,25 @@ def validate_rows(
 
 
 def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
-    """Refuses a validation set that asks what the training set asks.
+    """Raises if the validation set shares prompts with the training set.
 
     Raises:
         DataError: Names the first shared rows of the validation set, counted from 0.
     """
-    trained = {checks.asked(row) for row in train}
-    shared = [place for place, row in enumerate(validation) if checks.asked(row) in trained]
+    trained = {checks.prompt_of(row) for row in train}
+    shared = [index for index, row in enumerate(validation) if checks.prompt_of(row) in trained]
     if shared:
-        example = checks.asked(validation[shared[0]])
+        example = checks.prompt_of(validation[shared[0]])
         raise DataError(
             f"{len(shared)} of {len(validation)} validation prompts are in the training data too, "
-            "so accuracy would be measured on what was trained on",
+            "so accuracy would be measured on training data",
             expected="no prompt in both",
             got=f"validation rows {numbers(shared)}; the first is {example[:80]!r}",
             fix="remove these rows from one of the two",
         )
 
 
-def _framed(rows: Sequence[Row], policy: RowPolicy) -> pd.DataFrame:
+def _to_frame(rows: Sequence[Row], policy: RowPolicy) -> pd.DataFrame:
     # A column of only numbers or only nulls keeps its type, so that the schema can refuse it.
     frame = pd.DataFrame(list(rows))
     kind = row_kind(frame.columns.tolist())
@@ -174,7 +173,7 @@ def _records(frame: pd.DataFrame) -> list[Row]:
 
 
 def _is_tokenised(frame: pd.DataFrame, policy: RowPolicy) -> bool:
-    # Prompts may be for sampling alone, where no completion follows and none need fit.
+    # Prompts for sampling alone have no completion whose length counts.
     prompts = row_kind(frame.columns.tolist()) == "prompts"
     return not prompts or policy.max_sequence_tokens is not None
 
@@ -182,13 +181,13 @@ def _is_tokenised(frame: pd.DataFrame, policy: RowPolicy) -> bool:
 def _kept(
     frame: pd.DataFrame, name: str, *, dropped: Faults, limit: int | None, num_cut: int
 ) -> pd.DataFrame:
-    for said, rows in dropped.items():
-        logger.warning("the %s data set: %d rows dropped: %s", name, len(rows), said)
+    for fault_text, rows in dropped.items():
+        logger.warning("the %s data set: %d rows dropped: %s", name, len(rows), fault_text)
     if limit is not None:
         logger.warning("the %s data set: %d rows cut at %d tokens", name, num_cut, limit)
         frame = frame.assign(max_tokens=limit)
-    gone = {place for rows in dropped.values() for place in rows}
-    left = frame[[place not in gone for place in range(len(frame))]]
+    gone = {index for rows in dropped.values() for index in rows}
+    left = frame[[index not in gone for index in range(len(frame))]]
     if left.empty:
         raise DataError(
             f"the {name} data set has no rows left",
@@ -200,7 +199,7 @@ def _kept(
 
 
 def _num_rows(faults: Faults) -> int:
-    return len({place for rows in faults.values() for place in rows})
+    return len({index for rows in faults.values() for index in rows})
 
 
 def _schema_faults(frame: pd.DataFrame) -> Faults:

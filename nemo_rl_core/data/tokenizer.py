@@ -3,12 +3,12 @@
 from typing import Any
 
 CHARACTERS = "0123456789+-*= "
-"""What a sum may be written with; any other character becomes the unknown token."""
+"""Characters of sums; any other character becomes the unknown token."""
 
 _PAD, _BOS, _EOS, _UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
-# A user turn is only its text, so that the generation prompt of "12+34=" is `<bos>12+34=`, and an
-# assistant turn ends itself: the form every chat template has, at one token of cost.
+# A user turn is only its text, so that the generation prompt of "12+34=" is `<bos>12+34=`; an
+# assistant turn ends with one token, as in every chat template.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -16,10 +16,10 @@ _CHAT_TEMPLATE = (
 
 
 def build_arithmetic_tokenizer() -> Any:
-    """One token a character behind a start token, with a chat template.
+    """Builds a tokenizer with one token per character after a start token, and a chat template.
 
-    A plain `tokenizer(text)` gives the tokens that the template does: a model answers alike in
-    transformers, in vLLM and in a chat, where each encodes a prompt in its own way.
+    `tokenizer(text)` gives the same tokens as the template, so that a model completes a prompt
+    equally in transformers, in vLLM and in a chat.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast` with `pad`, `bos`, `eos` and `unk` as ids 0 to 3
@@ -44,14 +44,14 @@ def build_arithmetic_tokenizer() -> Any:
         token: index for index, token in enumerate((_PAD, _BOS, _EOS, _UNKNOWN, *CHARACTERS))
     }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    # (?m) is Oniguruma's word for a dot that matches line breaks too.
+    # In Oniguruma, (?m) lets the dot match line breaks too.
     core.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")
     core.decoder = decoders.Fuse()
     core.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
     )
-    # Beside a Qwen2 config, `AutoTokenizer` reads every tokenizer.json as one of Qwen2, whose words
-    # know no plain space. An added token is found before a text is split, by either of them.
+    # With a Qwen2 config, `AutoTokenizer` reads every tokenizer.json as Qwen2's, whose
+    # pre-tokenizer has no plain space. Added tokens are matched before pre-tokenization in both.
     core.add_tokens([AddedToken(" ", normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

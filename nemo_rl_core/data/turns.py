@@ -1,11 +1,11 @@
-"""Conversations as lists of turns: how they are stored, and what is wrong with them."""
+"""Conversations as lists of turns: storage and validation."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Turn = dict[str, Any]
-"""`role`, `content`, and what else a chat template reads, such as `tool_calls`."""
+"""`role`, `content`, and other keys of chat templates, such as `tool_calls`."""
 
 _FOLLOWS = {
     None: ("system", "user"),
@@ -15,18 +15,18 @@ _FOLLOWS = {
     "calling assistant": ("tool",),
     "tool": ("tool", "assistant"),
 }
-"""Which roles may stand behind a role; None is the start."""
+"""Roles that may follow a role; None is the start."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 def turns_of(value: Any) -> list[Turn] | None:
-    """The turns that a value holds: a list of mappings with roles, or the JSON of such a list.
+    """Returns the turns of a value: a list of mappings with roles, or the JSON of such a list.
 
-    Keys without a value (which arrow adds to every turn where one turn has them) are left out.
+    Keys with null values (which arrow adds to every turn if one turn has them) are dropped.
 
     Returns:
-        The turns, or None where the value is no conversation, such as plain text.
+        The turns, or None if the value is not a conversation, such as plain text.
 
     Example:
         >>> turns_of('[{"role": "user", "content": "2+2", "name": null}]')
@@ -49,7 +49,7 @@ def turns_of(value: Any) -> list[Turn] | None:
 
 
 def stored(value: Any) -> Any:
-    """A conversation as JSON; anything else (plain text, or a fault for the schema) as it is."""
+    """A conversation as JSON; other values (plain text, or a fault for the schema) unchanged."""
     turns = turns_of(value)
     return value if turns is None else json.dumps(turns, ensure_ascii=False)
 
@@ -61,9 +61,9 @@ def as_turns(value: Any, *, role: str) -> list[Turn]:
 
 
 def fault(turns: Sequence[Turn] | None) -> str | None:
-    """What is wrong with a conversation that ends with the assistant, in a few words.
+    """Describes the first fault of a conversation, which must end with the assistant's turn.
 
-    A system turn comes first if at all; user and assistant take turns; tool turns stand behind an
+    A system turn may only come first; user and assistant alternate; tool turns follow an
     assistant's turn with `tool_calls`, whose text may be empty.
 
     Example:

@@ -1,1 +1,1 @@
-"""How checkpoints are measured and compared."""
+"""Evaluation and comparison of checkpoints."""

@@ -1,7 +1,7 @@
 """Greedy answers of an exported model to single prompts.
 
-Each prompt is answered on its own, greedily, the way evaluation asks; earlier turns are not shown
-to the model, since it is trained on single turns.
+Each prompt is completed alone and greedily, as in evaluation. Earlier turns are not part of the
+context, since the model is trained on single turns.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ class Chat:
 
     Args:
         model_folder: Config, weights and tokenizer in the transformers layout.
-        max_new_tokens: Where an answer is cut, if the model does not end it.
+        max_new_tokens: Most tokens of an answer.
 
     Raises:
-        ModelError: If the folder is not there or holds no model that transformers can load.
+        ModelError: If the folder is missing or holds no model that transformers can load.
 
     Example:
         >>> Chat(Path("model")).answer("12+34=")                              # doctest: +SKIP
@@ -42,7 +42,7 @@ class Chat:
         self._max_new_tokens = max_new_tokens
 
     def answer(self, prompt: str) -> str:
-        """The model's most likely answer, token by token.
+        """Returns the greedy completion of a prompt.
 
         Raises:
             ModelError: If the prompt holds no tokens, or fills the model's context.
@@ -53,16 +53,16 @@ class Chat:
         if not ids:
             raise ModelError(
                 f"the prompt {prompt[:80]!r} holds no tokens",
-                fix="ask something",
+                fix="enter a prompt with text",
             )
         context = getattr(self._model.config, "max_position_embeddings", None)
         room = self._max_new_tokens if context is None else context - len(ids)
         if room < 1:
             raise ModelError(
-                "the prompt leaves no room for an answer",
+                "the prompt leaves no tokens for an answer",
                 expected=f"fewer than {context} tokens",
                 got=f"{len(ids)} tokens",
-                fix="ask something shorter",
+                fix="shorten the prompt",
             )
         tokens = torch.tensor([ids])  # [1, T]
         output = self._model.generate(
@@ -83,6 +83,6 @@ def _load_model(model_folder: Path) -> Any:
 
     logging.disable_progress_bar()
     model, _ = load_pretrained(AutoModelForCausalLM, model_folder, called=f"{str(model_folder)!r}")
-    # A model may ship sampling settings, which greedy decoding has no use for and warns about.
+    # Sampling settings of the model would cause warnings in greedy decoding.
     model.generation_config = GenerationConfig()
     return model.eval()

@@ -1,4 +1,4 @@
-"""Two checkpoints on the same prompts: how much better, how sure, and what could have been seen."""
+"""Paired comparison of two checkpoints: difference, confidence and detectable difference."""
 
 import math
 from collections.abc import Mapping
@@ -9,32 +9,32 @@ from nemo_rl_core.errors import DataError
 from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_bootstrap
 
 NUM_RESAMPLES = 10_000
-"""Fixes the third digit of an interval's ends."""
+"""Enough for three stable digits of an interval's bounds."""
 
 POWER = 0.8
-"""The chance with which a difference should be found, to count as one the sample could show."""
+"""Statistical power at which a difference counts as detectable."""
 
 Outcomes = Mapping[str, bool | None]
-"""Whether each prompt, by its id, was answered right; None where it has no reward."""
+"""Correctness by prompt id; None for prompts that could not be scored."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed between two evaluations of the same prompts.
+    """The difference between two evaluations of the same prompts.
 
     Attributes:
-        num_prompts: Prompts that both evaluations have scored; all figures are about these.
-        num_unscored: Prompts left out, because one of the two has no reward for them.
-        before: Share of right answers of the first.
-        after: Share of right answers of the second.
+        num_prompts: Prompts scored in both evaluations; the other fields refer to these.
+        num_unscored: Prompts left out because one evaluation could not score them.
+        before: Share of correct answers in the first evaluation.
+        after: Share of correct answers in the second evaluation.
         difference: `after - before`.
         low: Lower bound of the paired bootstrap's interval of the difference.
         high: Upper bound.
-        gained: Prompts that only the second answers right.
-        lost: Prompts that only the first answers right.
-        p_value: Of McNemar's exact test that as many were gained as lost.
-        detectable: The smallest difference that so many prompts would have shown.
-        confidence: Of the interval; its complement is the level at which `detectable` is tested.
+        gained: Prompts that are correct only in the second evaluation.
+        lost: Prompts that are correct only in the first evaluation.
+        p_value: P-value of McNemar's exact test; null hypothesis: as many gained as lost.
+        detectable: The smallest difference detectable with this number of prompts.
+        confidence: Level of the interval; `detectable` is tested at its complement.
     """
 
     num_prompts: int
@@ -59,24 +59,24 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: better, worse, or no difference shown, and what could have been shown."""
+        """One sentence: better, worse, or no difference shown, and the detectable difference."""
         sure = f"{100 * self.confidence:g} % confidence"
         if self.low > 0:
-            said = f"better at {sure}"
+            verdict = f"better at {sure}"
         elif self.high < 0:
-            said = f"worse at {sure}"
+            verdict = f"worse at {sure}"
         else:
-            said = f"no difference shown at {sure}"
-        return f"{said}: {self.measured} on {self.num_prompts} prompts; {self.sensitivity}"
+            verdict = f"no difference shown at {sure}"
+        return f"{verdict}: {self.measured} on {self.num_prompts} prompts; {self.sensitivity}"
 
     @property
     def sensitivity(self) -> str:
-        """What a sample of this size can show, in plain words."""
+        """A sentence on the difference that a sample of this size can detect."""
         if self.detectable >= 1:
             return f"{self.num_prompts} prompts are too few to show any difference"
         return (
-            f"a true difference below {100 * self.detectable:.1f} points would usually have gone "
-            "unseen"
+            f"a true difference below {100 * self.detectable:.1f} points would usually not have "
+            "been detected"
         )
 
 
@@ -84,10 +84,10 @@ def compare(before: Outcomes, after: Outcomes, *, confidence: float, seed: int) 
     """Compares two evaluations prompt by prompt.
 
     Args:
-        before: Of the first checkpoint.
-        after: Of the second, on the same prompts; their order does not matter.
+        before: Outcomes of the first checkpoint.
+        after: Outcomes of the second, on the same prompts in any order.
         confidence: Such as 0.95.
-        seed: Of the bootstrap's draws.
+        seed: Seed of the bootstrap.
 
     Raises:
         DataError: If the prompts differ, or fewer than two were scored in both.
@@ -125,20 +125,20 @@ def detectable_difference(
 
     With `n` pairs of which a share `psi` changes at all, a two-sided McNemar test finds a true
     difference `d` with the given power when `sqrt(n) d = z_a sqrt(psi) + z_b sqrt(psi - d^2)`,
-    solved here for `d`. Source: Connor 1987, "Sample size for testing differences in proportions
-    for the paired-sample design", Biometrics 43.
+    which is solved for `d`. Source: Connor 1987, "Sample size for testing differences in
+    proportions for the paired-sample design", Biometrics 43.
 
-    A difference cannot exceed the share that changes. Where the solution does, because little
-    changed, the answer is the difference at which all changes go the same way (`psi = d`).
+    A difference cannot exceed the share that changes. If the solution does, the result is the
+    difference at which all changes have the same sign (`psi = d`).
 
     Args:
         num_pairs: `n`, at least 1.
         changed: `psi`, the share of prompts whose outcome differs, as seen in the sample.
-        confidence: One less the level of the test.
-        power: The chance to find a difference of this size.
+        confidence: One minus the level of the test.
+        power: The probability to find a difference of this size.
 
     Returns:
-        Between 0 and 1; 1 also where no difference could be found.
+        Between 0 and 1; 1 also if no difference can be found.
 
     Raises:
         DataError: If an argument is outside its range.
@@ -149,7 +149,7 @@ def detectable_difference(
     """
     if num_pairs < 1 or not (0 <= changed <= 1 and 0 < confidence < 1 and 0.5 <= power < 1):
         raise DataError(
-            "no smallest difference follows from these figures",
+            "no smallest difference follows from these values",
             expected="at least one pair, a changed share in [0, 1], a confidence, a power >= 0.5",
             got=f"{num_pairs} pairs, changed {changed}, confidence {confidence}, power {power}",
             fix="compare evaluations of at least one prompt, and write 0.95 for 95 %",
@@ -177,6 +177,6 @@ def _scored_in_both(before: Outcomes, after: Outcomes) -> list[str]:
             "too few prompts were scored in both evaluations",
             expected="at least 2",
             got=f"{len(scored)} of {len(before)}",
-            fix="ask more prompts; the column error of rows.parquet says why some have no reward",
+            fix="use more prompts; see the column error of rows.parquet for missing rewards",
         )
     return scored

@@ -1,4 +1,4 @@
-"""The majority's answer: which answer a completion gives, and what several agree on."""
+"""Majority voting: extraction of answers from completions, and consensus at k."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
 
 ExtractAnswer = Callable[[str], str]
-"""From a completion to the answer in it, as text that can be compared."""
+"""Extracts the answer of a completion as text that can be compared."""
 
 _BOXED = "\\boxed{"
 _FINAL = re.compile(r"(?:####|answer(?: is)?\s*:?)\s*([^\n]+)", re.IGNORECASE)
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?![0-9])")
 
 
 def extractor(environment: EnvironmentConfig) -> ExtractAnswer:
-    """How to read the answer out of completions that this environment scores.
+    """Returns the function that extracts answers from completions for this environment.
 
     Environments that score the whole text (`exact`, your own function) vote with the whole text.
     """
@@ -30,11 +30,11 @@ def extractor(environment: EnvironmentConfig) -> ExtractAnswer:
 
 
 def math_answer(completion: str) -> str:
-    r"""The final answer of a solution: the last box, else what follows "answer is" or `####`.
+    r"""The final answer of a solution: the last box, else the text after "answer is" or `####`.
 
-    Where there is neither it is the last number, else the whole text. Only the spelling is evened
-    out (spaces, dollars, the commas of thousands): `1/2` and `0.5` are two answers here, though
-    math-verify would call them equal, so that a vote can only be too strict.
+    Without either, the last number, else the whole text. Only the spelling is normalised (spaces,
+    dollars, the commas of thousands): `1/2` and `0.5` are different answers, though they are equal
+    in math-verify, so a vote can only be too strict.
 
     Example:
         >>> math_answer(r"so 3 + 4 = 7 and we get \boxed{\frac{1}{2}}")
@@ -52,7 +52,7 @@ def math_answer(completion: str) -> str:
 
 
 def tagged_answer(completion: str) -> str:
-    """What stands between the last `<answer>` and `</answer>`, else the whole text.
+    """Returns the text between the last `<answer>` and `</answer>`, else the whole text.
 
     Example:
         >>> tagged_answer("I think <answer> 12 </answer>")
@@ -62,10 +62,10 @@ def tagged_answer(completion: str) -> str:
 
 
 def majority(answers: Sequence[str]) -> int:
-    """The place of the first completion that gives the most frequent answer.
+    """Returns the index of the first completion with the most frequent answer.
 
-    Of equally frequent answers the one that came first wins, so that a rerun, which draws the same
-    completions in the same order, has the same winner.
+    Ties go to the first answer, so that a rerun, which samples the same completions in the same
+    order, has the same winner.
 
     Args:
         answers: At least one.
@@ -74,22 +74,22 @@ def majority(answers: Sequence[str]) -> int:
         >>> majority(["4", "5", "5"]), majority(["4", "5", "5", "4"])
         (1, 0)
     """
-    # Counter keeps the order in which answers came, and `most_common` sorts stably.
+    # Counter keeps the order of insertion, and `most_common` sorts stably.
     winner = Counter(answers).most_common(1)[0][0]
     return list(answers).index(winner)
 
 
 def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> bool:
-    """Whether the majority of the first k samples is right.
+    """Returns whether the majority answer of the first k samples is correct.
 
-    Samples of a prompt are drawn independently, so the first k are as good as any k; the mean over
-    all subsets of k, which others report, has the same expectation and less noise. Source: Wang
-    et al. 2022, arXiv:2203.11171 (self-consistency).
+    Samples of a prompt are independent, so the first k are as good as any k; the mean over all
+    subsets of k, which others report, has the same expectation and less variance. Source: Wang et
+    al. 2022, arXiv:2203.11171 (self-consistency).
 
     Args:
-        answers: The answer of each sample, in the order they were drawn.
+        answers: The answer of each sample, in order of sampling.
         correct: Whether each is correct.
-        k: How many vote; all of them where there are fewer.
+        k: Number of samples that vote; all if there are fewer.
     """
     return bool(correct[majority(answers[:k])])
 
@@ -99,8 +99,8 @@ def _last_box(text: str) -> str | None:
     if start < 0:
         return None
     depth, first = 1, start + len(_BOXED)
-    for place in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[first:place]
+            return text[first:index]
     return None

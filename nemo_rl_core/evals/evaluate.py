@@ -1,4 +1,4 @@
-"""A checkpoint measured on held-out prompts: greedy accuracy, pass@k and cons@k."""
+"""Evaluation of a checkpoint on held-out prompts: greedy accuracy, pass@k and cons@k."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from nemo_rl_core.types import Prompt, Rollout
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What was measured.
+    """Metrics and completions of an evaluation.
 
     Attributes:
-        metrics: What `evaluation_metrics` returns, of all prompts.
-        categories: The same of each category, by its name.
-        rows: One a completion; see `nemo_rl_core.evals.rows`.
+        metrics: Result of `evaluation_metrics` on all prompts.
+        categories: The same metrics per category, by name.
+        rows: One per completion; see `nemo_rl_core.evals.rows`.
         num_tokens: Tokens generated.
-        peak_memory_gib: The most memory that the engine has held.
+        peak_memory_gib: Peak memory of the engine.
     """
 
     metrics: dict[str, float]
@@ -49,7 +49,7 @@ def evaluate(
     config: EvaluationConfig,
     settings: RolloutSettings,
 ) -> EvaluationResult:
-    """Measures the model in `model_folder` on every prompt of `data`.
+    """Evaluates the model in `model_folder` on every prompt of `data`.
 
     Raises:
         RewardError: If not one greedy completion could be scored.

@@ -1,17 +1,16 @@
-"""Models of this project as models of lm-evaluation-harness, whose tasks then run on them.
+"""Adapter that runs lm-evaluation-harness tasks on models of this project.
 
     from nemo_rl_core.evals.harness import harness_model
 
     model = harness_model(folder, connect(ClusterConfig()), settings=RolloutSettings())
     lm_eval.simple_evaluate(model=model, tasks=["gsm8k"], apply_chat_template=True)
 
-Leave `apply_chat_template` out for a model without a chat template alone: one that was trained on
-its template's tokens is not asked the same without them.
+Omit `apply_chat_template` only for models without a chat template: a model trained with template
+tokens needs them in prompts.
 
-Texts come from the generation engine, log-likelihoods from the trainer's logprobs: what the harness
-measures is what training and rollouts compute. The library is imported when a model is asked for
-and not before; it is the optional extra `lm-eval`. Left out: what needs encoder-decoder models or
-images.
+Texts come from the generation engine, log-likelihoods from the trainer's logprobs: the harness
+measures the same computations as training and rollouts. The library is the optional extra `lm-eval`
+and is imported by `harness_model`. Left out: tasks that need encoder-decoder models or images.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,20 +29,20 @@ from nemo_rl_core.rollouts.sampler import Sampler
 
 
 class HarnessRequest(Protocol):
-    """The part of the harness's `Instance` that is read."""
+    """The attributes of the harness's `Instance` that are read."""
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The text, or two, and what belongs to it."""
+        """One or two texts, and their options."""
         ...
 
 
 class Adapter:
-    """What the harness asks of a model; `harness_model` sets it before the library's own class.
+    """The methods of a harness model; `harness_model` puts it before the library's class.
 
     Args:
         model_folder: Weights, config and tokenizer.
-        session: Where engine and trainer run.
+        session: The cluster of engine and trainer.
         settings: Sampling (its `max_new_tokens` bounds every answer), precision, backend.
     """
 
@@ -64,23 +63,24 @@ class Adapter:
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is scored after."""
+        """The token before the first token of a scored text."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
     @property
     def tokenizer_name(self) -> str:
-        """A part of the names of the harness's caches."""
+        """Part of the harness's cache names."""
         return self._name
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Token ids; a text that begins with the start token, as templates write it, gets no other.
+        """Encodes a text; no second start token is added to text from templates.
 
         Args:
             string: The text.
-            add_special_tokens: Whether the tokenizer may add its own; None leaves it to the text.
+            add_special_tokens: Whether the tokenizer adds its special tokens; None decides by the
+                text.
         """
         if add_special_tokens is None:
             start = self.tokenizer.bos_token
@@ -90,10 +90,9 @@ class Adapter:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as text, the turn that is to be written left open at its end.
+        """Renders the conversation with the next turn opened at its end.
 
-        Where a task's text would write control tokens, private characters stand between its own,
-        by which `tok_encode` knows it.
+        If a task's text spells control tokens, guard characters are inserted for `tok_encode`.
         """
         return guarded_conversation(
             self.tokenizer,
@@ -104,7 +103,7 @@ class Adapter:
         )
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        # What follows a context is an answer of the task: text, whatever it spells.
+        # The continuation is an answer of the task and is encoded without control tokens.
         pair: tuple[list[int], list[int]] = super()._encode_pair(  # type: ignore[misc]
             context, guarded_text(self.tokenizer, continuation)
         )
@@ -116,10 +115,10 @@ class Adapter:
         return self._scores.score([(context, scored) for _, context, scored in requests])
 
     def loglikelihood_rolling(self, requests: Iterable[HarnessRequest], **_: object) -> list[float]:
-        """The logprob in nats of whole texts, each after the prefix token.
+        """Returns the logprob in nats of each whole text after the prefix token.
 
-        A text longer than the model's context is scored in windows: each token once, the first
-        window's after the prefix token, later ones after as much of the text as fits.
+        A text longer than the model's context is scored in windows: each token once, in the first
+        window after the prefix token, in later ones after as much text as fits.
         """
         sums = []
         for request in requests:
@@ -132,23 +131,23 @@ class Adapter:
         return sums
 
     def generate_until(self, requests: Iterable[HarnessRequest], **_: object) -> list[str]:
-        """Completes each context up to the first of its stop strings, which is left out.
+        """Completes each context up to its first stop string, which is not included.
 
         A context beyond `max_prompt_tokens` loses its beginning.
 
         Raises:
             ConfigError: If a task samples at another temperature than the engine's.
         """
-        asked = [(request.args[0], dict(request.args[1])) for request in requests]
-        texts = [""] * len(asked)
+        calls = [(request.args[0], dict(request.args[1])) for request in requests]
+        texts = [""] * len(calls)
         for greedy in (True, False):
-            places = [
-                place for place, (_, options) in enumerate(asked) if self._greedy(options) is greedy
+            indices = [
+                index for index, (_, options) in enumerate(calls) if self._greedy(options) is greedy
             ]
-            if places:
-                done = self._complete([asked[place] for place in places], places, greedy)
-                for place, text in zip(places, done, strict=True):
-                    texts[place] = text
+            if indices:
+                done = self._complete([calls[index] for index in indices], indices, greedy)
+                for index, text in zip(indices, done, strict=True):
+                    texts[index] = text
         return texts
 
     def _greedy(self, options: dict[str, Any]) -> bool:
@@ -158,18 +157,18 @@ class Adapter:
         if options.get("temperature", temperature) != temperature:
             raise ConfigError(
                 "a task samples at another temperature than the engine",
-                expected=f"temperature {temperature}, that of the settings",
+                expected=f"temperature {temperature} of the settings",
                 got=str(options["temperature"]),
-                fix="set generation.temperature to that of the task, or the task's to the engine's",
+                fix="set generation.temperature and the task's temperature to one value",
             )
         return False
 
     def _complete(
-        self, asked: Sequence[tuple[str, dict[str, Any]]], places: Sequence[int], greedy: bool
+        self, requests: Sequence[tuple[str, dict[str, Any]]], indices: Sequence[int], greedy: bool
     ) -> list[str]:
         limit = self._settings.max_prompt_tokens
-        prompts = [self.tok_encode(context)[-limit:] for context, _ in asked]
-        stops = [_stop_strings(options) for _, options in asked]
+        prompts = [self.tok_encode(context)[-limit:] for context, _ in requests]
+        stops = [_stop_strings(options) for _, options in requests]
         most = self._settings.generation.max_new_tokens
         output = self._sampler.generation.generate(
             BatchedDataDict(
@@ -178,11 +177,12 @@ class Adapter:
                         [torch.tensor(ids) for ids in prompts], batch_first=True
                     ),
                     "input_lengths": torch.tensor([len(ids) for ids in prompts]),
-                    # The place of a request in the task, so that a rerun draws the same.
-                    "seeds": torch.tensor(places),
+                    # The index of a request in the task, so that a rerun samples the same
+                    # completions.
+                    "seeds": torch.tensor(indices),
                     "stop_strings": stops,
                     "max_new_tokens": torch.tensor(
-                        [min(most, options.get("max_gen_toks", most)) for _, options in asked]
+                        [min(most, options.get("max_gen_toks", most)) for _, options in requests]
                     ),
                 }
             ),
@@ -202,7 +202,7 @@ def harness_model(model_folder: Path, session: ClusterSession, *, settings: Roll
 
     Args:
         model_folder: Weights, config and tokenizer.
-        session: Where engine and trainer run.
+        session: The cluster of engine and trainer.
         settings: Sampling (its `max_new_tokens` bounds every answer), precision, backend.
 
     Raises:
@@ -224,7 +224,7 @@ def harness_model(model_folder: Path, session: ClusterSession, *, settings: Roll
 def windows(
     ids: Sequence[int], *, prefix: int, max_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """A long text as pairs of context and what is scored after it, which hold every token once.
+    """Splits a text into pairs of context and scored tokens; each token is scored once.
 
     Example:
         >>> windows([1, 2, 3, 4, 5], prefix=0, max_tokens=3)
@@ -241,13 +241,13 @@ def windows(
 
 
 def until(text: str, stops: Sequence[str]) -> str:
-    """The text before whichever stop string comes first.
+    """Returns the text before the first stop string.
 
     Example:
         >>> until("12, so\\nQ: 5", ["Q:", "\\n"])
         '12, so'
     """
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
+    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=None)]
 
 
 def _stop_strings(options: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
-"""An evaluation as lines of text: its completions, or what changed between two.
+"""Text listing of an evaluation's completions, or of the changes between two evaluations.
 
-Control characters that a model wrote are spelled out, so that they cannot move the cursor or colour
-the terminal.
+Control characters in completions are escaped, so that they cannot move the cursor or colour the
+terminal.
 """
 
 import unicodedata
@@ -24,7 +24,7 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
         path: The folder of an evaluate stage, or its `rows.parquet`.
 
     Raises:
-        DataError: If there is no such file, or its rows are not those of an evaluation.
+        DataError: If there is no such file, or its rows are not rows of an evaluation.
     """
     import pyarrow as pa
 
@@ -43,32 +43,32 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
 def completion_lines(
     rows: Sequence[Row], number: int, *, mode: str = "greedy", only: str | None = None
 ) -> Iterator[str]:
-    """The first completions of an evaluation, and how many there are.
+    """Yields the first completions of an evaluation, and their total number.
 
     Args:
         rows: As `read_evaluation` returns them.
-        number: At most so many completions.
+        number: Maximum number of completions.
         mode: `greedy` or `sampled`.
-        only: `right`, `wrong` or `unscored`; all three unless given.
+        only: `right`, `wrong` or `unscored`; all three by default.
     """
     chosen = [row for row in rows if row["mode"] == mode]
     if only:
         chosen = [row for row in chosen if row["correct"] is _VERDICTS[only]]
     for row in chosen[:number]:
-        yield from (f"prompt {_shown(row['prompt_id'])}", *_body(row), "")
+        yield from (f"prompt {_escaped(row['prompt_id'])}", *_body(row), "")
     what = f" that are {only}" if only else ""
     yield f"{min(number, len(chosen))} of {len(chosen)} {mode} completions{what}"
 
 
 def change_lines(before: Sequence[Row], after: Sequence[Row], number: int) -> Iterator[str]:
-    """The first prompts that one of two evaluations answers right and the other wrong.
+    """Yields the first prompts that are correct in one of two evaluations and wrong in the other.
 
-    After them how many there are, and the verdict of the paired comparison.
+    Their total number and the verdict of the paired comparison follow.
 
     Args:
         before: As `read_evaluation` returns them.
-        after: Of the later evaluation, on the same prompts.
-        number: At most so many prompts.
+        after: Rows of the later evaluation, on the same prompts.
+        number: Maximum number of prompts.
 
     Raises:
         DataError: If the two cannot be compared.
@@ -79,27 +79,27 @@ def change_lines(before: Sequence[Row], after: Sequence[Row], number: int) -> It
     pairs = changed_rows(before, after)
     for old, new in pairs[:number]:
         sign = "gained" if new["correct"] else "lost"
-        yield f"prompt {_shown(old['prompt_id'])}: {sign}"
-        yield from (*_body(old), f"then: {_shown(new['completion'])}", "")
+        yield f"prompt {_escaped(old['prompt_id'])}: {sign}"
+        yield from (*_body(old), f"then: {_escaped(new['completion'])}", "")
     yield f"{min(number, len(pairs))} of {len(pairs)} prompts that changed"
     yield compared.verdict
 
 
 def _body(row: Row) -> Iterator[str]:
     verdict = next(word for word, value in _VERDICTS.items() if value is row["correct"])
-    yield f"asked: {_shown(row['prompt'])}"
-    yield f"said: {_shown(row['completion'])}{' (cut off)' if row['truncated'] else ''}"
-    yield f"{verdict}: the answer is {_shown(row['answer'])}, the reward {row['reward']}"
+    yield f"asked: {_escaped(row['prompt'])}"
+    yield f"completion: {_escaped(row['completion'])}{' (cut off)' if row['truncated'] else ''}"
+    yield f"{verdict}: the answer is {_escaped(row['answer'])}, the reward {row['reward']}"
     if row["error"] is not None:
-        yield f"error: {_shown(row['error'])}"
+        yield f"error: {_escaped(row['error'])}"
 
 
-def _shown(text: object) -> str:
-    """Any text without what would move the cursor or colour the terminal; lines are indented."""
-    return "".join("\n  " if character == "\n" else _spelled(character) for character in str(text))
+def _escaped(text: object) -> str:
+    """Escapes control characters of a text and indents its lines."""
+    return "".join("\n  " if character == "\n" else _escape(character) for character in str(text))
 
 
-def _spelled(character: str) -> str:
+def _escape(character: str) -> str:
     if unicodedata.category(character).startswith("C"):
         return character.encode("unicode_escape").decode()
     return character

@@ -1,4 +1,4 @@
-"""How likely a model finds a given continuation: the trainer's logprobs, summed."""
+"""Log-likelihoods of continuations: sums of the trainer's logprobs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,27 +14,27 @@ from nemo_rl_core.errors import ModelError
 from nemo_rl_core.models.policy import Policy
 
 TokenPair = tuple[Sequence[int], Sequence[int]]
-"""A context, at least one token, and what is to be scored after it."""
+"""A context of at least one token, and the continuation to score."""
 
 _ROWS_AT_ONCE = 256
 _MICROBATCH_TOKENS = 8192
 _UNBOUNDED = 4096
-"""The longest sequence, for a model whose config names no length."""
+"""The longest sequence for models without a length in their config."""
 
 
 class Loglikelihoods:
-    """A model loaded into a training worker, asked for logprobs only.
+    """Logprobs of a model in a training worker.
 
-    The likeliest tokens are those of a reference policy of the same weights, since that is what a
-    worker gives likeliest tokens of; it costs the memory of a second copy.
+    The most likely tokens come from a reference policy with the same weights, since workers compute
+    them for the reference only; this costs the memory of a second copy.
 
     Args:
         model_folder: Weights, config and tokenizer.
-        session: Where the worker runs.
-        settings: Backend and type of the matrix products.
+        session: The cluster of the worker.
+        settings: Backend and dtype of the matrix products.
 
     Attributes:
-        max_tokens: The longest context and continuation together.
+        max_tokens: Longest context and continuation together.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class Loglikelihoods:
         )
 
     def score(self, pairs: Sequence[TokenPair]) -> list[tuple[float, bool]]:
-        """Scores every continuation; contexts that are too long lose their beginning.
+        """Scores every continuation; contexts that are too long are truncated on the left.
 
         Returns:
             For each pair the continuation's logprob in nats, summed over its tokens, and whether
-            every one of its tokens is the likeliest. An empty continuation has `(0.0, True)`.
+            each of its tokens is the most likely one. An empty continuation has `(0.0, True)`.
 
         Raises:
-            ModelError: If a continuation leaves no room for one token of context.
+            ModelError: If a continuation leaves no position for a token of context.
         """
         results = [(0.0, True)] * len(pairs)
-        filled = [place for place, (_, continuation) in enumerate(pairs) if continuation]
+        filled = [index for index, (_, continuation) in enumerate(pairs) if continuation]
         for start in range(0, len(filled), _ROWS_AT_ONCE):
-            places = filled[start : start + _ROWS_AT_ONCE]
-            scored = self._scored([self._fitting(pairs[place]) for place in places])
-            for place, result in zip(places, scored, strict=True):
-                results[place] = result
+            indices = filled[start : start + _ROWS_AT_ONCE]
+            scored = self._scored([self._fitting(pairs[index]) for index in indices])
+            for index, result in zip(indices, scored, strict=True):
+                results[index] = result
         return results
 
     def _fitting(self, pair: TokenPair) -> TokenPair:

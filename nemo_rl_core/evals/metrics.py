@@ -19,7 +19,7 @@ FULL_SCORE = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool | None:
-    """Whether the completion has the full score; None where it could not be scored."""
+    """Returns whether the completion has the full score; None if it could not be scored."""
     return None if rollout.reward is None else rollout.reward >= FULL_SCORE
 
 
@@ -59,16 +59,16 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Greedy accuracy, pass@k and cons@k, each with its interval over prompts.
 
-    That of greedy accuracy and cons@k is Wilson's, that of pass@k `pass_at_k_interval`.
+    Greedy accuracy and cons@k have Wilson's interval, pass@k has `pass_at_k_interval`.
 
     Completions that could not be scored are left out of every mean and counted in `num_unscored`. A
-    prompt with fewer than k scored samples says nothing about k and is left out there; a k that no
-    prompt has samples for has no figure.
+    prompt with fewer than k scored samples is left out for k; a k without any such prompt has no
+    metric.
 
     Args:
-        greedy: One rollout a prompt.
-        sampled: Several a prompt, those of one prompt in the order they were drawn.
-        config: Which k, and the confidence.
+        greedy: One rollout per prompt.
+        sampled: Several per prompt, samples of one prompt in the order of sampling.
+        config: The values of k, and the confidence.
         extract: Reads the answer that a completion votes for.
 
     Returns:
@@ -125,14 +125,14 @@ def _sampled_metrics(
     answers = [[extract(each.text) for each in group] for group in groups.values()]
     metrics: dict[str, float] = {}
     for k in config.all_ks:
-        enough = [place for place, group in enumerate(outcomes) if len(group) >= k]
+        enough = [index for index, group in enumerate(outcomes) if len(group) >= k]
         if not enough:
             continue
-        drawn = [outcomes[place] for place in enough]
-        passed = pass_at_k_interval(drawn, k=k, confidence=config.confidence)
-        metrics |= _with_interval(f"pass_at_{k}", mean_pass_at_k(drawn, k=k), passed)
+        samples = [outcomes[index] for index in enough]
+        passed = pass_at_k_interval(samples, k=k, confidence=config.confidence)
+        metrics |= _with_interval(f"pass_at_{k}", mean_pass_at_k(samples, k=k), passed)
         if k > 1:
-            agreed = [consensus_at_k(answers[place], outcomes[place], k) for place in enough]
+            agreed = [consensus_at_k(answers[index], outcomes[index], k) for index in enough]
             # A majority is right or not, once a prompt: a proportion like greedy accuracy.
             of_prompts = wilson_interval(sum(agreed), len(agreed), config.confidence)
             metrics |= _with_interval(f"cons_at_{k}", sum(agreed) / len(agreed), of_prompts)
@@ -154,7 +154,7 @@ def _scored(rollouts: Sequence[Rollout]) -> list[Rollout]:
         raise RewardError(
             "not one completion could be scored, so there is no accuracy",
             expected="a reward for at least one completion",
-            got=f"{len(rollouts)} without one; the first says: {first}",
+            got=f"{len(rollouts)} without one; the first error: {first}",
             fix="repair the environment; a completion without a reward is not counted as wrong",
         )
     return scored

@@ -1,4 +1,4 @@
-"""A reward model measured on pairs that it was not trained on."""
+"""Evaluation of a reward model on held-out pairs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ _MICROBATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class RewardModelEvaluation:
-    """What was measured.
+    """Metrics and scored pairs of an evaluation.
 
     Attributes:
         metrics: `accuracy` (share of pairs whose chosen sequence scores higher; a tie is wrong)
             with `accuracy_low` and `accuracy_high` (Wilson), `margin` (mean difference of scores),
             `num_pairs`.
-        rows: One a pair: `id`, both texts, both scores.
+        rows: One per pair: `id`, both texts, both scores.
     """
 
     metrics: dict[str, float]
@@ -44,9 +44,9 @@ def evaluate_reward_model(
     Args:
         model_folder: A sequence classifier with one label.
         pairs: A folder of pairs.
-        session: Where the worker runs.
-        settings: Backend and type of the matrix products.
-        confidence: Of the interval.
+        session: The cluster of the worker.
+        settings: Backend and dtype of the matrix products.
+        confidence: Level of the interval.
     """
     tokenizer = load_tokenizer(model_folder)
     found = load_pairs(pairs, tokenizer)
@@ -69,12 +69,12 @@ def evaluate_reward_model(
     rows = [
         {
             "id": pair.id,
-            "chosen": texts[2 * place],
-            "rejected": texts[2 * place + 1],
+            "chosen": texts[2 * index],
+            "rejected": texts[2 * index + 1],
             "chosen_score": chosen,
             "rejected_score": rejected,
         }
-        for place, (pair, (chosen, rejected)) in enumerate(zip(found, scores.tolist(), strict=True))
+        for index, (pair, (chosen, rejected)) in enumerate(zip(found, scores.tolist(), strict=True))
     ]
     num_correct = int((scores[:, 0] > scores[:, 1]).sum())
     low, high = wilson_interval(num_correct, len(found), confidence)

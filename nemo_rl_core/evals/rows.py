@@ -1,4 +1,4 @@
-"""The completions of an evaluation as rows: saved, read back, compared."""
+"""Rows of an evaluation: storage, reading and comparison."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 Row = Mapping[str, Any]
 """`prompt_id`, `mode` (greedy or sampled), `sample`, `category`, `prompt`, `completion`, `answer`,
-`extracted` (what it votes for), `reward`, `correct`, `truncated`, `error`."""
+`extracted` (the answer in a majority vote), `reward`, `correct`, `truncated`, `error`."""
 
 
 def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
-    """Whether each prompt was answered right, by its id: what a paired comparison takes."""
+    """Correctness of the greedy completions by prompt id, for a paired comparison."""
     return {str(row["prompt_id"]): row["correct"] for row in rows if row["mode"] == "greedy"}
 
 
@@ -28,7 +28,7 @@ def save_rows(rows: Sequence[Row], path: Path) -> None:
 
 
 def load_rows(path: Path) -> list[dict[str, Any]]:
-    """What `save_rows` wrote; missing rewards are None again, as pandas would not have them.
+    """Reads the rows of `save_rows`; missing rewards are None.
 
     Raises:
         DataError: Names the rows that are not of `EvalSchema`.
@@ -49,7 +49,7 @@ def _check(rows: Sequence[Row], path: Path) -> None:
 
 
 def changed_rows(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """The greedy rows of prompts that one of two evaluations answers right and the other wrong."""
+    """Greedy rows of the prompts that are correct in exactly one of two evaluations."""
     later = {row["prompt_id"]: row for row in after if row["mode"] == "greedy"}
     pairs = [(row, later[row["prompt_id"]]) for row in before if row["mode"] == "greedy"]
     return [pair for pair in pairs if {row["correct"] for row in pair} == {True, False}]

@@ -10,7 +10,7 @@ import numpy as np
 from nemo_rl_core.errors import DataError
 
 _ADDED_PROMPTS = 2
-"""Prompts of the largest variance that `pass_at_k_interval` adds to those measured."""
+"""Prompts of maximum variance that `pass_at_k_interval` adds to the sample."""
 
 
 class Interval(NamedTuple):
@@ -34,7 +34,7 @@ def wilson_interval(successes: int, total: int, confidence: float) -> Interval:
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
 
     Args:
-        successes: How many of `total` succeeded.
+        successes: Number of successes.
         total: Independent trials, at least 1.
         confidence: Such as 0.95.
 
@@ -59,27 +59,27 @@ def wilson_interval(successes: int, total: int, confidence: float) -> Interval:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples is correct, unbiased: `1 - C(n-c, k) / C(n, k)`.
+    """Unbiased probability that one or more of k samples are correct: `1 - C(n-c, k) / C(n, k)`.
 
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
 
     Args:
-        n: Samples drawn for the prompt.
-        c: How many of them are correct.
+        n: Samples of the prompt.
+        c: Number of correct samples.
         k: Samples allowed, at most n.
 
     Returns:
         Between 0 and 1.
 
     Raises:
-        DataError: When k samples were not drawn, or c is not a count of them.
+        DataError: When there are fewer than k samples, or c is not a count of them.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise DataError(
             "pass@k cannot be computed from these counts",
             expected="1 <= k <= n and 0 <= c <= n",
             got=f"n {n}, c {c}, k {k}",
-            fix="draw at least k samples for each prompt, or ask for a smaller k",
+            fix="sample at least k completions for each prompt, or use a smaller k",
         )
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -89,7 +89,7 @@ def mean_pass_at_k(outcomes: Sequence[Sequence[bool]], *, k: int) -> float:
 
     Args:
         outcomes: For each prompt, which of its samples are correct.
-        k: Samples allowed, at most the number drawn for any prompt.
+        k: Samples allowed, at most the number of samples of any prompt.
 
     Returns:
         Between 0 and 1.
@@ -109,7 +109,7 @@ def mean_pass_at_k(outcomes: Sequence[Sequence[bool]], *, k: int) -> float:
 def pass_at_k_interval(
     outcomes: Sequence[Sequence[bool]], *, k: int, confidence: float
 ) -> Interval:
-    """An interval for `mean_pass_at_k`, over the prompts that might have been drawn.
+    """A confidence interval for `mean_pass_at_k`, over the distribution of prompts.
 
     The samples of a prompt are a cluster, so the interval is Wilson's with the effective number of
     prompts `P p (1 - p) / s^2`, p the mean and s^2 the variance of the prompts' estimates. Where
@@ -121,7 +121,7 @@ def pass_at_k_interval(
 
     Args:
         outcomes: For each prompt, which of its samples are correct.
-        k: Samples allowed, at most the number drawn for any prompt.
+        k: Samples allowed, at most the number of samples of any prompt.
         confidence: Such as 0.95.
 
     Returns:
@@ -151,16 +151,16 @@ def paired_bootstrap(
 ) -> PairedDifference:
     """The mean improvement over prompts, with a percentile bootstrap interval.
 
-    Prompts are drawn with replacement, and both scores of a prompt stay together, so that what
-    makes a prompt hard cancels out. Prompts that all improved by the same amount give an interval
-    of no width: use enough of them. Source: Efron & Tibshirani 1993, chapter 13.
+    Prompts are sampled with replacement, and both scores of a prompt stay together, so that its
+    difficulty cancels out. Prompts that all improved by the same amount give an interval of no
+    width: use enough of them. Source: Efron & Tibshirani 1993, chapter 13.
 
     Args:
         before: `[P]` score of each prompt, finite, at least two.
         after: `[P]` score of the same prompts, in the same order.
         confidence: Such as 0.95.
-        num_resamples: How often to draw; 10,000 fixes the third digit.
-        seed: Of the draws: the same seed gives the same interval.
+        num_resamples: Number of resamples; 10,000 give three stable digits.
+        seed: Seed of the resampling: the same seed gives the same interval.
 
     Returns:
         The difference and its interval.
@@ -179,7 +179,7 @@ def paired_bootstrap(
         )
     generator = np.random.default_rng(seed)
     size = len(differences)
-    # A draw at a time: all of them at once would be [num_resamples, P].
+    # One resample at a time: all of them at once would take [num_resamples, P].
     means = [differences[generator.integers(size, size=size)].mean() for _ in range(num_resamples)]
     lower, upper = np.quantile(means, [tail, 1 - tail])
     return PairedDifference(float(differences.mean()), float(lower), float(upper))
@@ -192,11 +192,11 @@ def mcnemar_p_value(before: Sequence[bool], after: Sequence[bool]) -> float:
     Source: McNemar 1947, with the binomial distribution in place of its chi-square approximation.
 
     Args:
-        before: `[P]` whether each prompt was right.
+        before: `[P]` whether each prompt is correct.
         after: `[P]` the same prompts, in the same order.
 
     Returns:
-        The p-value; 1 where nothing changed.
+        The p-value; 1 if nothing changed.
 
     Raises:
         DataError: When the results are not pairs.
@@ -214,7 +214,7 @@ def _score_interval(proportion: float, size: float, confidence: float) -> Interv
     scale = 1 + z**2 / size
     center = (proportion + z**2 / (2 * size)) / scale
     half = z / scale * math.sqrt(proportion * (1 - proportion) / size + (z / (2 * size)) ** 2)
-    # At 0 and at 1 one end is that exactly, but not in floating point.
+    # At 0 and 1 one bound equals the proportion, up to rounding.
     lower = 0.0 if proportion == 0 else center - half
     upper = 1.0 if proportion == 1 else center + half
     return Interval(lower, upper)

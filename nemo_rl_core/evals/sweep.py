@@ -1,4 +1,4 @@
-"""Figures of a sweep's points, gathered over seeds."""
+"""Metrics of a sweep's points, aggregated over seeds."""
 
 import json
 import math
@@ -10,15 +10,15 @@ from typing import Any
 def group_by_settings(
     figures: Sequence[tuple[Mapping[str, Any], float]], *, apart: str, confidence: float
 ) -> list[dict[str, Any]]:
-    """One row for each setting: its fields, `num_points`, `mean`, `low` and `high`.
+    """Aggregates points by setting; rows have its fields, `num_points`, `mean`, `low` and `high`.
 
-    The interval is Student's, of the mean over what a setting was repeated with; a single point has
-    none, and `low` and `high` are None.
+    The interval is Student's, of the mean over the repetitions of a setting. For a single point
+    `low` and `high` are None.
 
     Args:
-        figures: The fields of each point, and its figure.
-        apart: The field that repeats a setting, such as the seed.
-        confidence: Of the interval.
+        figures: The fields of each point, and its metric.
+        apart: The field that distinguishes repetitions, such as the seed.
+        confidence: Level of the interval.
 
     Example:
         >>> group_by_settings([({"rate": 1, "seed": 0}, 0.5)], apart="seed", confidence=0.95)
@@ -39,8 +39,8 @@ def group_by_settings(
     return rows
 
 
-def said(row: Mapping[str, Any]) -> str:
-    """A row in a few words."""
+def describe_point(row: Mapping[str, Any]) -> str:
+    """Formats a row of `group_by_settings`."""
     setting = [f"{name} {value}" for name, value in row.items() if name not in _FIGURES]
     interval = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
     return " ".join([*setting, f"{row['mean']:.3f}{interval}"])
@@ -57,11 +57,11 @@ def _half_width(values: Sequence[float], confidence: float) -> float | None:
 
 
 def student_quantile(probability: float, *, degrees: int) -> float:
-    """The quantile of Student's distribution above its middle, by bisection.
+    """The quantile of Student's distribution above its median, by bisection.
 
     Args:
         probability: Between 0.5 and 1.
-        degrees: Of freedom, at least 1.
+        degrees: Degrees of freedom, at least 1.
 
     Example:
         >>> round(student_quantile(0.975, degrees=2), 3)

@@ -1,1 +1,1 @@
-"""Pure tensor math: masks, logprobs, divergences, advantages, health of importance ratios."""
+"""Pure tensor functions: masks, logprobs, divergences, advantages, importance ratios."""

@@ -1,9 +1,9 @@
-"""Advantages: of completions over the others of their group, and of tokens over what was expected.
+"""Advantages of completions within their group, and of tokens over expected values.
 
-A group is the completions of one prompt, known by an explicit id in any order; ids need not be
-dense or sorted. A group whose rewards are all equal says nothing about its members, so their
-advantage is exactly 0, not rounding noise divided by a tiny spread. A group of one is such a group.
-A NaN reward makes NaN of its own group only.
+A group is the completions of one prompt, given by explicit ids in any order; ids need not be dense
+or sorted. A group with equal rewards has no information, so its advantages are exactly 0, not
+rounding noise divided by a tiny std. A group of one is such a group. A NaN reward affects its own
+group only.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ def group_normalized(
 ) -> Tensor:
     """`(r - mean_group) / (std_group + 1e-6)` with the unbiased std.
 
-    Where a penalty has been taken off the rewards, `outcomes` are those before it: their std
-    divides, and where they are equal the advantage is 0. The std of the lowered rewards would scale
-    a penalty up to full strength in a group of equal outcomes, however small its weight is.
-    Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
+    If a penalty was subtracted from the rewards, `outcomes` are the rewards before it: their std is
+    the divisor, and if they are equal the advantage is 0. The std of penalized rewards would scale
+    a penalty of any weight to full strength in a group of equal outcomes. Source: GRPO, Shao et al.
+    2024, arXiv:2402.03300, section 4.1.2.
 
     Args:
         rewards: `[B]` floating point.
         group_ids: `[B]` int64.
-        outcomes: `[B]`, the rewards that the std is of; None takes `rewards`.
+        outcomes: `[B]`, rewards for the std; None takes `rewards`.
 
     Returns:
         `[B]` advantages in the dtype of `rewards`.
@@ -46,7 +46,7 @@ def group_normalized(
 
 
 def group_centered(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """`r - mean_group`, not divided by the spread.
+    """`r - mean_group`, not divided by the std.
 
     Source: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2.
 
@@ -77,10 +77,10 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def zero_variance_fraction(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The share of groups whose rewards are all equal, and which therefore teach nothing.
+    """The share of groups whose rewards are all equal, and which are therefore not informative.
 
-    The question is put to the whole group: with rewards [1, 0, 0, 0] the three others of the
-    success are all equal, yet the group is informative.
+    Evaluated per group: with rewards [1, 0, 0, 0] the group is informative, although three rewards
+    are equal.
 
     Args:
         rewards: `[B]`, B at least 1.
@@ -90,16 +90,16 @@ def zero_variance_fraction(rewards: Tensor, group_ids: Tensor) -> Tensor:
         0-dim, between 0 and 1, in the dtype of `rewards`.
     """
     groups = _Groups.of(rewards, group_ids)
-    # Each row stands for 1/size of its group, so that the sum over rows counts groups.
+    # Each row has weight 1/size of its group, so that the sum over rows counts groups.
     shares = 1 / groups.sizes
     return (shares * groups.is_constant).sum() / shares.sum()
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Whether a row's group holds different rewards, so that it can teach something.
+    """Returns whether a row's group has different rewards and is therefore informative.
 
-    Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) keeps these and draws others anew. As
-    in `zero_variance_fraction`, all rows of [1, 0, 0, 0] are informative.
+    Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) keeps these and samples new ones for the
+    others. As in `zero_variance_fraction`, all rows of [1, 0, 0, 0] are informative.
 
     Args:
         rewards: `[B]`.
@@ -114,8 +114,8 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """`(x - mean) / (std + 1e-6)` over all valid entries, with the unbiased std.
 
-    Equal entries become exactly 0, not rounding noise divided by a tiny spread. The population std,
-    which some implementations take, is smaller by the factor `sqrt((n - 1) / n)` of n entries.
+    Equal entries become exactly 0, not rounding noise divided by a tiny std. The population std,
+    which some implementations use, is smaller by the factor `sqrt((n - 1) / n)` of n entries.
 
     Args:
         values: Any shape.
@@ -137,18 +137,17 @@ def decoupled_group_normalized(
 ) -> Tensor:
     """`group_normalized` of each reward alone, their weighted sum, whitened over the batch.
 
-    Normalizing each reward before the sum keeps apart the combinations of rewards that have equal
-    sums; whitening keeps the scale independent of how many rewards there are.
-    Source: GDPO, arXiv:2601.05242.
+    Normalizing each reward before the sum distinguishes combinations of rewards with equal sums;
+    whitening makes the scale independent of the number of rewards. Source: GDPO, arXiv:2601.05242.
 
     Args:
         rewards: `[B, R]` floating point.
         group_ids: `[B]` int64.
-        sample_mask: `[B]` bool; the sequences that the batch is whitened over.
-        weights: R factors, one a reward.
+        sample_mask: `[B]` bool; the sequences used for whitening.
+        weights: R factors, one per reward.
 
     Returns:
-        `[B]` advantages, 0 at sequences that do not count.
+        `[B]` advantages, 0 at masked sequences.
     """
     total = torch.zeros_like(rewards[:, 0])
     for reward, weight in zip(rewards.unbind(dim=1), weights, strict=True):
@@ -159,11 +158,11 @@ def decoupled_group_normalized(
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
     """Returns-to-go of token rewards, whitened over all valid tokens of the batch.
 
-    The variant with a baseline is the same with the group's mean taken off the outcome before it
-    is put on the last token. Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3.
+    The variant with a baseline subtracts the group's mean from the outcome first. Source:
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3.
 
     Args:
-        rewards: `[B, T-1]`: the outcome at the last token, minus any penalty a token.
+        rewards: `[B, T-1]`: the outcome at the last token, minus any penalty per token.
         mask: `[B, T-1]` bool.
 
     Returns:
@@ -184,24 +183,23 @@ def gae(
     """Generalized advantage estimation over the valid tokens of each sequence.
 
     With `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`, where "next" is
-    the next valid token: the tokens of an observation between two turns are stepped over, taking
-    neither time nor discount. After the last valid token the value is `last_values`. Where these
-    are left out it is 0, for completions that ended and that were cut off alike: a completion that
-    was cut off then counts as worth nothing from there on, as in most PPO of language models.
-    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+    the next valid token: tokens of an observation between two turns are skipped, without discount.
+    After the last valid token the value is `last_values`. By default it is 0 for finished and
+    truncated completions, as in most PPO implementations for language models. Source: Schulman et
+    al. 2016, arXiv:1506.02438, equation 16.
 
     Args:
         rewards: `[B, T-1]`; read at valid tokens only.
-        values: `[B, T-1]`: what the critic expects from each token on; read at valid tokens only.
+        values: `[B, T-1]`: the critic's value at each token; read at valid tokens only.
         mask: `[B, T-1]` bool.
-        gamma: Discount a token, in [0, 1].
+        gamma: Discount per token, in [0, 1].
         lam: Weight of longer returns, in [0, 1].
-        last_values: `[B]`: what the critic expects after the last valid token; 0 where the sequence
-            ended. None is 0 for all.
+        last_values: `[B]`: the critic's value after the last valid token; 0 for finished sequences.
+            None is 0 for all.
 
     Returns:
-        `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (what the critic is trained towards),
-        both 0 at invalid tokens.
+        `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (the critic's targets), both 0 at
+        invalid tokens.
     """
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
     next_advantage = torch.zeros_like(values[:, 0])
@@ -220,7 +218,7 @@ def gae(
 
 @dataclass(frozen=True)
 class _Groups:
-    """What a row knows of its group; all but `index` and `num_groups` are `[B]`."""
+    """Statistics of each row's group; all but `index` and `num_groups` are `[B]`."""
 
     index: Tensor
     num_groups: int

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 _SERIES_BOUND = 1.0
-"""Nats of log-ratio below which `e^d - 1 - d` needs `expm1` to keep its digits."""
+"""Log-ratio in nats below which `e^d - 1 - d` needs `expm1` for precision."""
 
 
 def renormalized(topk_logprobs: Tensor) -> Tensor:
-    """Logprobs of tokens given that one of these is chosen: they sum to 1 in probability.
+    """Renormalizes logprobs over K tokens, so that their probabilities sum to 1.
 
     Args:
         topk_logprobs: `[..., K]` logprobs in nats, of distributions over the whole vocabulary.
@@ -23,8 +23,8 @@ def kl_divergence(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
     """`KL(p || q) = sum_k p_k (log p_k - log q_k)` of two normalized distributions.
 
     Computed as `sum_k p_k (e^d - 1 - d)` with `d = log q_k - log p_k`, which is the same since p
-    and q both sum to 1. No term of it is negative, so rounding cannot make the whole negative, and
-    two distributions that nearly agree keep their digits.
+    and q both sum to 1. No term is negative, so rounding cannot make the sum negative, and nearly
+    equal distributions keep precision.
 
     Args:
         p_logprobs: `[..., K]` in nats, finite.
@@ -36,7 +36,7 @@ def kl_divergence(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
     log_ratio = q_logprobs - p_logprobs
     p = p_logprobs.exp()
     near = log_ratio.clamp(-_SERIES_BOUND, _SERIES_BOUND)
-    # Far apart nothing cancels, and p e^d is taken as q: e^d alone could overflow.
+    # For large d nothing cancels, and p e^d is computed as q, since e^d could overflow.
     terms = torch.where(
         log_ratio.abs() <= _SERIES_BOUND,
         p * (torch.expm1(near) - near),

@@ -1,8 +1,8 @@
-"""How far the rollout engine's logprobs are from the trainer's, and weights that correct for it.
+"""Differences between the rollout engine's and the trainer's logprobs, and their correction.
 
 Both are for the same tokens and weights, in nats under the sampling temperature, `[B, T-1]`, with a
-bool `mask [B, T-1]`. In a measure, a value that is not finite at a valid token stays so: a gate
-must refuse NaN as well. In a weight it becomes 0.
+bool `mask [B, T-1]`. Measures keep non-finite values at valid tokens, since a gate must refuse NaN;
+weights replace them by 0.
 """
 
 import torch
@@ -17,8 +17,8 @@ def token_mult_prob_error(
 ) -> Tensor:
     """`mean exp|gen - prev|`: the mean factor by which the two probabilities differ.
 
-    1 is agreement; 1.05 is the usual alarm. It is 0 only where no token is valid.
-    Source: NeMo RL's `token_mult_prob_error`.
+    1 is agreement; 1.05 is the usual alarm. It is 0 only without valid tokens. Source: NeMo RL's
+    `token_mult_prob_error`.
 
     Args:
         generation_logprobs: `[B, T-1]` as the engine reported them.
@@ -34,7 +34,7 @@ def token_mult_prob_error(
 def sequence_mult_prob_error(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`token_mult_prob_error` of each sequence alone, which names the one that is off.
+    """`token_mult_prob_error` of each sequence, which identifies outliers.
 
     Args:
         generation_logprobs: `[B, T-1]`.
@@ -66,7 +66,7 @@ def sampling_importance_ratio(
 def kl_generation_trainer(
     generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`KL(gen || prev)` in nats a token, by k3 with the clamps of `kl_estimate`; no gradient.
+    """`KL(gen || prev)` in nats per token, by k3 with the clamps of `kl_estimate`; no gradient.
 
     Args:
         generation_logprobs: `[B, T-1]`.
@@ -80,10 +80,9 @@ def kl_generation_trainer(
 
 
 def importance_weight(generation_logprobs: Tensor, trainer_logprobs: Tensor) -> Tensor:
-    """`exp(prev - gen)`, detached: how much likelier the trainer finds what the engine sampled.
+    """`exp(prev - gen)`, detached: the trainer's probability of a sampled token over the engine's.
 
-    A weight that is not finite (a token that the engine gave no probability) is 0: such a token
-    says nothing that could be corrected.
+    A weight that is not finite (a token with probability 0 in the engine) becomes 0.
 
     Args:
         generation_logprobs: Any shape.
@@ -102,7 +101,7 @@ def sequence_importance_weight(
 ) -> Tensor:
     """The geometric mean of `importance_weight` over each sequence, at each of its tokens.
 
-    One token whose weight is not finite makes it 0 for the whole sequence.
+    One token with a non-finite weight makes it 0 for the whole sequence.
 
     Args:
         generation_logprobs: `[B, T-1]`.
@@ -131,14 +130,14 @@ def truncated_weight(weight: Tensor, *, cap: float) -> Tensor:
 
 
 def band_weight(weight: Tensor, *, low: float, high: float) -> Tensor:
-    """`w` inside `[low, high]` and 0 outside: tokens on which the two disagree are left out.
+    """`w` inside `[low, high]` and 0 outside: tokens with strong disagreement are left out.
 
     Source: IcePop, Ling Team 2025, arXiv:2510.18855.
 
     Args:
         weight: Any shape.
-        low: The smallest weight that counts.
-        high: The largest weight that counts.
+        low: The smallest weight to keep.
+        high: The largest weight to keep.
     """
     return zero_masked(weight, (weight >= low) & (weight <= high))
 
@@ -150,8 +149,8 @@ def sequence_mask_weight(
 
     Args:
         weight: `[B, T-1]`.
-        sequence_weight: `[B, T-1]` as `sequence_importance_weight` gives it.
-        low: The smallest mean that counts.
-        high: The largest mean that counts.
+        sequence_weight: `[B, T-1]` as `sequence_importance_weight` returns it.
+        low: The smallest mean to keep.
+        high: The largest mean to keep.
     """
     return zero_masked(weight, (sequence_weight >= low) & (sequence_weight <= high))

@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0
 """Bound on `ref - cur` in nats, so that one token cannot overflow `exp`."""
 
 MAX_ESTIMATE = 10.0
-"""Bound on the value of a token's estimate in nats, so that one token cannot own the step."""
+"""Bound on the value of a token's estimate in nats, so that one token cannot dominate the step."""
 
 
 def kl_estimate(policy: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
@@ -45,10 +45,9 @@ def kl_estimate(policy: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
 def score_function_weight(current: Tensor) -> Tensor:
     """`exp(cur - stopgrad(cur))`: the value is 1, the gradient is that of `cur`.
 
-    Multiplied into a function `f(cur)` of tokens that were sampled from the current policy, it adds
-    the term `f * grad(cur)` that differentiating the samples' own distribution gives; with it the
-    mean gradient is that of the mean of `f`. `f` must not be clamped: where a clamp takes the
-    gradient of `f`, the added term alone remains.
+    Multiplied with a function `f(cur)` of tokens sampled from the current policy, it adds the
+    score-function term `f * grad(cur)`; the mean gradient is then the gradient of the mean of `f`.
+    `f` must not be clamped: a clamp removes the gradient of `f` and only the added term remains.
 
     Args:
         current: Logprobs that require gradients, any shape.
@@ -64,15 +63,15 @@ def kl_penalty(current: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
 
     The gradient of every kind is `-d * grad(cur)` with `d = clamp(reference - policy, +-20)`, the
     score-function gradient of the divergence: its mean over tokens that were sampled from the
-    current policy is the divergence's own gradient. No bound on the value enters it, so a token
-    that the reference finds far likelier than the policy is still drawn to the reference.
-    DeepSeekMath's k3 (arXiv:2402.03300, equation 4) has the gradient `1 - e^d` a token, whose mean
-    is that of `KL(reference || policy)` where the samples are the policy's.
+    current policy is the divergence's own gradient. The clamp of the value does not affect it, so a
+    token that is far more likely under the reference still has a gradient. DeepSeekMath's k3
+    (arXiv:2402.03300, equation 4) has the gradient `1 - e^d` per token, whose mean is the gradient
+    of `KL(reference || policy)` for samples of the policy.
 
     Args:
         current: Logprobs that require gradients, any shape.
         reference: Logprobs of the same tokens under the reference policy, the same shape.
-        kind: Which estimator gives the value.
+        kind: The estimator of the value.
 
     Returns:
         Nats, the shape of the inputs.

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens, without ever holding the logits of all of them."""
+"""Logprobs of chosen tokens, without materializing all logits."""
 
 import torch
 import torch.nn.functional as F
@@ -7,12 +7,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
-    """The plain computation, for tests and for logits that exist anyway.
+    """Computes logprobs from existing logits.
 
     Args:
         logits: `[..., V]`.
         targets: `[...]` int64 token ids.
-        temperature: What the logits are divided by, as in sampling.
+        temperature: Divisor of the logits, as in sampling.
 
     Returns:
         `[...]` logprobs in nats, in float32 (float64 for float64 logits).
@@ -30,17 +30,17 @@ def token_logprobs_from_hidden(
     chunk_size: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs of several chosen tokens a row, from hidden states, a chunk of rows at a time.
+    """Logprobs of chosen tokens per row from hidden states, one chunk of rows at a time.
 
-    The logits of a chunk are dropped after the forward pass and made again in the backward pass,
-    so that at most about four `[chunk_size, V]` tensors exist at once and `[N, V]` never does.
-    The price is one more product with the head (Chen et al. 2016, arXiv:1604.06174).
+    The logits of a chunk are dropped after the forward pass and recomputed in the backward pass, so
+    that at most about four `[chunk_size, V]` tensors exist at once and `[N, V]` never does. The
+    cost is one more product with the head (Chen et al. 2016, arXiv:1604.06174).
 
     Args:
         hidden: `[N, D]` final hidden states.
         lm_head_weight: `[V, D]`, in the dtype of `hidden`.
-        token_ids: `[N, K]` int64; what row i may be followed by.
-        temperature: What the logits are divided by, as in sampling.
+        token_ids: `[N, K]` int64 next tokens of each row.
+        temperature: Divisor of the logits, as in sampling.
         chunk_size: Rows computed at once, at least 1.
         bias: `[V]` bias of the head, where it has one.
 
@@ -50,7 +50,7 @@ def token_logprobs_from_hidden(
     chunks = zip(torch.split(hidden, chunk_size), torch.split(token_ids, chunk_size), strict=True)
     return torch.cat(
         [
-            # Nothing random happens inside, so there is no generator state worth keeping.
+            # Deterministic, so no generator state is kept.
             checkpoint(
                 _chunk_logprobs,
                 hidden_chunk,
@@ -77,22 +77,22 @@ def topk_logprobs_from_hidden(
     chunk_size: int,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each row and their logprobs, without gradients, by chunks.
+    """The k most likely tokens of each row and their logprobs, without gradients, in chunks.
 
     Args:
         hidden: `[N, D]` final hidden states.
         lm_head_weight: `[V, D]`, in the dtype of `hidden`.
-        k: How many tokens, at most `num_ids`.
+        k: Number of tokens, at most `num_ids`.
         num_ids: Only ids below it are chosen. Heads often have more rows than the tokenizer has
-            tokens; such rows keep their share of the probability, as in sampling, but another model
-            of the same vocabulary may not have them.
-        temperature: What the logits are divided by, as in sampling.
+            tokens; such rows keep their probability, as in sampling, but another model of the same
+            vocabulary may not have them.
+        temperature: Divisor of the logits, as in sampling.
         chunk_size: Rows computed at once, at least 1.
         bias: `[V]` bias of the head, where it has one.
 
     Returns:
-        `[N, k]` int64 ids, likeliest first, and `[N, k]` logprobs in nats, normalized over all `V`
-        rows, in float32 (float64 for float64 inputs).
+        `[N, k]` int64 ids, most likely first, and `[N, k]` logprobs in nats, normalized over all
+        `V` rows, in float32 (float64 for float64 inputs).
     """
     ids, logprobs = [], []
     for chunk in torch.split(hidden, chunk_size):

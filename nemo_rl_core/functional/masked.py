@@ -1,8 +1,8 @@
-"""Sums and means over the valid entries of a tensor, whatever stands at the others.
+"""Sums and means over the valid entries of a tensor.
 
-Everything selects with `torch.where` and never multiplies by a mask: `0 * nan` is `nan`, in the
-value and in the gradient. A gradient is safe only behind `zero_masked`, so a loss applies it to its
-inputs, before the first function whose derivative could be infinite there.
+All functions select with `torch.where` instead of multiplying by a mask: `0 * nan` is `nan`, in the
+value and in the gradient. Gradients are safe only after `zero_masked`, so a loss applies it to its
+inputs, before any function whose derivative could be infinite.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def valid_token_mask(token_mask: Tensor, sample_mask: Tensor) -> Tensor:
-    """The tokens that count: `token_mask * sample_mask`.
+    """The mask of valid tokens: `token_mask * sample_mask`.
 
     Args:
         token_mask: `[B, T-1]`, any dtype; nonzero where the predicted token is trained on.
@@ -26,7 +26,7 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` with 0 at the invalid entries, which also get a gradient of exactly 0.
 
     Args:
-        values: Any shape; may hold anything at invalid entries.
+        values: Any shape; arbitrary at invalid entries.
         mask: Bool, the shape of `values`.
     """
     assert values.shape == mask.shape, f"values {values.shape} and mask {mask.shape} differ"
@@ -48,7 +48,7 @@ def masked_sum(values: Tensor, mask: Tensor, *, denominator: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the valid entries of this tensor alone; 0 where there are none.
+    """The mean of the valid entries of this tensor; 0 if there are none.
 
     Args:
         values: Any shape.
@@ -61,7 +61,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each row over its own valid tokens; 0 for a row that has none.
+    """The mean of each row over its valid tokens; 0 for rows without any.
 
     Args:
         values: `[B, T-1]`.

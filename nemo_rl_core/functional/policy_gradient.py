@@ -1,7 +1,8 @@
 """Policy-gradient losses of single tokens, before importance weights, masks and reduction.
 
-Logprobs are in nats; `advantages` are constants, positive where the token should become likelier.
-Everything is `[B, T-1]`, finite at masked tokens (`zero_masked` comes before) and left unmasked.
+Logprobs are in nats; `advantages` are constants, positive for tokens that should become more
+likely. All tensors are `[B, T-1]`, finite at masked tokens (apply `zero_masked` first); results are
+unmasked.
 """
 
 import torch
@@ -22,7 +23,7 @@ def token_ratio(current: Tensor, previous: Tensor) -> Tensor:
 
 
 def sequence_ratio(current: Tensor, previous: Tensor, mask: Tensor) -> Tensor:
-    """`exp(mean_t(cur - prev))`: one ratio a sequence, the geometric mean of its tokens' ratios.
+    """`exp(mean_t(cur - prev))`: one ratio per sequence, the geometric mean of token ratios.
 
     Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, equation 7.
 
@@ -68,7 +69,7 @@ def clipped_surrogate(
 def cispo(
     current: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """`-A stopgrad(clip r) cur`: the clip bounds a token's weight but never its gradient away.
+    """`-A stopgrad(clip r) cur`: the clip bounds a token's weight without removing its gradient.
 
     Source: MiniMax-M1, arXiv:2506.13585, equation 4.
 
@@ -93,10 +94,10 @@ def reinforce(current: Tensor, advantages: Tensor) -> Tensor:
 
 
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
-    """`-A sigmoid(tau (r - 1)) 4 / tau`: a smooth gate in the place of a clip.
+    """`-A sigmoid(tau (r - 1)) 4 / tau`: a smooth gate instead of a clip.
 
-    Its slope in r is `-A` at r = 1 and falls off on both sides, the quicker the larger tau is.
-    Source: SAPO, Gao et al. 2025, arXiv:2511.20347, section 3.
+    Its slope in r is `-A` at r = 1 and decays on both sides, faster for larger tau. Source: SAPO,
+    Gao et al. 2025, arXiv:2511.20347, section 3.
 
     Args:
         ratio: `[B, T-1]`.
@@ -111,9 +112,10 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative
 
 
 def sampled_entropy(current: Tensor) -> Tensor:
-    """`-exp(cur - stopgrad(cur)) cur`: each sampled token's share of the policy's entropy.
+    """`-exp(cur - stopgrad(cur)) cur`: each sampled token's contribution to the policy's entropy.
 
-    Over samples from the policy its mean is the entropy and its mean gradient the entropy's.
+    Over samples from the policy, its mean is the entropy and its mean gradient is the entropy's
+    gradient.
 
     Args:
         current: `[B, T-1]` under the weights being trained.

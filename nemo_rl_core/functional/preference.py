@@ -1,7 +1,7 @@
-"""Losses on preferences: what a margin between two sequences, or the score of one, costs.
+"""Preference losses of margins between two sequences, or of single scores.
 
-A reward is a number a sequence, in nats; a margin is the chosen one's reward less the rejected
-one's. How rewards come from logprobs, or from a scalar head, is the business of the algorithms.
+A reward is a number per sequence, in nats; a margin is the chosen sequence's reward less the
+rejected one's. The algorithms compute rewards from logprobs or a scalar head.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pair_rows(pair_ids: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the two rows of every pair, in whatever order the rows lie.
+    """Finds the two rows of every pair, for rows in any order.
 
     Args:
         pair_ids: `[B]` int64, each id on two rows; ids need not be dense.
@@ -18,8 +18,8 @@ def pair_rows(pair_ids: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor, Tens
 
     Returns:
         `chosen [P]` and `rejected [P]` row indices with `P = B / 2`, by ascending id, and
-        `is_pair [P]` bool: whether the two rows do have one id, one chosen and one rejected. The
-        last one is a tensor, not an exception, so that finding out does not stall the device.
+        `is_pair [P]` bool: whether the two rows have one id, one chosen and one rejected. The check
+        is a tensor, not an exception, to avoid a device synchronization.
 
     Raises:
         ValueError: If the number of rows is odd.
@@ -46,7 +46,7 @@ def sigmoid_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
 
     With e = 0 it is the Bradley-Terry likelihood: DPO, Rafailov et al. 2023, arXiv:2305.18290,
     equation 7. With e > 0 it is "conservative DPO" (Mitchell 2023), the cross-entropy against
-    labels that are wrong with probability e: least where `sigmoid(h) = 1 - e`, so that no margin
+    labels that are wrong with probability e: minimal at `sigmoid(h) = 1 - e`, so that no margin
     grows without bound. It is a biased estimate of the loss on clean labels; `robust_loss` is not.
 
     Args:
@@ -108,11 +108,11 @@ def ipo_loss(log_ratio_differences: Tensor, *, beta: float) -> Tensor:
 def log_odds(mean_logprobs: Tensor) -> Tensor:
     """`log(p / (1 - p))` of the geometric-mean probability of a sequence's tokens.
 
-    Source: ORPO, Hong et al. 2024, arXiv:2403.07691, section 4. A probability of 1 is taken as
-    one rounding below it, so that the odds stay finite.
+    Source: ORPO, Hong et al. 2024, arXiv:2403.07691, section 4. A probability of 1 is replaced by
+    the next smaller float, so that the odds are finite.
 
     Args:
-        mean_logprobs: `[B]`, at most 0, nats a token.
+        mean_logprobs: `[B]`, at most 0, nats per token.
 
     Returns:
         `[B]`, in nats.
@@ -141,7 +141,7 @@ def kto_loss(
     Returns:
         `[B]`, between 0 and the weight.
     """
-    # 1 - sigmoid(a) is sigmoid(-a), without the digits lost in the subtraction.
+    # 1 - sigmoid(a) is sigmoid(-a), without loss of precision in the subtraction.
     return torch.where(
         is_desirable,
         desirable_weight * torch.sigmoid(-advantages),
@@ -152,13 +152,13 @@ def kto_loss(
 def kto_baseline(log_ratios: Tensor, sample_mask: Tensor) -> Tensor:
     """KTO's `z0 = max(0, mean log-ratio)`, an estimate of `KL(policy || reference)`.
 
-    A quantity of the whole optimizer step, so it is computed before the step is split, and one
-    without gradient. The paper takes the log-ratios of completions moved to another prompt of the
-    batch (section 4.1); those of the batch itself are cheaper, and biased towards its completions.
+    Computed over the whole optimizer step before it is split, without gradient. The paper uses
+    log-ratios of completions with mismatched prompts (section 4.1); those of the batch itself are
+    cheaper, and biased towards its completions.
 
     Args:
         log_ratios: `[B]` `sum_t (log pi - log pi_ref)` of all sequences of the step, in nats.
-        sample_mask: `[B]`, any dtype; nonzero where the sequence counts.
+        sample_mask: `[B]`, any dtype; nonzero for valid sequences.
 
     Returns:
         `[B]`, the same nats on every row, detached: the column `kl_baseline`.

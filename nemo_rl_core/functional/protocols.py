@@ -1,4 +1,4 @@
-"""The seam between the algorithms, which own losses, and the backends, which run them."""
+"""The interface between algorithms, which define losses, and backends, which run them."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -22,13 +22,13 @@ class LossFunction(Protocol):
         Args:
             next_token_logprobs: `[B, T-1]` under the weights being trained, requiring gradients;
                 position t is the logprob of token t+1, in nats.
-            batch: `token_mask [B, T-1]`, `sample_mask [B]`, and what the loss reads besides.
+            batch: `token_mask [B, T-1]`, `sample_mask [B]`, and the columns that the loss reads.
             global_valid_seqs: 0-dim; sequences whose `sample_mask` is set in the whole optimizer
                 step, over all micro-batches and ranks.
             global_valid_tokens: 0-dim; tokens whose masks are both set in the whole step.
 
         Returns:
-            The 0-dim loss, and detached 0-dim metrics, both already divided by the global
-            numbers, so that summing over micro-batches gives the value of the step.
+            The 0-dim loss, and detached 0-dim metrics, both divided by the global counts, so that
+            the sum over micro-batches is the value of the step.
         """
         ...

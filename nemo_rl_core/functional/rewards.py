@@ -1,4 +1,4 @@
-"""Rewards before they become advantages: shaped by length, spread over tokens, summed up."""
+"""Reward shaping: length penalties, assignment to tokens, and returns."""
 
 import torch
 from torch import Tensor
@@ -9,23 +9,24 @@ from nemo_rl_core.functional.masked import zero_masked
 def overlong_penalty(
     lengths: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> Tensor:
-    """What a long completion loses: 0 up to the buffer, then linearly down to `-penalty`.
+    """The penalty of long completions: 0 up to the buffer, then linear down to `-penalty`.
 
     `-(length - (max_tokens - buffer_tokens)) / buffer_tokens * penalty`, bounded to
     `[-penalty, 0]`. Source: the soft overlong punishment of DAPO, Yu et al. 2025, arXiv:2503.14476,
     equation 13.
 
     Args:
-        lengths: `[B]` tokens of each rollout that use up `max_tokens`, an environment's too.
-        max_tokens: The longest that a completion can be.
+        lengths: `[B]` tokens of each rollout that count towards `max_tokens`, an environment's
+            included.
+        max_tokens: Maximum length of a completion.
         buffer_tokens: The length of the slope, at least 1 and at most `max_tokens`.
         penalty: The loss of reward at `max_tokens`.
 
     Returns:
-        `[B]` float32, between `-penalty` and 0; to be added to the rewards.
+        `[B]` float32, between `-penalty` and 0, to add to the rewards.
 
     Raises:
-        ValueError: If the buffer is longer than the longest completion.
+        ValueError: If the buffer is longer than `max_tokens`.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(
@@ -46,7 +47,7 @@ def outcome_rewards(scores: Tensor, mask: Tensor) -> Tensor:
     Returns:
         `[B, T-1]` in the dtype of `scores`.
     """
-    # Counted from the end, the last valid token is the first to make the count 1.
+    # Counted from the end, the count is 1 first at the last valid token.
     valid_from_here = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (valid_from_here == 1)
     return zero_masked(scores[:, None].expand(mask.shape), is_last)

@@ -1,4 +1,4 @@
-"""What a critic is trained on, and how well it predicts."""
+"""Losses of a critic, and its explained variance."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float
 ) -> Tensor:
-    """`0.5 * max((v - R)^2, (clip(v, v_old +- c) - R)^2)`, with the 1/2 that NeMo RL has, too.
+    """`0.5 * max((v - R)^2, (clip(v, v_old +- c) - R)^2)`, with the factor 1/2 of NeMo RL.
 
-    The larger of the two, so that a value which has already moved by c towards its return is left
-    alone until the next rollout. Source: the PPO implementations of OpenAI baselines; Huang et al.
-    2022, "The 37 implementation details of proximal policy optimization", detail 9.
+    The maximum stops the gradient of values that have moved by c towards their return, until the
+    next rollout. Source: the PPO implementations of OpenAI baselines; Huang et al. 2022, "The 37
+    implementation details of proximal policy optimization", detail 9.
 
     Args:
         values: v, any shape.
@@ -42,9 +42,9 @@ def value_loss(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def return_moments(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """The four moments a token that `explained_variance` is made of.
+    """The four moments per token for `explained_variance`.
 
-    Means of them add up over micro-batches; an explained variance would not.
+    Their means can be summed over micro-batches, unlike an explained variance.
 
     Args:
         values: v, any shape.
@@ -67,11 +67,11 @@ def explained_variance(moments: Mapping[str, float]) -> float:
     """`1 - Var(R - v) / Var(R)` over the tokens of a step.
 
     Args:
-        moments: Means of what `return_moments` names, over the whole step.
+        moments: Means of the results of `return_moments` over the whole step.
 
     Returns:
-        At most 1, which is a perfect critic; 0 is one that knows the mean return only; negative is
-        worse than that. NaN where all returns are equal, so that there is nothing to explain.
+        At most 1 (a perfect critic); 0 for a critic that predicts the mean return; negative if
+        worse. NaN if all returns are equal.
 
     Example:
         >>> # R = 1, 3 and v = 1, 2: R - v = 0, 1 with variance 1/4; R has variance 1

@@ -1,32 +1,32 @@
-"""The rules of small games, which rows are made of and environments play by; imports no torch."""
+"""Rules of small games, for data sets and environments; imports no torch."""
 
 from typing import Any, Protocol, Self
 
 
 class Position(Protocol):
-    """Where a game stands; a frozen record.
+    """The position of a game; a frozen record.
 
-    Moves are whole numbers, so that a model that knows digits alone can play.
+    Moves are integers, so that models with a digits-only vocabulary can play.
     """
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """The position that `state` described.
+        """Restores a position from `state`.
 
         Raises:
-            ValueError: If the values describe no position.
-            KeyError: If one is missing.
+            ValueError: If the values are no valid position.
+            KeyError: If a value is missing.
         """
         ...
 
     @property
     def state(self) -> dict[str, Any]:
-        """What describes it, for JSON."""
+        """The position as JSON values."""
         ...
 
     @property
     def text(self) -> str:
-        """What the player sees; written with the characters of `data.tokenizer`."""
+        """The text for the player, in the characters of `data.tokenizer`."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""A number to be guessed; all that the player learns is whether it is higher or lower."""
+"""The number-guessing game with answers "higher" or "lower"."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -6,15 +6,15 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class NumberGuess:
-    """A position; a move is a guess within the bounds that are known.
+    """A position; a move is a guess within the known bounds.
 
-    The secret is in no text. What the player has learnt is all in the bounds, so these are what
-    every turn says.
+    The secret is in no text. The bounds contain all that the player has learnt, so the text of
+    every turn is the bounds.
 
     Attributes:
-        secret: What is to be guessed.
-        low: The lowest number that it may be.
-        high: The highest.
+        secret: The number to guess.
+        low: The lowest possible number.
+        high: The highest possible number.
         is_won: Whether the last guess was right.
 
     Example:
@@ -30,7 +30,7 @@ class NumberGuess:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """The position that `state` described.
+        """Restores a position from `state`.
 
         Raises:
             ValueError: If the secret is outside the bounds.
@@ -43,7 +43,7 @@ class NumberGuess:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What describes it, for JSON; the secret included, so never a text for the policy."""
+        """The position as JSON values, secret included; not for the policy."""
         return {"secret": self.secret, "low": self.low, "high": self.high}
 
     @property
@@ -63,12 +63,12 @@ class NumberGuess:
 
 
 def best_guess(low: int, high: int) -> int:
-    """The middle, the lower one of two: no guess is better in the worst case."""
+    """The middle number, the lower of two, which is optimal in the worst case."""
     return (low + high) // 2
 
 
 def num_guesses(low: int, high: int) -> int:
-    """How many guesses suffice, whatever the secret.
+    """The number of guesses that suffice for any secret.
 
     Example:
         >>> [num_guesses(0, high) for high in (0, 1, 2, 3, 6, 7)]

@@ -1,8 +1,8 @@
-"""reasoning-gym, on machines without a C compiler too.
+"""Import of reasoning-gym without a C compiler.
 
 It imports pycosat, which has no wheel, for its zebra puzzles. The one function that it calls is
-made of python-sat here, which has wheels. All models of a formula are the same set with any solver,
-and a puzzle is taken only where there is one model, so that the puzzles are the same.
+implemented with python-sat, which has wheels. The models of a formula do not depend on the solver,
+and only puzzles with one model are used, so the puzzles are equal.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def load_reasoning_gym() -> Any:
-    """The package `reasoning_gym`, imported."""
+    """Imports and returns the package `reasoning_gym`."""
     if "pycosat" not in sys.modules and find_spec("pycosat") is None:
         solver: Any = ModuleType("pycosat")
         solver.itersolve = models_of
@@ -24,7 +24,7 @@ def load_reasoning_gym() -> Any:
 
 
 def models_of(clauses: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Every model of a formula in conjunctive normal form, as `pycosat.itersolve`.
+    """Yields every model of a formula in conjunctive normal form, as `pycosat.itersolve`.
 
     Args:
         clauses: Lists of variables from 1; a negated one is negative.

@@ -1,4 +1,4 @@
-"""Tiles in a grid with one gap: a tile beside the gap slides into it, until all are in order."""
+"""The sliding puzzle: tiles next to the gap slide into it until all are in order."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ class SlidingPuzzle:
 
     @classmethod
     def solved(cls, num_rows: int, num_columns: int) -> Self:
-        """Tiles in order, the gap last."""
+        """The position with tiles in order and the gap last."""
         return cls((*range(1, num_rows * num_columns), 0), num_columns)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """The position that `state` described.
+        """Restores a position from `state`.
 
         Raises:
-            ValueError: If the tiles are no puzzle.
+            ValueError: If the tiles are not a valid puzzle.
             KeyError: If a value is missing.
         """
         tiles, num_columns = tuple(state["tiles"]), int(state["num_columns"])
@@ -45,7 +45,7 @@ class SlidingPuzzle:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What describes it, for JSON."""
+        """The position as JSON values."""
         return {"tiles": list(self.tiles), "num_columns": self.num_columns}
 
     @property
@@ -56,11 +56,11 @@ class SlidingPuzzle:
 
     @property
     def is_won(self) -> bool:
-        """Whether all tiles are in order, the gap last."""
+        """Whether all tiles are in order and the gap is last."""
         return self.tiles == (*range(1, len(self.tiles)), 0)
 
     def moves(self) -> tuple[int, ...]:
-        """The tiles beside the gap, from the lowest number up."""
+        """The tiles next to the gap, in ascending order."""
         row, column = divmod(self.tiles.index(0), self.num_columns)
         beside = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
         num_rows = len(self.tiles) // self.num_columns
@@ -68,7 +68,7 @@ class SlidingPuzzle:
         return tuple(sorted(self.tiles[r * self.num_columns + c] for r, c in inside))
 
     def after(self, move: int) -> Self | None:
-        """The position after the tile `move` has slid, or None if it is not beside the gap."""
+        """The position after sliding the tile `move`, or None if it is not next to the gap."""
         if move not in self.moves():
             return None
         swapped = {0: move, move: 0}
@@ -76,9 +76,9 @@ class SlidingPuzzle:
 
 
 def distances(num_rows: int, num_columns: int, *, max_moves: int) -> dict[SlidingPuzzle, int]:
-    """Every position within `max_moves` of the solved one, with the fewest moves that solve it.
+    """Every position within `max_moves` of the solved one, with its minimum number of moves.
 
-    In an order that depends on the arguments alone: nearest first (breadth-first search).
+    The order depends on the arguments alone: nearest first (breadth-first search).
 
     Example:
         >>> [len(distances(2, 2, max_moves=most)) for most in (0, 1, 2, 6)]
@@ -99,11 +99,11 @@ def distances(num_rows: int, num_columns: int, *, max_moves: int) -> dict[Slidin
 
 
 def best_move(position: SlidingPuzzle, known: dict[SlidingPuzzle, int]) -> int:
-    """The lowest tile that brings an unsolved position nearer to the solved one.
+    """Returns the lowest tile that brings an unsolved position closer to the solved one.
 
     Args:
-        position: One of `known`, not solved.
-        known: What `distances` returns.
+        position: An unsolved position of `known`.
+        known: Returned by `distances`.
     """
     nearer = known[position] - 1
     return next(

@@ -1,7 +1,7 @@
 """`nemo-rl`: the command line for models, evaluations, data, runs, the store and the machine.
 
-A subcommand is one file here that holds a click command of its name. Its module is imported only
-when it is called, so that `nemo-rl --help` is quick and one broken library stops one command.
+Each subcommand is one module of this package with a click command of its name. Modules are imported
+only when called, so that `nemo-rl --help` is fast and a broken library affects one command only.
 """
 
 import importlib
@@ -12,20 +12,20 @@ import click
 
 COMMANDS = {
     "card": ("tasks.cli.card:card", "Write the model card of a checkpoint."),
-    "chat": ("tasks.cli.chat:chat", "Ask an exported model."),
+    "chat": ("tasks.cli.chat:chat", "Chat with an exported model."),
     "check-model": ("tasks.cli.check_model:check_model", "Check a model in the rollout engine."),
-    "convert": ("tasks.cli.convert:convert", "Convert a model into another form."),
-    "doctor": ("tasks.cli.doctor:doctor", "Check this machine, and say what to do."),
-    "eval": ("tasks.cli.eval:evaluate", "Read an evaluation, or compare two."),
-    "gc": ("tasks.cli.gc:gc", "Free disk: remove what no kept run needs."),
-    "lineage": ("tasks.cli.lineage:lineage", "Show what an artifact was made from."),
-    "preview": ("tasks.cli.preview:preview", "Show what is trained on in a row of data."),
+    "convert": ("tasks.cli.convert:convert", "Convert a model into another format."),
+    "doctor": ("tasks.cli.doctor:doctor", "Check this machine, and suggest fixes."),
+    "eval": ("tasks.cli.eval:evaluate", "Show an evaluation, or compare two."),
+    "gc": ("tasks.cli.gc:gc", "Free disk: remove artifacts that no kept run needs."),
+    "lineage": ("tasks.cli.lineage:lineage", "Show the ancestry of an artifact."),
+    "preview": ("tasks.cli.preview:preview", "Show the trained tokens of a row of data."),
     "reproduce": ("tasks.cli.reproduce:reproduce", "Run an earlier execution again, and compare."),
-    "rollouts": ("tasks.cli.rollouts:rollouts", "Read the recorded rollouts of a training."),
+    "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),
     "runs": ("tasks.cli.runs:runs", "List executions, and show one."),
     "ui": ("tasks.cli.ui:ui", "Serve the page of the runs on this machine."),
     "usage": ("tasks.cli.usage:usage", "Account for the store's disk, to the block."),
-    "verify": ("tasks.cli.verify:verify", "Hash artifacts again, and find what is damaged."),
+    "verify": ("tasks.cli.verify:verify", "Hash artifacts again, and find damaged ones."),
 }
 """Name to `module:attribute` and the line that `--help` shows."""
 
@@ -36,14 +36,14 @@ class ExplainedError(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Writes the error behind the name of the program."""
+        """Writes the error after the name of the program."""
         click.echo(f"nemo-rl: {self.message}", file=file, err=file is None)
 
 
 class LazyGroup(click.Group):
     """A click group whose commands are imported when they are called.
 
-    An error of a command that the user can mend ends the program as `ExplainedError` does.
+    Errors that the user can fix end the program as `ExplainedError`.
 
     Args:
         table: Name to `module:attribute` and one line of help.
@@ -54,11 +54,11 @@ class LazyGroup(click.Group):
         self._table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the alphabet."""
+        """The names, in alphabetical order."""
         return sorted(self._table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the one command that was asked for."""
+        """Imports and returns one command."""
         if cmd_name not in self._table:
             return None
         module, _, attribute = self._table[cmd_name][0].partition(":")
@@ -83,7 +83,7 @@ class LazyGroup(click.Group):
 group = LazyGroup(
     "nemo-rl",
     COMMANDS,
-    "Use models and evaluations; see what is in the store, what ran, and what this machine can do.",
+    "Commands for models, evaluations, data, runs, the store and this machine.",
 )
 
 

@@ -13,13 +13,15 @@ from nemo_rl_core.store.store import Store
 @click.command()
 @click.argument("checkpoint")
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
-@click.option("--name", default="", help="The headline.")
-@click.option("--output", type=click.Path(path_type=Path), help="A file; by default the terminal.")
+@click.option("--name", default="", help="The title.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Output file; the terminal by default."
+)
 def card(checkpoint: str, store: Path | None, name: str, output: Path | None) -> None:
     """Writes the card (README.md in the hub's format) of CHECKPOINT.
 
-    CHECKPOINT is named as in `nemo-rl lineage`. An exported model has its card in its folder
-    already; this one also tells of evaluations that came later.
+    CHECKPOINT is given as in `nemo-rl lineage`. Exported models have a card in their folder; this
+    one also includes later evaluations.
     """
     with History(Store(store) if store else Store.default()) as history:
         artifact = history.find_artifact(checkpoint)
@@ -38,7 +40,7 @@ def card(checkpoint: str, store: Path | None, name: str, output: Path | None) ->
 
 
 def _trained(history: History, artifact: ArtifactRow) -> ArtifactRow:
-    """The checkpoint that an exported model is a copy of; else the artifact itself."""
+    """The checkpoint of which an exported model is a copy; else the artifact itself."""
     graph = history.ancestry(artifact.id)
     weights = artifact.manifest.get("weights_hash")
     for each in graph.artifacts:
@@ -51,7 +53,7 @@ def _trained(history: History, artifact: ArtifactRow) -> ArtifactRow:
 def _evaluations(
     history: History, trained: ArtifactRow, artifact: ArtifactRow
 ) -> list[CardEvaluation]:
-    """Those that are behind it, and those that measured it later."""
+    """The evaluations in its ancestry, and later ones of it."""
     folders = {Path(artifact.path)}
     for each in history.descendants(trained.id).artifacts:
         row = each.artifact

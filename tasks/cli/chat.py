@@ -1,4 +1,4 @@
-"""`nemo-rl chat`: ask an exported model."""
+"""`nemo-rl chat`: chat with an exported model."""
 
 import sys
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from nemo_rl_core.errors import DataError, ModelError
 @click.argument("model_folder", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,
-              help="Where an answer is cut.")  # fmt: skip
+              help="Most tokens of an answer.")  # fmt: skip
 def chat(model_folder: Path, prompt: str | None, max_new_tokens: int) -> None:
-    """Ask an exported model; without PROMPT, one question a line until end of file.
+    """Chat with an exported model; without PROMPT, reads one prompt per line until end of file.
 
-    Each prompt is answered on its own, greedily. Earlier turns are not shown to the model.
+    Each prompt is completed alone and greedily, without earlier turns.
     """
     from nemo_rl_core.evals.chat import Chat
 
@@ -27,7 +27,7 @@ def chat(model_folder: Path, prompt: str | None, max_new_tokens: int) -> None:
             _write(model.answer(prompt) + "\n")
         else:
             _converse(model.answer)
-    except KeyboardInterrupt:  # an ordinary way to end a conversation
+    except KeyboardInterrupt:  # a normal end of a conversation
         _write("\n")
 
 
@@ -49,4 +49,4 @@ def _reply(answer: Callable[[str], str], prompt: str) -> str:
 
 
 def _write(text: str) -> None:
-    click.echo(text, nl=False, color=True)  # as the model wrote it, in a pipe too
+    click.echo(text, nl=False, color=True)  # unchanged, in a pipe too

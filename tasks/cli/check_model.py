@@ -1,4 +1,4 @@
-"""`nemo-rl check-model`: does the rollout engine compute a model as the trainer does?"""
+"""`nemo-rl check-model`: compare the rollout engine's logprobs with the trainer's."""
 
 import click
 from rich.console import Console
@@ -7,7 +7,7 @@ from rich.table import Table
 from nemo_rl_core.errors import NemoRLError
 
 NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
-"""Of the checks in `nemo_rl_core.models.validation.checks`, whose import takes torch."""
+"""Names of `nemo_rl_core.models.validation.checks`, whose import needs torch."""
 
 
 @click.command("check-model")
@@ -16,7 +16,8 @@ NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
 def check_model(model: str, only: str | None) -> None:
     """Check that the rollout engine computes a model as the trainer does.
 
-    MODEL is a folder in the transformers layout, or a hub name. Ends with 1 when a check fails.
+    MODEL is a folder in the transformers layout, or a hub name. The exit code is 1 if a check
+    fails.
     """
     from nemo_rl_core.models.validation.checks import CHECKS
     from nemo_rl_core.models.validation.diagnostics import model_folder

@@ -1,4 +1,4 @@
-"""`nemo-rl convert`: a model from one form into another."""
+"""`nemo-rl convert`: convert a model into another format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nemo_rl_core.errors import ConfigError, NemoRLError
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The arguments of one call; the options of the command explain them."""
+    """The arguments of one call, as documented by the command's options."""
 
     kind: str
     source: Path
@@ -29,7 +29,7 @@ class Conversion:
 
     @property
     def max_shard_bytes(self) -> int:
-        """The longest file of weights."""
+        """The largest size of a file of weights."""
         return self.max_shard_mib * 2**20
 
 
@@ -55,7 +55,7 @@ def _megatron_to_hf(conversion: Conversion) -> str:
 
 
 def _proven(conversion: Conversion, model_folder: Path) -> str:
-    """Proves the conversion; returns the figures, or discards the target where it fails."""
+    """Proves the conversion and returns a summary; removes the target on failure."""
     from nemo_rl_core.converters.proof import prove
     from nemo_rl_core.converters.rows import token_rows
     from nemo_rl_core.store.files import discard
@@ -128,7 +128,7 @@ def _model(conversion: Conversion) -> Path:
             f"{conversion.kind} needs a second folder",
             expected="--model FOLDER",
             got="none",
-            fix="name the base of the adapter, or the config and tokenizer of the model",
+            fix="pass the base of the adapter, or the folder of the model's config and tokenizer",
         )
     require_folder(conversion.model, "config.json")
     return conversion.model
@@ -150,27 +150,29 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path),
               help="dcp-to-hf: the folder of config and tokenizer; lora: the base.")  # fmt: skip
-@click.option("--prefix", help="dcp-to-hf: before transformers' names; else it is found.")
+@click.option("--prefix", help="dcp-to-hf: prefix of transformers' names; detected by default.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
-              show_default=True, help="hf-to-megatron, vllm: of the weights.")  # fmt: skip
+              show_default=True, help="hf-to-megatron, vllm: dtype of the weights.")  # fmt: skip
 @click.option("--tensor-parallel-size", type=_AT_LEAST_1, default=1, show_default=True,
               help="Of the Megatron processes.")  # fmt: skip
 @click.option("--pipeline-parallel-size", type=_AT_LEAST_1, default=1, show_default=True,
               help="Of the Megatron processes.")  # fmt: skip
 @click.option("--max-shard-mib", type=_AT_LEAST_1, default=4096, show_default=True,
-              help="The longest file of weights; all but hf-to-megatron.")  # fmt: skip
-@click.option("--data", default="arithmetic", show_default=True, help="Whose rows the proof reads.")
-@click.option("--num-rows", type=_AT_LEAST_1, default=8, show_default=True, help="Of the proof.")
+              help="Largest file of weights; not for hf-to-megatron.")  # fmt: skip
+@click.option("--data", default="arithmetic", show_default=True, help="Data for the proof.")
+@click.option(
+    "--num-rows", type=_AT_LEAST_1, default=8, show_default=True, help="Rows of the proof."
+)
 @click.option("--tolerance", type=float, default=1e-4, show_default=True,
-              help="The proof's, of logprobs, in nats.")  # fmt: skip
+              help="Largest difference of logprobs in the proof, in nats.")  # fmt: skip
 def convert(**given: Any) -> None:
     """Convert the model in SOURCE into TARGET, a folder that does not exist yet.
 
     KIND is hf-to-megatron, megatron-to-hf, dcp-to-hf (a PyTorch distributed checkpoint), lora (an
     adapter, merged into its base) or vllm (whole weights of one type, in safetensors).
 
-    Between transformers and Megatron with a proof: equal tensors, and equal logprobs within the
-    tolerance. A target that fails its proof is removed.
+    Conversions between transformers and Megatron are proven: equal tensors, and equal logprobs
+    within the tolerance. A target that fails its proof is removed.
     """
     conversion = Conversion(**given)
     result = _KINDS[conversion.kind](conversion)

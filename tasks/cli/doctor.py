@@ -13,13 +13,13 @@ _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="Leave out what takes seconds: imports, the sandbox.")
+@click.option("--quick", is_flag=True, help="Skip slow checks: imports, the sandbox.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(*, quick: bool, as_json: bool) -> None:
-    """Check this machine, and say what to do.
+    """Check this machine, and suggest fixes.
 
-    Ends with 1 when something fails: then runs cannot work here. A warning means that some recipes
-    cannot, or that something is lost.
+    The exit code is 1 if a check fails, which means that runs cannot work on this machine. A
+    warning means that some recipes cannot run, or that a feature is missing.
     """
     answers = []
     for answer in diagnose(Store.default(), quick=quick):

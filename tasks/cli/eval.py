@@ -1,4 +1,4 @@
-"""`nemo-rl eval`: read an evaluation, or what changed between two."""
+"""`nemo-rl eval`: show an evaluation, or the changes between two."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ import click
 def evaluate(
     evaluation: Path, after: Path | None, number: int, only: str | None, mode: str
 ) -> None:
-    """Print completions of an evaluation, or what changed between two.
+    """Print completions of an evaluation, or the changes between two.
 
-    EVALUATION is the folder of an evaluation, or its rows.parquet. With AFTER, a later one, the
-    two are compared on their prompts: printed are those that only one of them answers right.
+    EVALUATION is the folder of an evaluation, or its rows.parquet. With AFTER, a later evaluation,
+    the command prints the prompts that are correct in only one of the two.
     """
     from nemo_rl_core.evals.listing import change_lines, completion_lines, read_evaluation
 

@@ -17,23 +17,23 @@ from tasks.cli.units import Age, Size, show_bytes
 
 
 @click.command()
-@click.option("--keep-runs", type=click.IntRange(min=0), help="Keep the newest so many runs.")
-@click.option("--older-than", type=Age(), help="Only runs that began longer ago may go, as 30d.")
-@click.option("--max-size", type=Size(), help="Then drop the oldest runs until the store fits.")
+@click.option("--keep-runs", type=click.IntRange(min=0), help="Keep this many of the newest runs.")
+@click.option("--older-than", type=Age(), help="Remove only runs older than this, such as 30d.")
+@click.option("--max-size", type=Size(), help="Then remove the oldest runs until the store fits.")
 @click.option("--work-older-than", type=Age(), default="14d", show_default=True,
-              help="Drop what a killed run has left, once it is that old.")  # fmt: skip
-@click.option("--pin", metavar="RUN", multiple=True, help="Keep this run whatever its age.")
-@click.option("--unpin", metavar="RUN", multiple=True, help="Take a pin away.")
-@click.option("--dry-run", "-n", is_flag=True, help="Show what would go; remove nothing.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+              help="Remove leftovers of killed runs older than this.")  # fmt: skip
+@click.option("--pin", metavar="RUN", multiple=True, help="Keep this run at any age.")
+@click.option("--unpin", metavar="RUN", multiple=True, help="Remove a pin.")
+@click.option("--dry-run", "-n", is_flag=True, help="Show the plan; remove nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def gc(*, pin: tuple[str, ...], unpin: tuple[str, ...], **options: Any) -> None:
-    """Free disk: remove what no kept run needs.
+    """Free disk: remove artifacts that no kept run needs.
 
-    Without options, what goes belongs to no run: artifacts of runs whose folders are gone, and what
-    killed runs have left. With --keep-runs and --older-than, runs beyond that number AND older
-    than that go, too; never those that are pinned or that run now. An artifact stays as long as a
-    kept run made or used it, or something that was made from it.
+    Without options, removes artifacts of runs without folders, and leftovers of killed runs. With
+    --keep-runs and --older-than, also removes runs beyond that number AND older than that age,
+    except pinned and running ones. An artifact is kept while a kept run made or used it or one of
+    its descendants.
 
     Records of removed runs stay in the history; models/ is never touched.
     """
@@ -68,7 +68,7 @@ def _collect(
         click.echo(json.dumps({}) if as_json else f"there is no store at {store.root}")
         return
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise click.UsageError("this is no terminal to ask on: say --yes, or --dry-run")
+        raise click.UsageError("no terminal for a confirmation: pass --yes or --dry-run")
     plan = make_plan(store, policy)
     in_use: tuple[str, ...] = ()
     if not as_json:
@@ -90,17 +90,17 @@ def _collect(
     elif removes:
         click.echo(f"freed {show_bytes(plan.freed_bytes)}; {show_bytes(left)} left")
         for name in in_use:
-            click.echo(f"stays, since a run has begun to use it: {name}")
+            click.echo(f"kept, since a run has started to use it: {name}")
     if too_big:
-        click.echo(f"the store still takes {show_bytes(left)}: what is left is pinned, in use, "
-                   "of runs that go on, or models/", err=True)  # fmt: skip
+        click.echo(f"the store still takes {show_bytes(left)}: the rest is pinned, in use, "
+                   "of unfinished runs, or models/", err=True)  # fmt: skip
         raise SystemExit(1)
 
 
 def _show(store: Store, plan: Plan) -> None:
     if plan.problem:
         click.echo(f"all runs and artifacts stay: {plan.problem}", err=True)
-        click.echo("  fix: `nemo-rl verify` says what is wrong with the store", err=True)
+        click.echo("  fix: `nemo-rl verify` finds what is wrong with the store", err=True)
     paths: dict[str, list[Path]] = {
         "run": [store.runs / name for name in plan.runs],
         "artifact": [store.artifacts / name for name in plan.artifacts],

@@ -32,15 +32,14 @@ _STATES = {"found": "", "missing": "  (not here)", "changed": "  (CHANGED ON DIS
     metavar="FILE|URL",
     help="Write OpenLineage events to a file as JSON lines, or post them to an endpoint.",
 )
-@click.option("--configs", is_flag=True, help="Show every config difference, not the first few.")
+@click.option("--configs", is_flag=True, help="Show all config differences.")
 def lineage(
     checkpoint: str, store: Path | None, as_json: bool, openlineage: str | None, configs: bool
 ) -> None:
-    """Shows what CHECKPOINT was made from: data, code, config and parents.
+    """Shows the ancestry of CHECKPOINT: data, code, config and parents.
 
-    CHECKPOINT is an artifact's id, the beginning of it or of its content hash, or a path in its
-    folder, such as that of an exported model. A folder that was made elsewhere, and downloaded,
-    tells its ancestry by itself.
+    CHECKPOINT is an artifact's id, a prefix of it or of its content hash, or a path in its folder,
+    such as an exported model. The folder of a downloaded artifact contains its ancestry.
     """
     graph = _graph(checkpoint, Store(store) if store else Store.default())
     if openlineage:
@@ -67,7 +66,7 @@ def _graph(checkpoint: str, store: Store) -> AncestryGraph:
 
 
 def _tree(graph: AncestryGraph, *, limit: int | None) -> Tree:
-    """Every artifact once with all that is known; where it comes up again, its name alone."""
+    """Every artifact once with its details; repeated artifacts by name only."""
     known = {each.id: each for each in graph.artifacts}
     shown: set[str] = set()
 
@@ -97,7 +96,7 @@ def _tree(graph: AncestryGraph, *, limit: int | None) -> Tree:
 def _parents(
     graph: AncestryGraph, artifact: str, known: dict[str, GraphArtifact]
 ) -> list[Parentage]:
-    """One line a parent, whatever it was read as; what only evaluated the model comes last."""
+    """One line per parent for all its roles; evaluation inputs come last."""
     roles: dict[str, list[str]] = {}
     for link in graph.parentage:
         if link.child == artifact:
@@ -146,7 +145,7 @@ def _cost(manifest: dict[str, Any]) -> str:
 def _changes(
     parent: GraphArtifact, child: GraphArtifact, role: str, limit: int | None
 ) -> list[Text]:
-    """In which settings a checkpoint differs from the one that it was trained from."""
+    """The settings in which a checkpoint differs from its parent."""
     if parent.artifact is None or child.artifact is None or role == "reference":
         return []
     if (parent.artifact.kind, child.artifact.kind) != ("checkpoint", "checkpoint"):

@@ -1,4 +1,4 @@
-"""`nemo-rl preview`: a row of data, and what is trained on in it."""
+"""`nemo-rl preview`: a row of data with its trained tokens marked."""
 
 import sys
 from pathlib import Path
@@ -17,10 +17,10 @@ from nemo_rl_core.config.data import MaskKind, RowPolicy
 @click.option("--mask", type=click.Choice(get_args(MaskKind)), default="all_assistant_turns",
               show_default=True, help="Which turns are trained on.")  # fmt: skip
 def preview(data: str, model: Path, row: int, mask: MaskKind) -> None:
-    """Show what is trained on in one row.
+    """Show the trained tokens of one row.
 
-    DATA is a file, a folder, a hub name, reasoning_gym:TASK or arithmetic. Tokens that are trained
-    on stand between ⟦ and ⟧, and ⏹ follows each end-of-sequence token.
+    DATA is a file, a folder, a hub name, reasoning_gym:TASK or arithmetic. Trained tokens are
+    between ⟦ and ⟧, and ⏹ follows each end-of-sequence token.
     """
     from nemo_rl_core.data.pretrained import load_tokenizer
     from nemo_rl_core.data.preview import LEGEND, read_row
@@ -28,4 +28,4 @@ def preview(data: str, model: Path, row: int, mask: MaskKind) -> None:
 
     chosen = read_row(data, row, RowPolicy(mask=mask))
     shown = as_text(chosen, load_tokenizer(model), colour=sys.stdout.isatty())
-    click.echo(f"{shown}\n\n{LEGEND}", color=True)  # the row as it is, in a pipe too
+    click.echo(f"{shown}\n\n{LEGEND}", color=True)  # unchanged, in a pipe too

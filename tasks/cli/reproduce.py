@@ -1,4 +1,4 @@
-"""`nemo-rl reproduce`: a checkpoint made again from its record, and compared to the bit."""
+"""`nemo-rl reproduce`: reproduce a checkpoint from its record, and compare the bits."""
 
 import shutil
 import sys
@@ -16,14 +16,14 @@ from nemo_rl_core.store.store import Store
 from tasks.cli.reproduction import (
     BITS_FOLLOW_THE_MACHINE,
     ROOT,
-    Doubts,
-    OutputPlace,
-    artifact_at,
+    Differences,
+    OutputRef,
     checkout,
-    doubts_about,
-    maker_of,
-    place_of,
+    differences_from,
+    output_artifact,
+    output_of,
     run_again,
+    run_of,
 )
 
 _MAX_TENSORS = 10
@@ -31,24 +31,30 @@ _MAX_TENSORS = 10
 
 @click.command()
 @click.argument("checkpoint")
-@click.option("--store", type=click.Path(path_type=Path), help="Where; by default a new folder.")
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="Store of the second run; a new folder by default.",
+)
 @click.option("--checkout", "at_commit", is_flag=True, help="In a git worktree of its commit.")
-@click.option("--anyway", is_flag=True, help="Also where the source or packages differ.")
-@click.option("--keep", is_flag=True, help="Keep the new store; one that differs is always kept.")
+@click.option("--anyway", is_flag=True, help="Run even if the source or packages differ.")
+@click.option(
+    "--keep", is_flag=True, help="Keep the new store; it is always kept if the results differ."
+)
 def reproduce(
     checkpoint: str, store: Path | None, at_commit: bool, anyway: bool, keep: bool
 ) -> None:
-    """Runs again what made CHECKPOINT, and says whether the same came of it, to the bit.
+    """Runs the workflow of CHECKPOINT again, and checks that the result is bit-identical.
 
-    The whole workflow runs, with its recorded inputs, in a store of its own, where nothing is
-    cached. CHECKPOINT is named as in `nemo-rl lineage`. Exit code 0: equal; 1: not; 2: refused.
+    The whole workflow runs, with its recorded inputs, in a separate store without cached results.
+    CHECKPOINT is given as in `nemo-rl lineage`. Exit code 0: equal; 1: not; 2: refused.
     """
     with History(Store.default()) as history:
         artifact = history.find_artifact(checkpoint)
-        execution = maker_of(history, artifact)
-        place = place_of(history, artifact)
-    doubts = doubts_about(execution, checked_out=at_commit)
-    _refuse_or_remark(doubts, anyway=anyway)
+        execution = run_of(history, artifact)
+        output = output_of(history, artifact)
+    differences = differences_from(execution, checked_out=at_commit)
+    _refuse_or_warn(differences, anyway=anyway)
     folder = store or Path(tempfile.mkdtemp(prefix="nemo-rl-reproduce-"))
     target = Store(folder)
     _refuse_used(target)
@@ -59,55 +65,55 @@ def reproduce(
             apart = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemo-rl-source-"))
             source = stack.enter_context(checkout(execution.git_commit, Path(apart)))
         code = run_again(execution, target, source=source)
-    again = _made_again(target, place, code)
+    again = _reproduced_artifact(target, output, code)
     result = compare_artifacts(Path(artifact.path), Path(again.path))
-    _tell(artifact, again, result, execution)
+    _report(artifact, again, result, execution)
     if not result.to_the_bit:
-        click.echo(f"  why: {_why(doubts)}")
+        click.echo(f"  why: {_why(differences)}")
     if result.to_the_bit and store is None and not keep:
         shutil.rmtree(folder)
     sys.exit(0 if result.to_the_bit else 1)
 
 
-def _refuse_or_remark(doubts: Doubts, *, anyway: bool) -> None:
-    explained = [BITS_FOLLOW_THE_MACHINE] if doubts.bits else []
-    for line in (*doubts.serious, *doubts.remarks, *doubts.bits, *explained):
+def _refuse_or_warn(differences: Differences, *, anyway: bool) -> None:
+    explained = [BITS_FOLLOW_THE_MACHINE] if differences.bits else []
+    for line in (*differences.serious, *differences.warnings, *differences.bits, *explained):
         click.echo(f"note: {line}", err=True)
-    if doubts.serious and not anyway:
+    if differences.serious and not anyway:
         raise StoreError(
-            "what ran then is not what would run now",
+            "the recorded source or packages differ from the current ones",
             expected="the same source and packages",
-            got="; ".join(doubts.serious),
-            fix="--checkout runs the commit of then; --anyway runs what is here and compares",
+            got="; ".join(differences.serious),
+            fix="--checkout runs the recorded commit; --anyway runs the current source",
         )
 
 
-def _why(doubts: Doubts) -> str:
-    found = [*doubts.serious, *doubts.bits]
-    if doubts.bits:
+def _why(differences: Differences) -> str:
+    found = [*differences.serious, *differences.bits]
+    if differences.bits:
         found.append(BITS_FOLLOW_THE_MACHINE)
-    return "; ".join(found) or "not known: source, packages and machine are those of the run"
+    return "; ".join(found) or "unknown: source, packages and machine are equal to the run's"
 
 
 def _refuse_used(target: Store) -> None:
     if target.root.exists() and any(target.root.iterdir()):
         raise StoreError(
-            f"{target.root} is not empty, so that its artifacts would be taken from the cache",
-            fix="name an empty folder in --store, or none",
+            f"{target.root} is not empty, so its artifacts would be cache hits",
+            fix="pass an empty folder as --store, or omit it",
         )
 
 
-def _made_again(target: Store, place: OutputPlace, code: int) -> ArtifactRow:
+def _reproduced_artifact(target: Store, output: OutputRef, code: int) -> ArtifactRow:
     with History(target) as history:
         runs = history.executions().items
         if not runs:
             raise StoreError(
                 "the second run did not begin", got=f"exit code {code}", fix="see above"
             )
-        return artifact_at(history, runs[0].id, place)
+        return output_artifact(history, runs[0].id, output)
 
 
-def _tell(
+def _report(
     artifact: ArtifactRow, again: ArtifactRow, result: Equality, execution: Execution
 ) -> None:
     if result.to_the_bit:
@@ -116,7 +122,7 @@ def _tell(
         return
     click.echo(f"DIFFERENT: {artifact.path} and {again.path}")
     if artifact.content_hash == again.content_hash:
-        click.echo("  both were made the same; the files of one have changed since: nemo-rl verify")
+        click.echo("  both were equal when created; one has changed on disk since: nemo-rl verify")
     else:
         click.echo(f"  content {artifact.content_hash[:16]} and {again.content_hash[:16]}")
     if result.weights:

@@ -1,4 +1,4 @@
-"""A recorded run once more, in a store of its own, and the artifact that comes of it."""
+"""Repetition of a recorded run in a separate store, and its artifact."""
 
 import json
 import os
@@ -23,17 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BITS_FOLLOW_THE_MACHINE = (
     "bits are the same on machines of one kind: libraries choose kernels by the instruction set "
-    "and divide sums among threads, the last bits of a sum follow, and training makes the "
-    "difference large; compare figures over several seeds instead"
+    "and split sums among threads, which changes the last bits of sums, and training amplifies "
+    "the difference; compare metrics over several seeds instead"
 )
 
 
 @dataclass(frozen=True)
-class OutputPlace:
-    """Which output of which node an artifact is: the same in every run of a workflow.
+class OutputRef:
+    """The node output that an artifact is, equal in every run of a workflow.
 
     Attributes:
-        number: Which of several nodes of that name, 0-based.
+        number: Index among several nodes of that name, 0-based.
     """
 
     task: str
@@ -43,70 +43,70 @@ class OutputPlace:
 
 
 @dataclass(frozen=True)
-class Doubts:
-    """Why a second run may not give the same.
+class Differences:
+    """Reasons why a second run may differ.
 
     Attributes:
         serious: Differences of code or packages.
-        remarks: What should not matter, and may.
-        bits: Differences of the machine by which the last bits of a sum are others.
+        warnings: Differences that should not matter, but may.
+        bits: Differences of the machine that change the last bits of sums.
     """
 
     serious: tuple[str, ...]
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
     bits: tuple[str, ...]
 
 
-def maker_of(history: History, artifact: ArtifactRow) -> Execution:
-    """The run that made an artifact.
+def run_of(history: History, artifact: ArtifactRow) -> Execution:
+    """Returns the run that made an artifact.
 
     Raises:
-        StoreError: If that is not recorded.
+        StoreError: If the run is not recorded.
     """
     execution = history.maker(artifact)
     if execution is None:
         raise StoreError(
-            f"no record says which run made {artifact.id}",
+            f"the run that made {artifact.id} is not recorded",
             expected="an artifact that a recorded run made",
-            got="one that is older than the store's record, or came from elsewhere",
-            fix="run its workflow again, and reproduce what that makes",
+            got="one older than the store's record, or from another store",
+            fix="run its workflow again, and reproduce the new artifact",
         )
     return execution
 
 
-def doubts_about(execution: Execution, *, checked_out: bool = False) -> Doubts:
-    """Holds this machine and this source against those of the run.
+def differences_from(execution: Execution, *, checked_out: bool = False) -> Differences:
+    """Compares this machine and source with those of the run.
 
     Args:
-        execution: The run to be done again.
-        checked_out: It will run in a checkout of its commit, so that the source here is no matter.
+        execution: The run to repeat.
+        checked_out: Whether it will run in a checkout of its commit; ignores the current source.
     """
-    serious, remarks = [], []
-    here = package_versions()
-    for name in sorted({*here, *execution.packages}):
-        then, now = execution.packages.get(name, "none"), here.get(name, "none")
+    serious, warnings = [], []
+    current = package_versions()
+    for name in sorted({*current, *execution.packages}):
+        then, now = execution.packages.get(name, "none"), current.get(name, "none")
         if then != now:
             serious.append(f"{name} was {then} and is {now}")
     commit, dirty = git_state(ROOT)
     if checked_out:
         if execution.git_dirty:
-            serious.append("the run's source had changes that no commit holds")
+            serious.append("the run's source had uncommitted changes")
     elif source_digest(execution.workflow.rpartition(".")[0]) != execution.source_digest:
-        serious.append("the source of the workflow is another")
+        serious.append("the source of the workflow differs")
     if not checked_out and commit != execution.git_commit:
-        remarks.append(f"the commit was {execution.git_commit} and is {commit}")
+        warnings.append(f"the commit was {execution.git_commit} and is {commit}")
     if not checked_out and dirty:
-        remarks.append("the working tree has uncommitted changes")
+        warnings.append("the working tree has uncommitted changes")
     bits = tuple(_of_machine(execution.machine, Machine.current()))
-    return Doubts(tuple(serious), tuple(remarks), bits)
+    return Differences(tuple(serious), tuple(warnings), bits)
 
 
-def _of_machine(then: dict[str, Any], here: Machine) -> Iterator[str]:
-    """What of a machine decides in which order numbers are added, where it is another."""
-    now = here.model_dump()
+def _of_machine(then: dict[str, Any], current: Machine) -> Iterator[str]:
+    """Yields differences of the machine that affect the order of floating-point sums."""
+    now = current.model_dump()
     texts = {
         "cpu_model": "the processor was {0} and is {1}",
-        "instruction_set": "its vector extensions differ (then alone {0}, now alone {1})",
+        "instruction_set": "its vector extensions differ (only then {0}, only now {1})",
         "threads": "libraries took {0} threads and take {1}",
         "cores": "it had {0} cores and has {1}",
     }
@@ -128,7 +128,7 @@ def checkout(commit: str | None, folder: Path) -> Iterator[Path]:
     """A git worktree of this repository at a commit, removed at the end.
 
     Raises:
-        StoreError: If there is no such commit here.
+        StoreError: If the repository has no such commit.
     """
     target = folder / "source"
     git = ["git", "-C", str(ROOT)]
@@ -143,7 +143,7 @@ def checkout(commit: str | None, folder: Path) -> Iterator[Path]:
             "the run's source cannot be checked out",
             expected=f"a repository at {ROOT} that holds the commit {commit}",
             got=made.stderr.strip().splitlines()[-1] if made.stderr else "",
-            fix="fetch the commit, or run the source that is here with --anyway",
+            fix="fetch the commit, or run the current source with --anyway",
         )
     try:
         yield target
@@ -157,8 +157,8 @@ def run_again(execution: Execution, store: Store, *, source: Path = ROOT) -> int
     """Runs the recorded workflow with the recorded inputs; returns the command's exit code.
 
     Args:
-        execution: The run to be done again.
-        store: A store without its artifacts; else all would be cache hits.
+        execution: The run to repeat.
+        store: A store without its artifacts, to avoid cache hits.
         source: The repository's root, or a checkout of another commit.
     """
     module, _, name = execution.workflow.rpartition(".")
@@ -175,9 +175,9 @@ def run_again(execution: Execution, store: Store, *, source: Path = ROOT) -> int
     ).returncode
 
 
-def place_of(history: History, artifact: ArtifactRow) -> OutputPlace:
-    """Where in its run an artifact was made."""
-    assert artifact.made_by is not None, "ask maker_of first"
+def output_of(history: History, artifact: ArtifactRow) -> OutputRef:
+    """Returns the output of its run that an artifact is."""
+    assert artifact.made_by is not None, "the run must be recorded"
     detail = history.node(artifact.made_by)
     alike = [
         node.id
@@ -185,26 +185,28 @@ def place_of(history: History, artifact: ArtifactRow) -> OutputPlace:
         if (node.task, node.name) == (detail.node.task, detail.node.name)
     ]
     output = next(each.name for each in detail.outputs if each.artifact == artifact.id)
-    return OutputPlace(detail.node.task, detail.node.name, alike.index(detail.node.id), output)
+    return OutputRef(detail.node.task, detail.node.name, alike.index(detail.node.id), output)
 
 
-def artifact_at(history: History, execution: str, place: OutputPlace) -> ArtifactRow:
-    """What a run made at a place.
+def output_artifact(history: History, execution: str, reference: OutputRef) -> ArtifactRow:
+    """Returns the artifact of an output of a run.
 
     Raises:
-        StoreError: If it did not get there.
+        StoreError: If the run has no such output.
     """
     alike = [
         node
         for node in history.nodes(execution)
-        if (node.task, node.name) == (place.task, place.name)
+        if (node.task, node.name) == (reference.task, reference.name)
     ]
-    values = history.node(alike[place.number].id).outputs if len(alike) > place.number else ()
+    values = (
+        history.node(alike[reference.number].id).outputs if len(alike) > reference.number else ()
+    )
     for each in values:
-        if each.name == place.output and each.artifact:
+        if each.name == reference.output and each.artifact:
             return history.artifact(each.artifact)
     raise StoreError(
-        f"the second run made no {place.output} of {place.name}",
-        got=history.execution(execution).error or "a run that ended elsewhere",
+        f"the second run made no {reference.output} of {reference.name}",
+        got=history.execution(execution).error or "a run without this output",
         fix="see its log",
     )

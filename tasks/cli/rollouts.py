@@ -7,13 +7,13 @@ import click
 
 @click.group()
 def rollouts() -> None:
-    """Look at recorded rollouts: the folder `rollouts` of a training artifact."""
+    """Show recorded rollouts: the folder `rollouts` of a training artifact."""
 
 
 @rollouts.command("list")
 @click.argument("folder", type=click.Path(path_type=Path))
 def list_steps(folder: Path) -> None:
-    """Print one line a step: rollouts, failures, and means of reward, tokens and turns."""
+    """Print one line per step: rollouts, failures, and means of reward, tokens and turns."""
     from nemo_rl_core.rollouts.listing import listed
     from nemo_rl_core.rollouts.records import RolloutRecords
 
@@ -22,10 +22,10 @@ def list_steps(folder: Path) -> None:
 
 @rollouts.command("show")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="By default the last.")
-@click.option("--failed", is_flag=True, help="Only those that failed, with the error of each.")
+@click.option("--step", type=int, help="The last step by default.")
+@click.option("--failed", is_flag=True, help="Only failed rollouts, with their errors.")
 @click.option("--limit", type=click.IntRange(min=0), default=10, show_default=True,
-              help="At most so many.")  # fmt: skip
+              help="Maximum number of rollouts.")  # fmt: skip
 def show_step(folder: Path, step: int | None, *, failed: bool, limit: int) -> None:
     """Print the rollouts of one step."""
     from nemo_rl_core.rollouts.listing import shown_step

@@ -1,4 +1,4 @@
-"""`nemo-rl runs`: what ran in this store."""
+"""`nemo-rl runs`: the runs in this store."""
 
 import json
 from dataclasses import asdict
@@ -30,17 +30,19 @@ _STATES = [state for state in get_args(State) if state != "cached"]
 @click.command()
 @click.argument("run", required=False)
 @click.option("--store", type=click.Path(path_type=Path), help="Instead of NEMO_RL_HOME.")
-@click.option("--state", type=click.Choice(_STATES), help="Only these.")
-@click.option("--workflow", help="Only of this workflow, such as grpo.")
-@click.option("--text", default="", help="Only where id, recipe, inputs, commit or error have it.")
+@click.option("--state", type=click.Choice(_STATES), help="Only runs in this state.")
+@click.option("--workflow", help="Only runs of this workflow, such as grpo.")
+@click.option(
+    "--text", default="", help="Only runs with this text in id, recipe, inputs, commit or error."
+)
 @click.option("--since", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]), help="UTC.")
-@click.option("--limit", default=20, show_default=True, help="At most so many.")
+@click.option("--limit", default=20, show_default=True, help="Maximum number of runs.")
 @click.option(
     "--import",
     "imported",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="First add an artifact's folder that was made on a cluster; may be given several times.",
+    help="First import the folder of an artifact from a cluster; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def runs(
@@ -51,12 +53,12 @@ def runs(
     as_json: bool,
     **filters: Any,
 ) -> None:
-    """Lists runs, the latest first; or shows the nodes of RUN."""
-    place = Store(store) if store else Store.default()
+    """Lists runs, the latest first, or shows the nodes of RUN."""
+    opened = Store(store) if store else Store.default()
     if imported:
-        import_folders(place, imported)
+        import_folders(opened, imported)
     console = Console(highlight=False)
-    with History(place) as history:
+    with History(opened) as history:
         if run is not None:
             execution, nodes = history.execution(run), history.nodes(run)
             if as_json:

@@ -15,7 +15,7 @@ import click
     default=8321,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="0 takes a free one.",
+    help="Port; 0 takes a free one.",
 )
 @click.option(
     "--store",
@@ -23,14 +23,12 @@ import click
     type=click.Path(file_okay=False, path_type=Path),
     help="The store; NEMO_RL_HOME or ~/.nemo_rl unless given.",
 )
-@click.option(
-    "--allow-host", multiple=True, help="A name under which the page may be asked for; repeatable."
-)
+@click.option("--allow-host", multiple=True, help="A host name to accept requests for; repeatable.")
 def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -> None:
     """Serve the page of the runs on this machine.
 
-    It only shows, and asks nothing of the network. It has no login: whoever reaches the address
-    reads the store.
+    The page is read-only and makes no network requests. It has no login: everyone who can reach the
+    address can read the store.
     """
     import uvicorn
 
@@ -43,15 +41,17 @@ def ui(host: str, port: int, folder: Path | None, allow_host: tuple[str, ...]) -
     shown = f"[{host}]" if ":" in host else host
     click.echo(f"The runs of {store.root}: http://{shown}:{bound}/  (Ctrl-C ends it)")
     if not _is_loopback(host):
-        click.echo("Whoever reaches this address reads the store: there is no login.", err=True)
+        click.echo(
+            "Everyone who can reach this address can read the store: there is no login.", err=True
+        )
     app = create_app(store, hosts=[host, *allow_host])
     config = uvicorn.Config(app, log_level="warning", server_header=False, ws="none")
-    with suppress(KeyboardInterrupt):  # the way in which it is meant to end
+    with suppress(KeyboardInterrupt):  # the intended way to stop
         uvicorn.Server(config).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket on the address; bound here, so that a port of 0 is known and a taken one told."""
+    """A bound socket, so that the chosen port is known and a used one raises."""
     from nemo_rl_core.errors import ResourceError
 
     try:
@@ -59,7 +59,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen()  # from here on whoever asks waits for the server instead of being refused
+        listener.listen()  # from here on clients wait for the server instead of being refused
     except OSError as error:
         raise ResourceError(
             f"the page cannot be served on {host}, port {port}",

@@ -1,4 +1,4 @@
-"""`nemo-rl usage`: where the disk goes."""
+"""`nemo-rl usage`: disk usage of the store."""
 
 import json
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ _MAX_RUNS_SHOWN = 20
 def usage(*, as_json: bool) -> None:
     """Account for the store's disk, to the block.
 
-    Counted is what the disk gives (allocated blocks, as `du` does), not the length of the files;
-    a file with several names counts once. The parts sum to the whole.
+    Counts allocated blocks as `du` does, not file lengths; a file with several names counts once.
+    The parts sum to the total.
     """
     store = Store.default()
     found = measure(store)
@@ -31,7 +31,7 @@ def usage(*, as_json: bool) -> None:
     _show("artifacts by stage", found.stages)
     _show("artifacts by kind", found.kinds)
     if found.problem:
-        click.echo(f"\nwhat runs need is not known: {found.problem}", err=True)
+        click.echo(f"\nthe artifacts that runs need are unknown: {found.problem}", err=True)
     if found.runs:
         click.echo(f"\n{'run':<28} {'needs':>10} {'alone':>10}")
     for run in found.runs[:_MAX_RUNS_SHOWN]:

@@ -1,4 +1,4 @@
-"""`nemo-rl verify`: find what is damaged."""
+"""`nemo-rl verify`: find damaged artifacts."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from tasks.cli.units import show_bytes
 
 @click.command()
 @click.argument("artifacts", nargs=-1, metavar="[ARTIFACT]...")
-@click.option("--repair", "repairs", is_flag=True, help="Set damaged artifacts aside.")
+@click.option("--repair", "repairs", is_flag=True, help="Move damaged artifacts aside.")
 @click.option("--threads", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1),
-              show_default=True, help="That hash at once.")  # fmt: skip
+              show_default=True, help="Number of hashing threads.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(*, artifacts: tuple[str, ...], repairs: bool, threads: int, as_json: bool) -> None:
-    """Hash artifacts again, and find what is damaged.
+    """Hash artifacts again, and find damaged ones.
 
-    An ARTIFACT is the name of a folder in the store's artifacts/, its beginning, or a path in it.
-    With none, all are checked, and the records of work and the history as well. Ends with 1 when
-    something is damaged, and with 0 when all of that could be set aside.
+    ARTIFACT is the name of a folder in the store's artifacts/, a prefix of it, or a path in it.
+    Without one, all artifacts, the records of work and the history are checked. The exit code is 1
+    if something is damaged, and 0 if all of it could be moved aside.
     """
     store = Store.default()
     verdict = check(store, artifacts, num_threads=threads)

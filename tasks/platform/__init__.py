@@ -1,1 +1,1 @@
-"""How a stage is cached, recorded, drawn, retried and placed on a cluster."""
+"""Caching, recording, display, retries and cluster placement of stages."""

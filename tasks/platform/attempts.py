@@ -1,9 +1,9 @@
-"""What an attempt of a stage leaves to the next one, on a cluster.
+"""Transfer of saved work between attempts of a stage on a cluster.
 
 Locally the store keeps the work folder of a killed stage. On a cluster the next attempt may run on
-another machine, with a disk of its own, so every checkpoint that a stage saves is handed to Flyte
-(`current_context().checkpoint`), and the next attempt finds it in its work folder: what resumes a
-stage is the same code in both places.
+another machine with another disk, so every checkpoint of a stage is uploaded through Flyte
+(`current_context().checkpoint`) and restored into the next attempt's work folder. The same code
+resumes a stage in both cases.
 """
 
 import contextvars
@@ -21,11 +21,11 @@ from nemo_rl_core.store import files
 from tasks.platform.local import on_cluster
 
 _ARCHIVE = "work.tar"
-"""One object, since object stores replace one in whole: half an upload is never read."""
+"""One object, since object stores replace objects atomically: partial uploads are never read."""
 
 
 def carried_over(work: Callable[[Path], StageResult]) -> Callable[[Path], StageResult]:
-    """The work of a stage, begun on a cluster with what the attempt before has saved."""
+    """Wraps the work of a stage to resume from the previous attempt on a cluster."""
     if not on_cluster():
         return work
 
@@ -38,18 +38,18 @@ def carried_over(work: Callable[[Path], StageResult]) -> Callable[[Path], StageR
 def run_attempt(
     folder: Path, work: Callable[[Path], StageResult], checkpoint: Checkpoint
 ) -> StageResult:
-    """Runs the work in the folder; what it saves is handed to Flyte as soon as it is whole.
+    """Runs the work in the folder; complete saves are uploaded through Flyte.
 
     Args:
-        folder: The stage's work folder; what is in it already, on a disk that attempts share, wins.
+        folder: The stage's work folder; existing contents, on a shared disk, take precedence.
         work: Fills it.
-        checkpoint: Of the task's attempt.
+        checkpoint: The Flyte checkpoint of the attempt.
     """
     if checkpoint.prev_exists() and not any(folder.iterdir()) and _restore(checkpoint, folder):
-        # Flyte shows an attempt only what the one before has left: one that dies before its first
-        # save must not lose what it was given.
+        # Flyte passes an attempt only the previous one's upload, so an attempt that dies before its
+        # first save must not lose what it restored.
         _hand_over(checkpoint, folder)
-    # Saves are published by a thread, which flytekit's context does not follow by itself.
+    # A thread publishes saves, and does not inherit flytekit's context.
     context = contextvars.copy_context()
     with checkpointing.after_each_save(lambda: context.run(_hand_over, checkpoint, folder)):
         return work(folder)
@@ -59,7 +59,7 @@ def _hand_over(checkpoint: Checkpoint, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
         archive = Path(aside) / _ARCHIVE
         with tarfile.open(archive, "w") as tar:
-            # Checkpoints come first: what a step adds to other files meanwhile is behind them.
+            # Checkpoints first: later additions to other files belong to later steps.
             for name in sorted(files.list_files(folder), key=_not_of_a_checkpoint):
                 tar.add(folder / name, arcname=name)
         checkpoint.save(archive)
@@ -70,7 +70,7 @@ def _not_of_a_checkpoint(name: str) -> bool:
 
 
 def _restore(checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether the attempt before has saved anything; one that died early has not."""
+    """Returns whether the previous attempt saved anything."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
         checkpoint.restore(aside)
         archive = Path(aside) / _ARCHIVE

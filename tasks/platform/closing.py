@@ -1,4 +1,4 @@
-"""The last lines of a run: how good the model is, where it lies, and how to use it."""
+"""The closing lines of a run: the model's accuracy, its folder, and commands to use it."""
 
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     """Lines for the terminal.
 
     Args:
-        artifacts: What the run's stages made or took from the cache, in order.
+        artifacts: Artifacts of the run's stages, new or cached, in order.
     """
     program = Path(sys.executable).with_name("nemo-rl")
     lines = []

@@ -1,4 +1,4 @@
-"""`pyflyte run FILE WORKFLOW --help` on one screen: a default recipe is shown by its name.
+"""`pyflyte run FILE WORKFLOW --help` on one screen, with default recipes shown by name.
 
 pyflyte prints a default as JSON, and a whole recipe fills three screens.
 """
@@ -13,11 +13,11 @@ from tasks.recipes.recipe import default_name
 
 _RUN = "flytekit.clis.sdk_in_container.run"
 _DEFAULT_VALUE = 5
-"""Its place among the arguments of `to_click_option`."""
+"""Its index among the arguments of `to_click_option`."""
 
 
 def show_recipes_by_name() -> None:
-    """Wraps how pyflyte makes options; a no-op outside pyflyte and the second time."""
+    """Wraps pyflyte's creation of options; no-op outside pyflyte and if repeated."""
     run: Any = sys.modules.get(_RUN)
     if run is not None and not hasattr(run.to_click_option, "__wrapped__"):
         run.to_click_option = _naming(run.to_click_option)

@@ -1,7 +1,7 @@
-"""What lies behind the names in a recipe: files change, and their names do not.
+"""Content digests of the files and folders that a recipe names.
 
-A stage's record carries these digests beside the names, so that Flyte's cache sees a changed file
-as the changed input that it is. What the project makes itself has none: its source is digested.
+A stage's record contains these digests beside the names, so that a changed file is a changed input
+for Flyte's cache. Generated data has none, since its source is digested.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ from tasks.platform.user_source import user_source
 
 
 def data_content(data: DataConfig) -> str:
-    """A digest of the user's files and folders; empty where rows are generated or on the hub.
+    """Returns a digest of the user's files and folders; empty for generated and hub data.
 
-    A data set on the hub is known by its name and `revision`: asking the hub at every plan would
-    make a run without a network fail on rows that are cached.
+    A data set on the hub is identified by its name and `revision`: a request to the hub per plan
+    would make offline runs fail on cached rows.
     """
     if not isinstance(data, FileData):
         return ""
@@ -36,7 +36,7 @@ def data_content(data: DataConfig) -> str:
 
 
 def model_content(model: ModelConfig) -> str:
-    """A digest of a folder on this machine; empty for hub names and models made here."""
+    """Returns a digest of a local folder; empty for hub names and generated models."""
     folder = Path(model.name).expanduser()
     if isinstance(model, PretrainedModel) and folder.is_dir():
         return hash_folder(folder)
@@ -44,8 +44,10 @@ def model_content(model: ModelConfig) -> str:
 
 
 def reward_content(environment: EnvironmentConfig) -> str:
-    """A digest of what scores: modules of the user's reward functions with all that they import
-    (see `user_source`), folders of reward models, files of retrievers.
+    """Returns a digest of the scoring code and files.
+
+    These are modules of reward functions with their imports (see `user_source`), folders of reward
+    models, and files of retrievers.
     """
     found = [_scored_by(each) for each in single_environments(environment)]
     for tools_or_game in multi_turn_environments(environment):

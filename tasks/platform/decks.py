@@ -24,13 +24,13 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
     """Curves of `metrics.jsonl`, by name.
 
     Returns:
-        One line with the first metric's course and what was lost or replaced on the way, and the
+        One line with the first metric's first and last values and the losses and restarts, and the
         curves as HTML.
     """
     lines = MetricsFile(folder / "metrics.jsonl").read()
     steps = [line.metrics["global_step"] for line in lines]
     charts = "".join(
-        # A metric may be missing from some steps, as the policy's are while a critic warms up.
+        # A metric may be missing from some steps, such as the policy's during critic warm-up.
         curve_svg(name, steps, [line.metrics.get(name, math.nan) for line in lines])
         for name in names
         if any(name in line.metrics for line in lines)
@@ -44,7 +44,7 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
 
 
 def records(frame: "pd.DataFrame") -> list[dict[str, Any]]:
-    """A frame's rows, each by its columns' names."""
+    """The rows of a frame as dictionaries."""
     return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
@@ -56,7 +56,7 @@ def last_rollouts(folder: Path) -> str:
     frame = pd.read_parquet(newest, columns=[*_COLUMNS, "error"])
     if frame["error"].isna().all():
         frame = frame[_COLUMNS]
-    # Those that could not be scored come first, where they are seen.
+    # Failed rollouts come first, for visibility.
     frame = frame.sort_values("reward", kind="stable", na_position="first")
     half = _ROWS_SHOWN // 2
     shown = pd.concat([frame.head(half), frame.tail(half)]).drop_duplicates()

@@ -1,10 +1,9 @@
-"""What a workflow leaves when it fails: a record of what went wrong, and how to go on.
+"""Failure records of workflows, with the command to resume.
 
-Flyte runs a workflow's handler with the workflow's inputs and, as `err`, what went wrong, and wants
-both to have the same types. So each recipe's module has a handler, beside the recipe. Workflows
-name it through that module (`recipes.record_failure`) and never import the task: `pyflyte run
-FILE --help` lists every task that a workflow's module names, and breaks on an input of type
-`FlyteError`.
+Flyte runs a workflow's failure handler with the workflow's inputs and the error as `err`, and
+requires the same input types. Each recipe's module therefore has a handler. Workflows refer to it
+through that module (`recipes.record_failure`) and never import the task: `pyflyte run FILE --help`
+lists all tasks in a workflow's module, and fails on inputs of type `FlyteError`.
 """
 
 import json
@@ -28,21 +27,21 @@ _LOG = logging.getLogger(__name__)
 
 
 failure_handler = task(**{**PLAIN.options, **DECK})
-"""A task that Flyte runs when a workflow has failed."""
+"""A task that Flyte runs after a workflow failed."""
 
 
 def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
     """Writes `failures/<time>-<workflow>.json` and the recipe beside it, and shows both in a deck.
 
-    A run that was refused before anything started leaves nothing: there is nothing to go on with.
+    A run that was refused before its start leaves no record, since there is nothing to resume.
 
     Args:
-        module: Of the workflow, under `workflows/`.
+        module: Module of the workflow, under `workflows/`.
         workflow: Its name.
         config: The whole recipe.
-        err: What went wrong, as Flyte has it.
+        err: The error from Flyte.
     """
-    # flytekit calls this, locally, while it handles the error; what is refused exits with 2.
+    # Locally flytekit calls this while it handles the error; refused runs exit with 2.
     if getattr(sys.exception(), "exit_code", None) == RecipeError.exit_code:
         return
     now = datetime.now(UTC)
@@ -64,7 +63,7 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
         write_atomic(recipe, json.dumps(config.model_dump(mode="json"), indent=1))
         write_atomic(folder / f"{name}.json", json.dumps(record, indent=1))
     except (NemoRLError, OSError):
-        # Most likely what failed the run, too; an error here would stand in place of that one.
+        # Probably the cause of the run's failure too; an error here would replace that one.
         _LOG.warning("the record of the failure cannot be written", exc_info=True)
         return
     click.echo(f"  record, and how to go on: {folder / name}.json", err=True)

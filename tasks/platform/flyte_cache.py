@@ -1,6 +1,6 @@
-"""flytekit's local cache, as far as the store's keeping needs it.
+"""Maintenance of flytekit's local cache.
 
-Read with protobuf alone: importing flytekit takes longer than cleaning up.
+Read with protobuf only: importing flytekit takes longer than the clean-up.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from nemo_rl_core.store.store import Store
 
 
 def drop_dangling(store: Store) -> int:
-    """Drops cached results whose folders are gone: a hit on one would run the stage anyway.
+    """Drops cached results whose folders are gone; a hit on one would run the stage anyway.
 
-    Safe beside runs: an entry that is written again meanwhile is looked at again.
+    Safe during runs: entries that change meanwhile are checked again.
 
     Returns:
-        How many.
+        The number of dropped entries.
     """
     folder = store.cache / "flyte"
     if not (folder / "cache.db").is_file():
@@ -37,7 +37,7 @@ def drop_dangling(store: Store) -> int:
 
 
 def folders(literals: LiteralMap) -> Iterator[Path]:
-    """Folders of the artifacts among a task's results, those in lists and options included."""
+    """Yields the folders of artifacts in a task's results, including those in lists and options."""
     for literal in _leaves(literals):
         binary = literal.scalar.binary.value
         record = msgpack.loads(binary) if binary else None
@@ -46,13 +46,13 @@ def folders(literals: LiteralMap) -> Iterator[Path]:
 
 
 def has_lost_points(literals: LiteralMap) -> bool:
-    """Whether a mapped task's list has a hole, where a point failed that was allowed to."""
+    """Returns whether a mapped task's list lacks a point that was allowed to fail."""
     lists = (each.collection for each in literals.literals.values() if each.HasField("collection"))
     return any(leaf.scalar.HasField("none_type") for points in lists for leaf in _leaves(points))
 
 
 def _leaves(literals: LiteralMap | LiteralCollection) -> Iterator[Literal]:
-    """Every literal that holds no other one."""
+    """Yields the literals without children."""
     inner = literals.literals
     for literal in inner.values() if isinstance(literals, LiteralMap) else inner:
         kind = literal.WhichOneof("value")

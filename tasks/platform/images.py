@@ -1,15 +1,15 @@
-"""The containers that stages run in on a cluster; a local run reads nothing of this.
+"""Container images of stages on a cluster; not used in local runs.
 
-flytekit asks an image's builder for its name when a stage is registered. Ours builds nothing:
-images are made from `deployment/images/*.Dockerfile` by `deployment/images/build.sh`, under names
-that end in a digest of what they are made from, so that a stage is never registered for an image
-that has other packages than the ones it was locked with.
+flytekit calls an image's builder for its name when a stage is registered. This builder only returns
+names: `deployment/images/build.sh` builds images from `deployment/images/*.Dockerfile`, under names
+that end in a digest of their sources, so that registered stages and images always have the same
+locked packages.
 
-The registry is the user's own, in `NEMO_RL_REGISTRY`; without one, names are those of images that
-lie on the nodes, as in a sandbox. It is no part of the specification below, because flytekit looks
-an image up by a hash of that inside the container of a dynamic stage, where the variable is unset.
+The registry is set in `NEMO_RL_REGISTRY`; without one, names refer to images on the nodes, as in a
+sandbox. It is not part of the specification below, because flytekit looks up images by a hash of it
+inside the container of a dynamic stage, where the variable is unset.
 
-`python -m tasks.platform.images` lists what there is: kind, Dockerfile, name.
+`python -m tasks.platform.images` lists the images: kind, Dockerfile, name.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from nemo_rl_core.errors import ConfigError
 _ROOT = Path(__file__).resolve().parents[2]
 _BUILDER = "nemo-rl-dockerfile"
 REGISTRY = "NEMO_RL_REGISTRY"
-"""The variable that names where images are pulled from."""
+"""The variable with the registry to pull images from."""
 
 
 class DockerfileImages(ImageSpecBuilder):
-    """Names the image that a Dockerfile of this project and the locked requirements make."""
+    """Names the image of a Dockerfile of this project and its locked requirements."""
 
     def should_build(self, image_spec: ImageSpec) -> bool:
-        """Always, since to build is to name; flytekit asks once an image and a process."""
+        """Returns True, since building only returns the name, once per image and process."""
         return True
 
     def build_image(self, image_spec: ImageSpec) -> str:
@@ -48,7 +48,7 @@ def _image(kind: str, requirements: str) -> ImageSpec:
     return ImageSpec(
         name=f"nemo-rl-{kind}",
         builder=_BUILDER,
-        platform="linux/amd64",  # else taken from the machine that registers, for some registries
+        platform="linux/amd64",  # else some registries take it from the registering machine
         source_copy_mode=CopyFileDetection.NO_COPY,  # the code comes with the registration
         builder_options={
             "dockerfile": f"deployment/images/{kind}.Dockerfile",
@@ -61,7 +61,7 @@ TRAINING = _image("training", "gpu")
 """Trainers and engines in one pod: torch, Megatron-core, vLLM, Ray."""
 
 GENERATION = _image("generation", "gpu")
-"""Engines alone: without Megatron-core and what only trainers need."""
+"""Engines only: without Megatron-core and other trainer dependencies."""
 
 LAPTOP = _image("laptop", "cpu")
 """The shape `laptop` on a cluster: trainers and engines with torch and vLLM for CPUs."""
@@ -73,10 +73,10 @@ IMAGES = (TRAINING, GENERATION, LAPTOP, LIGHT)
 
 
 def image_name(image: ImageSpec) -> str:
-    """The name that stages are registered with, and that `build.sh` builds and pushes.
+    """Returns the image name of registered stages, which `build.sh` builds and pushes.
 
     Raises:
-        ConfigError: If a file that the image is made from is missing.
+        ConfigError: If a source file of the image is missing.
     """
     digest = hashlib.sha256()
     for name in sources(image):

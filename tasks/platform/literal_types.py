@@ -1,9 +1,9 @@
-"""What Flyte is told of recipes and artifacts: that each is one value, and nothing of its fields.
+"""Flyte types of recipes and artifacts: opaque values without a schema of their fields.
 
 flytekit's own transformer writes the JSON schema of a whole nested recipe into the interface of
-every task and workflow that takes it. A screen of schema is no help on a command line, the schemas
-of a pipeline fill megabytes of what is registered, and describing them takes longer than all other
-imports together. The values themselves travel as before, and are validated where they arrive.
+every task and workflow that takes it. Schemas are no help on a command line, take megabytes of the
+registered specification, and take longer to compute than all other imports together. The values are
+serialized as before, and validated on deserialization.
 """
 
 from flytekit.core.constants import CACHE_KEY_METADATA, MESSAGEPACK, SERIALIZATION_FORMAT
@@ -18,10 +18,10 @@ from tasks.artifacts import Artifact
 
 
 class OpaqueTransformer(PydanticTransformer):
-    """Values as flytekit's pydantic transformer writes and reads them, without their schema.
+    """flytekit's pydantic transformer without schemas.
 
     Args:
-        base: The pydantic class whose subclasses it serves.
+        base: The pydantic class whose subclasses it transforms.
     """
 
     def __init__(self, base: type[BaseModel]) -> None:
@@ -30,7 +30,7 @@ class OpaqueTransformer(PydanticTransformer):
         )
 
     def get_literal_type(self, t: type[BaseModel]) -> LiteralType:
-        """A struct in MessagePack with the name of its class; Flyte does not know its fields."""
+        """Returns a MessagePack struct type with the name of the class and no fields."""
         return LiteralType(
             simple=SimpleType.STRUCT,
             structure=TypeStructure(tag=getattr(t, "__origin__", t).__name__),
@@ -39,7 +39,7 @@ class OpaqueTransformer(PydanticTransformer):
 
 
 def register() -> None:
-    """Makes flytekit use it for artifacts and recipes; must come before any task is defined."""
+    """Registers the transformer for artifacts and recipes; call before defining tasks."""
     for base in (Artifact, FrozenConfig):
         if base not in TypeEngine._REGISTRY:
             TypeEngine.register(OpaqueTransformer(base))

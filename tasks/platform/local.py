@@ -1,7 +1,7 @@
-"""Where flytekit keeps things when it runs on this machine: in the store, nowhere else.
+"""Redirects flytekit's local files and cache into the store.
 
-flytekit would put outputs into a temporary folder of each process, so that a cache hit fails after
-a clean-up, and its cache beside the store. Both are moved; on a cluster nothing is touched.
+flytekit puts outputs into a temporary folder per process, so that cache hits fail after a clean-up,
+and its cache outside the store. Both are moved, except on a cluster.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tasks.platform.flyte_cache import folders, has_lost_points
 
 
 def on_cluster() -> bool:
-    """Whether this process is a container that Flyte started."""
+    """Returns whether this process runs in a container of Flyte."""
     return "FLYTE_INTERNAL_EXECUTION_ID" in os.environ
 
 
@@ -34,15 +34,15 @@ def use_store() -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return  # importing must not fail; a run checks the store first, and says what is wrong
+        return  # importing must not fail; a run checks the store first and reports errors
     provider = data_persistence.default_local_file_access_provider
-    # Initialized anew rather than replaced: contexts that exist already hold this very object.
+    # Initialized again, not replaced: existing contexts refer to this object.
     provider.__init__(
         local_sandbox_dir=str(cache / "sandbox"),
         raw_output_prefix=str(cache / "raw"),
         data_config=DataConfig.auto(),
     )
-    # `pyflyte register` imports this within a context of its own, which must stay where it is.
+    # `pyflyte register` imports this module in its own context, which must not be replaced.
     if FlyteContextManager.size() == 1:
         FlyteContextManager.initialize()
     local_cache.CACHE_LOCATION = str(cache / "flyte")
@@ -52,14 +52,14 @@ def use_store() -> None:
 
 
 def _names_a_damaged_cache(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns SQLite's errors about a damaged cache, which name no file, into one that does."""
+    """Converts SQLite's errors about a damaged cache into an error that names the file."""
 
     @functools.wraps(call)
     def named(*args: Any) -> Any:
         try:
             return call(*args)
         except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest says in which way
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # other bits have details
             if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise
             folder = local_cache.CACHE_LOCATION
@@ -79,13 +79,12 @@ _set = _names_a_damaged_cache(local_cache.LocalTaskCache.set)
 
 @_names_a_damaged_cache
 def _get_if_whole(*args: Any) -> Any:
-    """A cached result whose folders are all still there and undamaged; else the stage runs again.
+    """Returns a cached result if all its folders exist undamaged; else the stage runs again.
 
-    A damaged one is not moved here, but where its stage is locked: `produce` does and says so. A
-    folder of another store is a miss as well: this one is a copy of that, and has its own.
-
-    So does a mapped task that lost points: on a cluster each point is cached by itself, here the
-    list as a whole. Points that ended well are found in the store then.
+    Damaged folders are moved later, by `produce` under the stage's lock. A folder of another store
+    is a miss too, since a copied store has its own. So is a mapped task that lost points: on a
+    cluster each point is cached separately, locally only the whole list. Completed points are then
+    found in the store.
     """
     literals = _flytekit_get(*args)
     if literals is None:

@@ -1,8 +1,8 @@
-"""The pods of a stage's Ray cluster, as KubeRay gets them.
+"""Pod templates of a stage's Ray cluster, for KubeRay.
 
-Requests, volumes, selectors and tolerations of a group all stand in its pod template: the Ray
-plugin drops a template beside `requests`, and what the task itself asks for reaches every pod of
-the cluster, the head and the submitter among them.
+Requests, volumes, selectors and tolerations of a group are all in its pod template: the Ray plugin
+drops a template beside `requests`, and the task's own requests apply to every pod of the cluster,
+including head and submitter.
 """
 
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
-"""A volume that all pods of a stage mount: the head plans what workers on other machines write."""
+"""A volume mounted by all pods of a stage: the head plans files that remote workers write."""
 
 SECRETS = "nemo-rl-secrets"
-"""Environment of every pod, where the cluster has such a secret: tokens of hubs and loggers."""
+"""Environment of every pod from an optional secret: tokens of hubs and loggers."""
 
 ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
-"""What nodes say about their GPU: Flyte's own default for `gpu-device-node-label`."""
+"""Node label of the GPU type: Flyte's default for `gpu-device-node-label`."""
 
 _GPU = "nvidia.com/gpu"
 _HEAD = Resources(cpu="4", mem="32Gi", ephemeral_storage="50Gi")
@@ -29,7 +29,7 @@ _HEAD_SHARED_MEMORY_GIB = 12
 
 
 def head_pod() -> PodTemplate:
-    """The stage's own process: it drives the loop, and holds the batch that is being made."""
+    """The stage's process, which runs the loop and holds the current batch."""
     return _template("ray-head", _HEAD, _HEAD_SHARED_MEMORY_GIB)
 
 
@@ -57,7 +57,7 @@ def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1Po
     from flytekit.core.resources import pod_spec_from_resources
     from kubernetes import client
 
-    # Requests are limits: a pod of a gang that is evicted for its memory takes the others along.
+    # Requests equal limits: evicting one pod of a gang for its memory ends all of them.
     spec = pod_spec_from_resources(
         primary_container_name=container,
         requests=resources,
@@ -86,7 +86,7 @@ def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1Po
     main.env_from = [
         client.V1EnvFromSource(secret_ref=client.V1SecretEnvSource(name=SECRETS, optional=True))
     ]
-    # The image's user is 1000; what it creates in the volume belongs to that group.
+    # The image's user is 1000; its files in the volume belong to that group.
     spec.security_context = client.V1PodSecurityContext(
         run_as_non_root=True, run_as_user=1000, fs_group=1000
     )

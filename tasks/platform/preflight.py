@@ -1,4 +1,4 @@
-"""What can be refused before anything starts: missing models and files, resources, rewards."""
+"""Checks before a run starts: models, files, resources, rewards."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -35,7 +35,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
     """Checks a local run's recipe against this machine.
 
     Raises:
-        NemoRLError: For the first thing that is missing.
+        NemoRLError: For the first failed check.
     """
     for value in inputs.values():
         if isinstance(value, Recipe):
@@ -44,7 +44,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
 
 
 def _check(experiment: PipelineRecipe) -> None:
-    # One core is enough for any number of workers: on a laptop they share it.
+    # One core is enough for any number of workers, which share it on a laptop.
     ResourceManager.of_this_machine().check({"CPU": 1, "GPU": experiment.cluster.num_gpus})
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
@@ -108,11 +108,11 @@ def _check_judge(environment: LLMJudge) -> None:
     if isinstance(environment.judge, JudgeModel):
         check_pretrained(environment.judge.model)
     else:
-        make_scorer(environment)  # looks for the key, and asks nothing
+        make_scorer(environment)  # checks the key without a request
 
 
 def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
-    """Rows on the hub are not fetched for this: there, a run stops at its first rollouts."""
+    """Hub rows are not fetched for this check; such runs stop at their first rollouts."""
     if not isinstance(environment, ByTask) or isinstance(data, HubData):
         return
     known = {each.task for each in environment.tasks}
@@ -127,7 +127,7 @@ def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
 
 
 def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_section: str) -> None:
-    """What these sections ask of the engine: workers, and room in the model's context."""
+    """Checks the sections' demands on the engine: workers and context length."""
     data: DataConfig = attrgetter(data_section)(experiment)
     generation: SamplingConfig = attrgetter(sampling_section)(experiment)
     refuse_more_than(experiment.cluster.num_workers, generation)

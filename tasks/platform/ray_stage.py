@@ -1,9 +1,9 @@
-"""A stage that drives workers: Ray's plugin, with one task a shape.
+"""Stages with Ray workers: Flyte's Ray plugin, with one task per shape.
 
-A task's resources are fixed when it is registered, and the recipe that says how many GPUs are
-wanted comes later. So a stage is declared once, on the smallest shape, and `stage.on(cluster)`
-gives the same stage on another: a task of its own, made where the recipe is known, inside a
-`@dynamic`. Its container finds it again by the shape's name.
+A task's resources are fixed at registration, before the recipe sets the number of GPUs. So a stage
+is declared once, on the smallest shape, and `stage.on(cluster)` returns the same stage on another
+shape: a separate task, created inside a `@dynamic`, where the recipe is known. Its container finds
+it by the shape's name.
 """
 
 import importlib
@@ -30,38 +30,38 @@ from tasks.platform import pods
 from tasks.platform.resources import Kind, Shape, laptop, shape_of
 
 CLUSTER_GPUS = "NEMO_RL_CLUSTER_GPUS"
-"""The variable in which a cluster tells its pods how many GPUs it has, or may grow to."""
+"""The variable with the number of GPUs of the cluster, or its maximum."""
 
 _WAIT_SECONDS = 900.0
-"""For worker pods that come after the head: an image of 10 GB on a new machine takes minutes."""
+"""Wait for worker pods after the head: an image of 10 GB on a new machine takes minutes."""
 
 
 @dataclass(frozen=True)
 class RayStage:
-    """What `RayFunctionTask` reads of a `RayJobConfig`, from a shape; pods are made when asked for.
+    """The parts of a `RayJobConfig` that `RayFunctionTask` reads, from a shape.
 
     Attributes:
         shape: The size of the cluster.
-        kind: What the stage has in common with others.
+        kind: Settings that stages of a kind share.
     """
 
     shape: Shape
     kind: Kind
     address: str | None = None
     runtime_env: dict[str, Any] | None = None
-    enable_autoscaling: bool = False  # a gang needs all of its workers from the first step on
+    enable_autoscaling: bool = False  # a gang needs all of its workers from the first step
     autoscaler_options: None = None
     shutdown_after_job_finishes: bool = True
     ttl_seconds_after_finished: int = 300
 
     @property
     def head_node_config(self) -> HeadNodeConfig:
-        """The head has no work of its own."""
+        """The head runs no workers."""
         return HeadNodeConfig(ray_start_params={"num-cpus": "0"}, pod_template=pods.head_pod())
 
     @property
     def worker_node_config(self) -> list[WorkerNodeConfig]:
-        """A group for each size of machine."""
+        """One group per machine size."""
         return [
             WorkerNodeConfig(
                 group_name=f"gpus-{nodes.num_gpus}" if nodes.num_gpus else "workers",
@@ -88,17 +88,17 @@ class RayStageTask(RayFunctionTask):
 
     @property
     def shape(self) -> Shape:
-        """Of the cluster that is reserved for it."""
+        """The shape of its reserved cluster."""
         return self.task_config.shape
 
     def on(self, config: ClusterConfig) -> "RayStageTask":
-        """This stage on the cluster that a recipe asks for; to be called inside a `@dynamic`.
+        """Returns this stage on the cluster of a recipe; call inside a `@dynamic`.
 
-        In a local run there is one runtime, whatever the shape.
+        Local runs have one runtime for all shapes.
 
         Raises:
-            ConfigError: If the recipe is not known where this is called.
-            ResourceError: If the cluster says that it never has so many GPUs.
+            ConfigError: If the recipe is not known yet.
+            ResourceError: If the cluster never has that many GPUs.
         """
         if not isinstance(config, ClusterConfig):
             raise ConfigError(
@@ -115,7 +115,7 @@ class RayStageTask(RayFunctionTask):
         return self.on_shape(shape)
 
     def on_shape(self, shape: Shape) -> "RayStageTask":
-        """The task for that shape, the same at every call."""
+        """Returns the task for a shape, the same object at every call."""
         if shape == self.shape:
             return self
         if shape.name not in self._others:
@@ -127,7 +127,7 @@ class RayStageTask(RayFunctionTask):
         return self._others[shape.name]
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
-        """Starts Ray, or joins the runtime that an earlier stage started; on a cluster, its own."""
+        """Starts Ray, or joins the runtime of an earlier stage; on a cluster, the stage's own."""
         state = FlyteContextManager.current_context().execution_state
         if state is not None and not state.is_local_execution():
             params = super().pre_execute(user_params)
@@ -143,12 +143,12 @@ TaskPlugins.register_pythontask_plugin(RayStage, RayStageTask)
 
 
 def ray_stage(kind: Kind) -> dict[str, Any]:
-    """What a stage is declared with: the smallest shape, from which it is moved to others."""
+    """Returns the task options of a stage, on the smallest shape; see `RayStageTask.on`."""
     return {"task_config": RayStage(laptop(), kind)}
 
 
 class _ByShape(TrackedInstance, TaskResolverMixin):
-    """Finds a stage on a shape again in its container, by the module, the name and the shape."""
+    """Resolves a stage on a shape in its container, by module, name and shape."""
 
     def name(self) -> str:
         return "by_shape"
@@ -162,7 +162,7 @@ class _ByShape(TrackedInstance, TaskResolverMixin):
         return stage.on_shape(shape_of(Shape(shape, ()).config))
 
     def get_all_tasks(self) -> list[RayStageTask]:
-        """None: stages are registered with the shape that they are declared with."""
+        """Returns no tasks: stages are registered with their declared shape."""
         return []
 
 
@@ -170,10 +170,10 @@ by_shape = _ByShape()
 
 
 def check_offered(shape: Shape) -> None:
-    """Refuses what the cluster can never give: KubeRay would wait for it without an end.
+    """Raises if the cluster can never provide the shape: KubeRay would wait forever.
 
     Raises:
-        ResourceError: If `NEMO_RL_CLUSTER_GPUS` says that there are fewer GPUs.
+        ResourceError: If `NEMO_RL_CLUSTER_GPUS` is lower.
     """
     offered = os.environ.get(CLUSTER_GPUS)
     if offered is not None:
@@ -191,16 +191,16 @@ def await_workers(
     wait_seconds: float = _WAIT_SECONDS,
     pause_seconds: float = 2.0,
 ) -> None:
-    """Waits for the workers of the shape to join, and gives up on those that do not.
+    """Waits for the workers of the shape to join, up to a time limit.
 
     Args:
-        shape: What was reserved.
-        found: What Ray has by now, as `ray.cluster_resources`.
-        wait_seconds: How long to wait.
-        pause_seconds: Between two looks.
+        shape: The reserved shape.
+        found: Returns Ray's current resources, as `ray.cluster_resources`.
+        wait_seconds: Time limit.
+        pause_seconds: Time between two checks.
 
     Raises:
-        ResourceError: Names what is missing at the end.
+        ResourceError: Names the missing resources.
     """
     wanted: dict[Resource, float] = {"GPU": shape.num_gpus, "CPU": shape.num_nodes}
     deadline = time.monotonic() + wait_seconds

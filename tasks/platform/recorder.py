@@ -1,9 +1,8 @@
-"""What a local run does, node by node: wraps flytekit's local execution.
+"""Recording of local runs node by node, by wrapping flytekit's local execution.
 
-flytekit runs a workflow here by calling `local_execute` of the workflow, of each sub-workflow and
-task in it, and `sandbox_execute` only of tasks whose result is not in the cache. Wrapping these
-three is how this module knows what runs, what was cached, and what flows from where to where;
-nothing else of flytekit is touched.
+flytekit runs a workflow locally by calling `local_execute` of the workflow and of each sub-workflow
+and task in it, and `sandbox_execute` only of tasks that are not cached. This module wraps these
+three to record nodes, cache hits and data flow; the rest of flytekit is unchanged.
 """
 
 import functools
@@ -19,11 +18,11 @@ from tasks.platform.run import RunFailed, RunRefused, run
 __all__ = ["RunFailed", "RunRefused", "install"]
 
 _running: list[Recorder] = []
-"""The run in progress: one or none."""
+"""The current run, or None."""
 
 
 def install() -> None:
-    """Wraps flytekit's local execution; a no-op on a cluster and the second time."""
+    """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
     if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
         return
     WorkflowBase.local_execute = _wrap_workflow(WorkflowBase.local_execute)

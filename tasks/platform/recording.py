@@ -1,8 +1,8 @@
-"""The nodes of one run: what each took, from whom, what it returned, and how it ended.
+"""The nodes of one run: inputs with their sources, outputs, and state.
 
-An output is known again by a mark on flytekit's literal, which goes with it through sub-workflows.
-A dynamic takes Python values instead: in it, an artifact is known by its folder, and a config by
-its content, among what the dynamic itself was given.
+An output is identified by a mark on flytekit's literal, which is kept through sub-workflows. A
+dynamic takes Python values instead: in it, an artifact is identified by its folder, and a config by
+its content, among the dynamic's inputs.
 """
 
 import time
@@ -51,11 +51,11 @@ class NodeOutput(NamedTuple):
 
 @dataclass
 class NodeCall:
-    """A node while it runs.
+    """A running node.
 
     Attributes:
-        given: The inputs as plain values, and where they came from.
-        executed: Whether it did its work; a cache hit does not.
+        given: The inputs as plain values, and their sources.
+        executed: Whether it ran; False for a cache hit.
     """
 
     entity: Task | WorkflowBase
@@ -69,21 +69,21 @@ class NodeCall:
 
     @property
     def is_stage(self) -> bool:
-        """Whether it is shown to the user: what is cached is."""
+        """Whether it is shown to the user, as cached tasks are."""
         return isinstance(self.entity, Task) and bool(self.entity.metadata.cache)
 
     @property
     def state(self) -> State:
-        """How it ended, where it did not fail."""
+        """The final state of a node that did not fail."""
         return "cached" if self.is_stage and not self.executed else "succeeded"
 
 
 class Recorder:
-    """What happens in one run.
+    """Records the events of one run.
 
     Args:
         writer: The run's database.
-        log_path: The run's log, whose length says which part of it is a node's.
+        log_path: The run's log; its length marks the parts of nodes.
     """
 
     def __init__(self, writer: HistoryWriter, log_path: Path) -> None:
@@ -97,7 +97,7 @@ class Recorder:
     def call(
         self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
     ) -> Any:
-        """Runs a node and records it; returns what flytekit made of its outputs."""
+        """Runs and records a node, and returns flytekit's outputs."""
         call = self._begin(entity, kwargs)
         self._calls.append(call)
         try:
@@ -111,12 +111,12 @@ class Recorder:
         return returned
 
     def executes(self, task: Task) -> None:
-        """Says that the task's result was not in the cache."""
+        """Marks the current task as not cached."""
         if self._calls and self._calls[-1].entity is task:
             self._calls[-1].executed = True
 
     def listen(self, event: Event) -> None:
-        """Takes what is said meanwhile: steps, artifacts that are new, the machine's load."""
+        """Records events: steps, new artifacts, machine utilization."""
         if not self._calls:
             return
         node = self._calls[-1].node
@@ -153,7 +153,7 @@ class Recorder:
         return call
 
     def _sources(self, value: Any) -> list[NodeOutput]:
-        """The nodes of this run whose outputs a value is made of."""
+        """The nodes of this run whose outputs are in a value."""
         found = [self._source(part) for part in promises_in(value)]
         return [source for sources in found for source in sources]
 
@@ -163,7 +163,7 @@ class Recorder:
             mark = getattr(value.val, _MARK, None)
             if mark is not None:
                 return [mark]
-            # An input of the sub-workflow that calls: flytekit names the promise after it.
+            # An input of the calling sub-workflow, after which flytekit names the promise.
             return caller.sources.get(value.var, []) if caller else []
         shown = plain(value)
         if caller:
@@ -177,11 +177,11 @@ class Recorder:
         for name, promise in outputs.items():
             self._mark(call, name, promise)
         artifacts = _artifacts(call.entity, outputs) if call.is_stage else []
-        # A stage may pass an input on, as `promote` does; only what it made itself is its own.
+        # A stage may return an input, as `promote` does, which is not its own output.
         own = _own_name(call.entity)
         made = [each for each in artifacts if each.stage.split()[0] == own]
         manifests = [(each.folder, each.manifest) for each in artifacts]
-        # What an earlier run has made has cost this one nothing, such as a point of a sweep.
+        # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
         cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
         summary = ", ".join(each.summary for each in made if each.summary)
         if isinstance(call.entity, ArrayNodeMapTask):
@@ -228,10 +228,10 @@ class Recorder:
         publish(record)
 
     def _mark(self, call: NodeCall, name: str, promise: Promise) -> None:
-        """Says on an output's literal whose it is, so that it is known again as an input.
+        """Marks an output's literal with its node, to identify it as an input later.
 
-        What a sub-workflow or a dynamic returns belongs to the node in it that made it; what a
-        dynamic got and handed on, to the dynamic.
+        Outputs of a sub-workflow or dynamic belong to the inner node that made them; inputs that a
+        dynamic returns belong to the dynamic.
         """
         if call.kind == "workflow" and hasattr(promise.val, _MARK):
             return
@@ -253,7 +253,7 @@ class Recorder:
 
 
 def said(error: BaseException) -> str:
-    """An error as it is recorded."""
+    """The recorded text of an error."""
     text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {error}"
     return text[:_MAX_ERROR_CHARACTERS]
 
@@ -269,7 +269,7 @@ def _kind(entity: Task | WorkflowBase) -> Kind:
 
 
 def _own_name(entity: Task | WorkflowBase) -> str:
-    """Without its module; a mapped task has that of the task it maps, and not flytekit's for it."""
+    """The name without its module; a mapped task has the name of its inner task."""
     mapped = entity.python_function_task if isinstance(entity, ArrayNodeMapTask) else entity
     return str(mapped.name).rpartition(".")[2]
 
@@ -281,7 +281,7 @@ def _node_name(entity: Task | WorkflowBase, inputs: dict[str, Any]) -> str:
 
 
 def _artifacts(entity: Task | WorkflowBase, outputs: dict[str, Promise]) -> list[Artifact]:
-    """What a stage returned, as records; of a mapped one, those of the points that ended well."""
+    """The artifacts that a stage returned; of a mapped stage, those of successful points."""
     ctx = FlyteContextManager.current_context()
     values = [
         TypeEngine.to_python_value(ctx, promise.val, entity.python_interface.outputs[name])
@@ -296,7 +296,7 @@ def _is(manifest: Manifest, stage: str) -> bool:
 
 
 def _sum(costs: list[Cost]) -> Cost:
-    """Of one stage that made several artifacts, one after the other."""
+    """The total cost of a stage that made several artifacts in sequence."""
     return costs[0] if len(costs) == 1 else reduce(Cost.plus, costs, Cost())
 
 

@@ -1,7 +1,7 @@
-"""Sizes of stages: what Flyte reserves for each kind, and the shapes of their Ray clusters.
+"""Resources of stages: Flyte's reservations per kind, and the shapes of Ray clusters.
 
-A recipe names a shape (`cluster: {shape: node_8gpu}`); here stands what that means on a cluster.
-None of it changes a result, so none of it is part of a cache key (see `tasks/platform/caching.py`).
+A recipe names a shape (`cluster: {shape: node_8gpu}`); this module defines it on a cluster.
+Resources do not change results and are not part of cache keys (see `tasks/platform/caching.py`).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ LIGHT = Resources(cpu="1", mem="2Gi")
 """Stages without workers: reading, checking, comparing."""
 
 _CORES_PER_GPU, _GIB_PER_GPU = 11, 120
-"""Eight of them leave room for the system on the smallest machine with eight A100 (96, 1,152)."""
+"""Eight of them leave some for the system on the smallest machine with eight A100 (96, 1,152)."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Nodes:
     """Equal machines of a shape: one worker group of its Ray cluster.
 
     Attributes:
-        count: How many machines.
-        num_gpus: Of each; workers go one to a GPU.
-        resources: What is reserved of each machine.
+        count: Number of machines.
+        num_gpus: GPUs of each machine; one worker per GPU.
+        resources: Reserved resources of each machine.
         shared_memory_gib: The size of /dev/shm, part of the memory. Ray keeps objects there (30 %
-            of the memory), and trainers and engines hand tensors over in it.
+            of the memory), and trainers and engines exchange tensors through it.
     """
 
     count: int
@@ -48,9 +48,9 @@ class Shape:
     """A Ray cluster for one stage.
 
     Attributes:
-        name: Of the recipe's shape, in words that a shell passes on as they are, since they go to
-            the stage's container as an argument: `cluster:12:8:nvidia-h100`.
-        nodes: Groups of equal machines; the head has no work of its own.
+        name: Name of the recipe's shape without characters that a shell interprets, since it is an
+            argument of the stage's container: `cluster:12:8:nvidia-h100`.
+        nodes: Groups of equal machines; the head runs no workers.
         accelerator: The kind of GPU; None takes any.
     """
 
@@ -60,17 +60,17 @@ class Shape:
 
     @property
     def num_gpus(self) -> int:
-        """On all machines together."""
+        """GPUs of all machines."""
         return sum(group.count * group.num_gpus for group in self.nodes)
 
     @property
     def num_nodes(self) -> int:
-        """Machines, without the head."""
+        """Number of machines, without the head."""
         return sum(group.count for group in self.nodes)
 
     @property
     def config(self) -> ClusterConfig:
-        """The recipe's section that asks for this shape, whatever its number of threads."""
+        """The recipe's section for this shape; the number of threads is ignored."""
         name, num_workers, num_gpus_per_node, accelerator = self.name.split(":")
         return ClusterConfig.model_validate(
             {
@@ -93,7 +93,7 @@ def one_gpu(accelerator: AcceleratorName | None = None) -> Shape:
 
 
 def shape_of(config: ClusterConfig) -> Shape:
-    """What a recipe's `cluster` section asks for.
+    """Returns the shape of a recipe's `cluster` section.
 
     Example:
         >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12))
@@ -125,23 +125,23 @@ def _gpu_nodes(count: int, num_gpus: int) -> Nodes:
 
 @cache
 def _commit() -> dict[str, str]:
-    """For the manifests of a cluster, whose containers have the code and no repository."""
+    """The commit for manifests on a cluster, whose containers have no repository."""
     return git_state(Path(__file__).parent).as_environment
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What stages of a kind have in common on a cluster; a local run reads nothing of it.
+    """Cluster settings of stages of one kind; not used in local runs.
 
     Attributes:
-        requests: Of the stage's own container. One that drives workers is small: its request also
-            reaches the head and the pod that submits it.
-        image: What it runs in.
-        timeout: Of each attempt.
+        requests: Resources of the stage's container. They are small for stages with workers, since
+            they also apply to the head and the submitter.
+        image: The container image.
+        timeout: Time limit of each attempt.
         retries: New attempts after a failure of the system or of the stage.
-        interruptible: May run on machines that can be taken away at any time.
-        serialize: Of two executions that want the same result at once, one waits for the other's.
-        on_ray: Drives workers, on a Ray cluster of the recipe's shape.
+        interruptible: Whether it may run on preemptible machines.
+        serialize: Whether concurrent executions of the same stage wait for one result.
+        on_ray: Whether it has workers, on a Ray cluster of the recipe's shape.
     """
 
     requests: Resources
@@ -154,7 +154,7 @@ class Kind:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As `flytekit.task` takes them."""
+        """Keyword arguments of `flytekit.task`."""
         return {
             "requests": self.requests,
             "container_image": self.image,
@@ -165,14 +165,14 @@ class Kind:
         }
 
     def on(self, shape: Shape) -> "Kind":
-        """The kind on that shape: without a GPU it needs an image without CUDA."""
+        """Returns the kind on a shape; without a GPU, with an image without CUDA."""
         return self if shape.num_gpus else replace(self, image=images.LAPTOP)
 
 
 DECK: dict[str, Any] = {
     "enable_deck": True,
-    # All but the list of installed packages, for which flytekit starts pip in every task: it takes
-    # seconds, and the manifest names those that a result depends on.
+    # All except the list of installed packages, for which flytekit starts pip in every task: it
+    # takes seconds, and the manifest has the packages that a result depends on.
     "deck_fields": (
         DeckField.SOURCE_CODE,
         DeckField.TIMELINE,
@@ -180,13 +180,13 @@ DECK: dict[str, Any] = {
         DeckField.OUTPUT,
     ),
 }
-"""What a task shows on its page, as `flytekit.task` takes it."""
+"""Deck fields of a task, for `flytekit.task`."""
 
 PLAIN = Kind(
     requests=LIGHT,
     image=images.LIGHT,
     timeout=timedelta(minutes=30),
-    serialize=False,  # quicker than waiting for another's
+    serialize=False,  # faster than waiting for another execution
 )
 """Compares, decides, reports."""
 
@@ -212,19 +212,19 @@ GENERATE = Kind(
     timeout=timedelta(hours=12),
     on_ray=True,
 )
-"""Samples from a model, or scores with one: hours at most, and done again when lost."""
+"""Samples from a model, or scores with one: hours at most, restarted when lost."""
 
 TRAIN = Kind(
     requests=_DRIVER,
     image=images.TRAINING,
     timeout=timedelta(days=3),
-    # What an attempt has saved is where the next goes on, so a failing machine costs little.
+    # The next attempt resumes from the last save, so a failing machine costs little.
     retries=5,
-    # Losing one machine of a gang loses all of it: not for machines that are taken away by design.
+    # Losing one machine of a gang ends all of it, so preemptible machines are not used.
     interruptible=False,
     on_ray=True,
 )
-"""Trains, with or without sampling: resumes from what it saved."""
+"""Trains, with or without sampling; resumes from its last save."""
 
 SCORE = replace(GENERATE, image=images.TRAINING)
 """As `GENERATE`, with a training backend instead of an engine."""

@@ -1,4 +1,4 @@
-"""A local run as its user sees it: progress, log, table, and errors in a few lines."""
+"""User interface of a local run: progress, log, table and short errors."""
 
 import json
 import sys
@@ -30,21 +30,21 @@ from tasks.recipes.recipe import Recipe
 
 
 class RunFailed(click.ClickException):
-    """A run that ended with an explained error, which pyflyte prints without a trace."""
+    """A run that failed with an explained error, which pyflyte prints without a traceback."""
 
 
 class RunRefused(RunFailed):
-    """A run that its recipe or this machine does not allow; nothing was started."""
+    """A run that was refused for its recipe or this machine, before its start."""
 
     exit_code = 2
 
 
 @contextmanager
 def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
-    """One local run: checks the ground, records, shows progress, and closes with a table.
+    """Runs locally: preflight checks, recording, progress, and a closing table.
 
     Raises:
-        RunFailed: For every error; the trace is in the run's log.
+        RunFailed: For every error; the traceback is in the run's log.
     """
     try:
         store = Store.default()
@@ -97,7 +97,7 @@ def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -
 
 
 def recipe_name(command: list[str]) -> str:
-    """The recipe that a command line names, in a file's name or as its `recipe`; else nothing."""
+    """Returns the recipe name in a command line, from a file name or the key `recipe`; else ""."""
     words = [word for pair in command for word in pair.split("=", 1)]
     if "--config" not in words[:-1]:
         return ""

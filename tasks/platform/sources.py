@@ -1,7 +1,7 @@
-"""What one file of source says for a cache key: a digest of its code, and what it names.
+"""Analysis of a source file for cache keys: a digest of its code, and its references.
 
-Parsing every module of the project takes longer than importing it, so that what was found is kept
-beside the compiled modules, by the content of each file.
+Parsing every module of the project takes longer than importing it, so results are cached next to
+the compiled modules, by the content of each file.
 """
 
 import ast
@@ -20,22 +20,21 @@ from nemo_rl_core.store.files import write_atomic
 
 _MAX_KEPT = 4096
 _is_news = Event()
-"""Whether this process has found something that is not written."""
+"""Whether this process has unwritten results."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """What a file says.
+    """The analysis of a file.
 
     Attributes:
-        digest: Of the syntax tree; comments, docstrings and layout do not count.
-        imports: Modules and names in modules that it imports anywhere in its code, with dots. What
-            only a type checker reads is left out.
-        strings: Its strings that may name a module, as registries do: `package.module:Class`.
-        lazy: The table `_PUBLIC` of a package whose names are imported when they are asked for:
-            from the name to the module, which may be relative.
-        beside: Files and folders beside it that it names by `Path(__file__).with_name(...)`, to
-            read them or to start them.
+        digest: Digest of the syntax tree, without comments, docstrings and layout.
+        imports: Dotted names of modules, and names in modules, that it imports anywhere, without
+            imports for type checking.
+        strings: Strings that may be names of modules, as in registries: `package.module:Class`.
+        lazy: The table `_PUBLIC` of a package with lazy imports: from name to module, which may be
+            relative.
+        beside: Files and folders next to it that it refers to by `Path(__file__).with_name(...)`.
     """
 
     digest: str
@@ -46,14 +45,14 @@ class SourceFile:
 
 
 def read_source(path: Path, module: str) -> SourceFile:
-    """What the file says.
+    """Analyses a source file.
 
     Args:
-        path: A file of Python.
-        module: Its name, from which relative imports are resolved; a package's ends in `.__init__`.
+        path: A Python file.
+        module: Its name, to resolve relative imports; a package's name ends in `.__init__`.
 
     Raises:
-        SyntaxError: If it is no Python.
+        SyntaxError: If it is not valid Python.
     """
     content = path.read_bytes()
     key = hashlib.sha256(module.encode() + b"\0" + content).hexdigest()
@@ -65,12 +64,12 @@ def read_source(path: Path, module: str) -> SourceFile:
 
 
 def keep_sources() -> None:
-    """Writes what was found by this process, for the next; where that fails, nothing is lost."""
+    """Writes this process's results for later ones; failures are ignored."""
     if not _is_news.is_set():
         return
     _is_news.clear()
     known = _known()
-    # Those of files that are long gone are not carried on for ever.
+    # Entries of deleted files are dropped.
     kept = list(known)[-_MAX_KEPT:]
     table = {key: asdict(known[key]) for key in kept}
     with suppress(OSError, NemoRLError):
@@ -87,7 +86,7 @@ def _known() -> dict[str, SourceFile]:
 
 
 def _table_path() -> Path:
-    """Another file for another version of Python, or of this module."""
+    """Depends on the versions of Python and of this module."""
     here = Path(__file__)
     version = hashlib.sha256(platform.python_version().encode() + here.read_bytes()).hexdigest()
     return here.parent / "__pycache__" / f"sources.{version[:16]}.json"
@@ -112,7 +111,7 @@ def _analysed(tree: ast.Module, module: str) -> SourceFile:
 
 
 def _executed(tree: ast.Module) -> Iterator[ast.AST]:
-    """All nodes, but for those that only a type checker reads."""
+    """All nodes, except code for type checking."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -132,10 +131,10 @@ def _imported(node: ast.AST, module: str) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        # `module` counts its own name, and `.__init__` of a package, as one level.
+        # The last part of `module`, or `.__init__` of a package, counts as one level.
         above = module.split(".")[: -node.level] if node.level else []
         base = ".".join([*above, *([node.module] if node.module else [])])
-        # An imported name may itself be a module, or stand for one.
+        # An imported name may be a module, or refer to one.
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 

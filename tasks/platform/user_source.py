@@ -1,8 +1,7 @@
-"""The source that a user's own module brings: itself, and all that it imports of the user's.
+"""Source digests of a user's module and of the user's modules that it imports.
 
-Nothing is imported to find it. What is installed counts by its version, and a file that a module
-names by `Path(__file__).with_name(...)` by its content. Files that it opens by other names do not
-count.
+No module is imported for this. Installed packages count by version, and files that a module refers
+to by `Path(__file__).with_name(...)` by content. Other files are ignored.
 """
 
 import importlib
@@ -21,13 +20,14 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platl
 
 
 def user_source(module: str) -> str:
-    """A digest for each module of the user's that `module` reaches, and versions of packages.
+    """Returns digests of the user's modules that `module` reaches, and package versions.
 
     Args:
-        module: As it is imported; modules of the current directory count, as for a reward function.
+        module: Its import name; modules of the current directory are included, as for a reward
+            function.
 
     Returns:
-        Words parted by blanks; empty where there is no such module.
+        Digests separated by spaces; empty if there is no such module.
     """
     importlib.invalidate_caches()
     found: dict[str, str] = {}
@@ -45,12 +45,12 @@ def user_source(module: str) -> str:
 
 
 def _specs(name: str) -> list[ModuleSpec]:
-    """The packages and the module behind a dotted name, which may end in what a module defines."""
+    """The packages and the module of a dotted name, which may end in a name in the module."""
     top, *inner = name.split(".")
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
     except (ImportError, ValueError):
-        return []  # the stage that calls it says what is wrong
+        return []  # the stage that calls it raises the error
     found = []
     while spec is not None:
         found.append(spec)
@@ -62,10 +62,10 @@ def _specs(name: str) -> list[ModuleSpec]:
 
 
 def _content(spec: ModuleSpec) -> tuple[str, list[str]]:
-    """What stands for a module, and the names that it imports."""
+    """The digest of a module, and the names that it imports."""
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
     if origin is None:
-        return "", []  # built in, or a folder without an `__init__`
+        return "", []  # built-in, or a folder without an `__init__`
     if any(origin.is_relative_to(folder) for folder in _INSTALLED):
         return _version(spec.name.partition(".")[0]), []
     if origin.suffix != ".py":

@@ -1,4 +1,4 @@
-"""What flytekit hands from node to node, as plain values: literals, promises and Python's own."""
+"""Conversion of flytekit's literals, promises and Python values into plain values."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +18,7 @@ from tasks.artifacts import Artifact
 
 
 def plain(value: Any) -> Any:
-    """Whatever a node takes or returns, as something that JSON can say."""
+    """Converts an input or output of a node into JSON values."""
     match value:
         case Promise():
             return _at(plain(value.val), value.attr_path)
@@ -50,7 +50,7 @@ def _of_scalar(scalar: Scalar) -> Any:
         return scalar.primitive.value
     if scalar.binary is not None:
         return msgpack.loads(scalar.binary.value, strict_map_key=False)
-    # Files and frames, which no stage of this project hands on bare.
+    # Files and frames, which no stage of this project returns directly.
     return str(getattr(scalar.value, "uri", scalar.value))
 
 
@@ -61,9 +61,9 @@ def _at(value: Any, path: list[str | int]) -> Any:
 
 
 def artifact_id(value: Any) -> str | None:
-    """The id of the artifact that a plain value describes; None where it describes another thing.
+    """Returns the id of the artifact that a plain value describes, or None for other values.
 
-    An artifact's id is its manifest's name, whatever its folder is called here.
+    An artifact's id is its manifest's name, independent of its folder's name.
     """
     if not isinstance(value, dict) or not isinstance(value.get("directory"), dict):
         return None
@@ -74,7 +74,7 @@ def artifact_id(value: Any) -> str | None:
 
 
 def described(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:
-    """Inputs or outputs of a node as they are recorded."""
+    """The recorded form of a node's inputs or outputs."""
     found = []
     for name, value in values.items():
         shown = plain(value)
@@ -83,7 +83,7 @@ def described(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value
 
 
 def type_name(kind: Any) -> str:
-    """A type as it is written, without what is annotated for the cache."""
+    """The name of a type, without annotations for the cache."""
     if hasattr(kind, "__metadata__"):
         kind = get_args(kind)[0]
     if isinstance(kind, type) and not get_args(kind):
@@ -92,7 +92,7 @@ def type_name(kind: Any) -> str:
 
 
 def named_outputs(names: list[str], returned: Any) -> dict[str, Promise]:
-    """The promises that a task or workflow returned, by the names of its outputs."""
+    """The promises that a task or workflow returned, by output name."""
     if not names:
         return {}
     promises = returned if isinstance(returned, tuple) else (returned,)
@@ -100,7 +100,7 @@ def named_outputs(names: list[str], returned: Any) -> dict[str, Promise]:
 
 
 def promises_in(value: Any) -> Iterator[Any]:
-    """The values in a list or dictionary that was made of several; else the value itself."""
+    """Yields the values in a list or dictionary; else the value itself."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from promises_in(each)

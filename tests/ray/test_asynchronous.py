@@ -408,5 +408,5 @@ def test_a_trainer_of_the_other_kind_is_refused(
     kind: type[GRPOTrainer], asynchronous: Any, tiny_model: Path
 ) -> None:
     trainer = kind.from_pretrained(tiny_model, asynchronous=asynchronous, **SETTINGS)
-    with pytest.raises(ConfigError, match="take the other trainer"):
+    with pytest.raises(ConfigError, match="use the other trainer"):
         trainer.fit(ROWS, reward_fn=length)

@@ -138,7 +138,7 @@ def test_units(name: str, words: str) -> None:
 def test_commands_have_their_options() -> None:
     page = commands.pages()["reference/commands/nemo-rl.md"]
     assert "## gc\n\n```text\nnemo-rl gc [OPTIONS]\n```" in page
-    assert "| `--dry-run`, `-n` |  | Show what would go; remove nothing. |" in page
+    assert "| `--dry-run`, `-n` |  | Show the plan; remove nothing. |" in page
     assert "| `--port` `INTEGER RANGE` | `8321` |" in page
     pipelines_page = commands.pages()["reference/commands/pyflyte.md"]
     assert ".venv/bin/pyflyte run workflows/regression.py check_regression" in pipelines_page

@@ -10,13 +10,13 @@ from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 
 
 class ForwardKL(FrozenConfig):
-    """`KL(teacher || student)`: the student covers all that the teacher might say."""
+    """`KL(teacher || student)`: the student covers all modes of the teacher."""
 
     kind: Literal["forward"] = "forward"
 
 
 class ReverseKL(FrozenConfig):
-    """`KL(student || teacher)`: the student keeps to what the teacher finds likely."""
+    """`KL(student || teacher)`: the student concentrates on the teacher's modes."""
 
     kind: Literal["reverse"] = "reverse"
 
@@ -36,18 +36,17 @@ Divergence = Annotated[ForwardKL | ReverseKL | MixedKL, Field(discriminator="kin
 
 
 class DistillationConfig(LoopConfig):
-    """`num_steps` times: the student rolls out, the teacher scores, the student learns.
+    """`num_steps` times: the student samples, the teacher scores, the student is trained.
 
-    A step samples `num_prompts_per_step * num_generations_per_prompt` completions and makes one
-    optimizer step of them. `top_k` is how many of the teacher's likeliest tokens are compared at
-    each position.
+    A step samples `num_prompts_per_step * num_generations_per_prompt` completions and runs one
+    optimizer step on them. At each position, the teacher's `top_k` most likely tokens are compared.
 
     Attributes:
         num_steps: Steps, each with one optimizer step.
-        num_prompts_per_step: Prompts that a step samples completions of.
+        num_prompts_per_step: Prompts of one step.
         num_generations_per_prompt: Completions of each prompt.
-        top_k: The teacher's likeliest tokens that are compared at each position.
-        divergence: What the student minimizes.
+        top_k: Number of the teacher's most likely tokens to compare at each position.
+        divergence: The divergence that the student minimizes.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -60,16 +59,16 @@ class DistillationConfig(LoopConfig):
 
     @property
     def num_sequences_per_step(self) -> int:
-        """Completions sampled in a step."""
+        """Completions of one step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
 class DistillationSettings(RolloutSettings):
-    """All that `DistillationTrainer` reads."""
+    """All settings of `DistillationTrainer`."""
 
     distillation: DistillationConfig = DistillationConfig()
 
     @model_validator(mode="after")
-    def _draws(self) -> Self:
+    def _samples(self) -> Self:
         refuse_for_training(self.generation)
         return self

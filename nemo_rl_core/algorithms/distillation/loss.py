@@ -13,17 +13,16 @@ from nemo_rl_core.functional.masked import masked_sum, valid_token_mask, zero_ma
 
 @dataclass(frozen=True)
 class DistillationLossFn:
-    """`KL` over the teacher's K likeliest tokens, forward, reverse or a mix, a mean over tokens.
+    """`KL` over the teacher's K most likely tokens: forward, reverse or mixed; mean over tokens.
 
-    Both distributions are renormalized to these K tokens. Only so is the loss exactly 0 when
-    student and teacher agree and never negative, whatever mass lies outside: with the bare
-    probabilities `sum_k p_T (log p_T - log p_S)` falls below 0 as soon as the student holds more of
-    its mass on the K tokens than the teacher does. The price is that mass which the student puts
-    elsewhere is not pulled back by the loss; `student_topk_mass` shows it, and a larger K covers
-    more of it.
+    Both distributions are renormalized to these K tokens. The loss is then exactly 0 if student and
+    teacher agree, and never negative, for any mass outside: with unnormalized probabilities `sum_k
+    p_T (log p_T - log p_S)` falls below 0 as soon as the student holds more of its mass on the K
+    tokens than the teacher does. However, the loss does not reduce student mass on other tokens;
+    `student_topk_mass` shows it, and a larger K covers more of it.
 
-    The sampled prefixes are taken as given: no gradient goes through the sampling. Source:
-    on-policy distillation, Agarwal et al. 2023 (GKD), arXiv:2306.13649, section 3.
+    Sampled prefixes are constants: no gradient flows through the sampling. Source: on-policy
+    distillation, Agarwal et al. 2023 (GKD), arXiv:2306.13649, section 3.
 
     Example:
         >>> topk = torch.tensor([[[0.5, 0.25]]]).log()

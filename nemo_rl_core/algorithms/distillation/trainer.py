@@ -1,4 +1,4 @@
-"""On-policy distillation (GKD, arXiv:2306.13649): the student speaks, the teacher corrects."""
+"""On-policy distillation (GKD, arXiv:2306.13649): the student samples, the teacher scores."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,9 +16,9 @@ from nemo_rl_core.types import Prompt
 
 
 class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfig]):
-    """The student samples; on its own tokens it learns the distribution of the teacher.
+    """Trains a student towards the teacher's distribution on tokens that the student sampled.
 
-    The teacher is the job's reference. Rewards are for the eye only: nothing is trained on them.
+    The teacher is the job's reference. Rewards are only logged, not trained on.
     """
 
     algorithm = "distillation"
@@ -38,7 +38,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
-        # The student's own logprobs are not computed in a step, so that no gate compares them.
+        # The student's logprobs are not computed in a step, so there is no gate.
         sampler.generation.prove(self.policy)
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
@@ -55,7 +55,7 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 def _refuse_without_teacher(job: Job) -> None:
     if job.reference is None or job.reference == job.start:
         raise ConfigError(
-            "distillation has no teacher but the student itself, from whom it learns nothing",
+            "distillation needs a teacher other than the student",
             expected="another model",
             got="none" if job.reference is None else "the model that is trained",
             fix="name the teacher: fit(dataset, reference=...), or teacher in a recipe",

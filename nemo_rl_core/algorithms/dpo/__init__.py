@@ -11,7 +11,7 @@ __all__ = ["dpo_train", "setup"]
 
 
 def setup(model: str | Path, **overrides: Any) -> "DPOTrainer":
-    """A trainer of a model; see `BaseTrainer.from_pretrained`."""
+    """Creates a trainer for a model; see `BaseTrainer.from_pretrained`."""
     from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
 
     return DPOTrainer.from_pretrained(model, **overrides)

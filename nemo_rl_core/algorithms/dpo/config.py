@@ -1,4 +1,4 @@
-"""Settings of direct preference optimisation: which loss, and how many pairs a step."""
+"""Settings of direct preference optimisation."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,13 +8,13 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
-"""The assumed rate of flipped labels; at one half a label would say nothing."""
+"""The assumed rate of flipped labels; at one half a label has no information."""
 
 
 class SFTTerm(FrozenConfig):
     """`weight` times the mean over chosen sequences of their negative log-likelihood.
 
-    `per: token` divides each sequence's by its tokens, `per: sequence` leaves it summed.
+    `per: token` divides each sequence's sum by its tokens, `per: sequence` does not.
 
     Attributes:
         weight: The factor of the term in the loss.
@@ -27,7 +27,7 @@ class SFTTerm(FrozenConfig):
 
 
 class _Kind(FrozenConfig):
-    """What every kind says of itself."""
+    """Base of all preference losses."""
 
     needs_reference: ClassVar[bool] = True
     needs_pairs: ClassVar[bool] = True
@@ -114,7 +114,7 @@ class SimPOLoss(_PairKind):
 
 
 class LengthNormalizedLoss(_PairKind):
-    """`-log sigmoid(beta (rho_c / |c| - rho_r / |r|))`: DPO with log-ratios a token.
+    """`-log sigmoid(beta (rho_c / |c| - rho_r / |r|))`: DPO with log-ratios per token.
 
     Source: Tulu 3, arXiv:2411.15124, section 5.1.
 
@@ -149,7 +149,7 @@ class ORPOLoss(_Kind):
     """NLL of the chosen sequence plus `odds_weight` (lambda) times the log-odds-ratio term.
 
     The NLL is averaged over a sequence's tokens, then over pairs (arXiv:2403.07691, section 4). It
-    is part of the loss, so there is no `sft` besides.
+    is part of the loss, so there is no separate `sft` term.
 
     Attributes:
         odds_weight: The weight of the log-odds-ratio term.
@@ -191,12 +191,12 @@ class DPOConfig(LoopConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads the logprobs of a reference policy."""
+        """Returns whether the loss needs logprobs of a reference policy."""
         return self.loss.needs_reference
 
 
 class DPOSchedule(DPOConfig):
-    """How many iterations to run; each is a cached stage that does not know how many follow.
+    """The number of iterations; each is a cached stage, independent of the number that follow.
 
     Attributes:
         num_iterations: Iterations, one after the other, each a cached stage.
@@ -206,12 +206,12 @@ class DPOSchedule(DPOConfig):
 
     @property
     def iteration(self) -> DPOConfig:
-        """The settings of one iteration, equal whatever `num_iterations` is."""
+        """The settings of one iteration, independent of `num_iterations`."""
         values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
         return DPOConfig.model_validate(values)
 
 
 class DPOSettings(TrainerSettings):
-    """All that `DPOTrainer` reads."""
+    """All settings of `DPOTrainer`."""
 
     dpo: DPOConfig = DPOConfig()

@@ -1,4 +1,4 @@
-"""Completions moved to another prompt, which KTO's baseline is estimated from."""
+"""Mismatched prompts and completions, for KTO's baseline."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
-    """Every completion behind the prompt of the next pair, the last one's behind the first prompt.
+    """Pairs every completion with the prompt of the next pair, cyclically.
 
     Source: KTO, arXiv:2402.01306, section 4.1, where the baseline must not come from completions
     that were chosen for their prompt.
 
     Args:
-        pairs: `P` pairs; with one pair there is no other prompt, and it keeps its own.
+        pairs: `P` pairs; a single pair keeps its prompt.
 
     Returns:
-        `B = 2 P` rows as `collate` makes them.
+        `B = 2 P` rows as `collate` returns them.
     """
     rows: list[SupervisedExample] = []
-    for place, pair in enumerate(pairs):
-        other = pairs[(place + 1) % len(pairs)].chosen
+    for index, pair in enumerate(pairs):
+        other = pairs[(index + 1) % len(pairs)].chosen
         start = _prompt_length(other)
         for example in (pair.chosen, pair.rejected):
             own = _prompt_length(example)

@@ -1,4 +1,4 @@
-"""The losses on preferences between sequences, from the logprobs of their tokens."""
+"""Preference losses from token logprobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,12 +38,12 @@ from nemo_rl_core.functional.preference import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """What the loss knows of each sequence; all `[B]`.
+    """Statistics of each sequence; all `[B]`.
 
     Attributes:
-        is_chosen: Whether it is preferred or, unpaired, desirable.
+        is_chosen: Whether the sequence is chosen or, unpaired, desirable.
         logprobs: Sum over its trained tokens, nats.
-        mean_logprobs: The same, nats a token; 0 without tokens.
+        mean_logprobs: The same in nats per token; 0 without tokens.
         rewards: The kind's implicit reward.
     """
 
@@ -59,9 +59,9 @@ class DPOLossFn:
 
     A pair's loss is a function of its margin, the chosen sequence's implicit reward less the
     rejected one's. The reward, with `rho = sum_t (cur - ref) * m` and `|y|` a sequence's tokens:
-    `beta rho` (sigmoid, hinge, robust, summed IPO, KTO), `beta rho / |y|` (length_normalized, IPO a
-    token), `beta sum_t cur / |y|` (SimPO), the log-odds of the mean probability (ORPO). Sources are
-    named in `functional/preference.py` and `config.py`.
+    `beta rho` (sigmoid, hinge, robust, summed IPO, KTO), `beta rho / |y|` (length_normalized, IPO
+    per token), `beta sum_t cur / |y|` (SimPO), the log-odds of the mean probability (ORPO). Sources
+    are in `functional/preference.py` and `config.py`.
 
     Example:
         >>> batch = {
@@ -99,10 +99,10 @@ class DPOLossFn:
         Returns:
             The loss, NaN if rows of one id are not one chosen and one rejected sequence. Metrics,
             each a mean over pairs: `loss`, `accuracy` (share of positive margins), `margin`,
-            `chosen_reward`, `rejected_reward`, `chosen_logprob`, `rejected_logprob` (nats a token),
-            `sft_loss` (unweighted, where there is such a term). For KTO, means over sequences:
-            `loss`, `accuracy` (share on the right side of the baseline), `margin` (distance from
-            it to the right side), `chosen_fraction`, `kl_baseline`.
+            `chosen_reward`, `rejected_reward`, `chosen_logprob`, `rejected_logprob` (nats per
+            token), `sft_loss` (unweighted, if there is such a term). For KTO, means over sequences:
+            `loss`, `accuracy` (share on the correct side of the baseline), `margin` (signed
+            distance to the baseline), `chosen_fraction`, `kl_baseline`.
         """
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
@@ -121,7 +121,7 @@ class DPOLossFn:
 
 
 def _implicit_rewards(config: PreferenceLoss, log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """`[B]` rewards from `[B, T-1]` log-ratios, which are logprobs for kinds without reference."""
+    """`[B]` rewards from `[B, T-1]` log-ratios (logprobs for kinds without a reference)."""
     match config:
         case LengthNormalizedLoss() | SimPOLoss() | IPOLoss(per="token"):
             return config.beta * masked_sequence_mean(log_ratios, mask)

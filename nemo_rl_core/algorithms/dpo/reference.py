@@ -24,7 +24,7 @@ def reference_logprobs(
     Args:
         model_folder: The reference, in the transformers layout.
         data: A folder of pairs.
-        session: Where the worker runs.
+        session: The cluster of the worker.
         settings: Backend and type of the matrix products.
     """
     pairs = load_pairs(data, load_tokenizer(model_folder))
@@ -49,7 +49,7 @@ def reference_logprobs(
             for values, mask in zip(logprobs, batch["token_mask"], strict=True)
         ]
         scored += [
-            replace(pair, reference_logprobs=(rows[2 * place], rows[2 * place + 1]))
-            for place, pair in enumerate(part)
+            replace(pair, reference_logprobs=(rows[2 * index], rows[2 * index + 1]))
+            for index, pair in enumerate(part)
         ]
     return scored

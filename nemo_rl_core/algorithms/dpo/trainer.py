@@ -22,8 +22,7 @@ from nemo_rl_core.trainers.validation import loss_metrics
 class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
     """Trains on preference pairs; validation is loss and accuracy on held-out pairs.
 
-    The reference's logprobs are read from the job's cache, or computed at each step where there is
-    none.
+    The reference's logprobs are read from the job's cache, or computed in each step without one.
     """
 
     algorithm = "dpo"
@@ -62,7 +61,7 @@ class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
         return loss_metrics(self._loss, self.policy.get_logprobs(batch)["logprobs"], batch)
 
     def _batch(self, pairs: Sequence[PreferencePair]) -> BatchedDataDict:
-        """The pairs as the loss reads them."""
+        """Builds the batch of pairs for the loss."""
         batch = pair_batch(pairs)
         if self.config.needs_reference and "reference_logprobs" not in batch:
             batch["reference_logprobs"] = self.policy.get_reference_logprobs(batch)["logprobs"]

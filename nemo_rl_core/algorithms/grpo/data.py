@@ -31,17 +31,16 @@ from nemo_rl_core.types import Rollout
 
 
 def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
-    """Rollouts as tensors, and which of them are compared with each other.
+    """Builds a batch of rollouts with group ids.
 
     Args:
-        rollouts: `B`, scored; groups need not be equally large.
+        rollouts: `B` scored rollouts; groups may differ in size.
 
     Returns:
-        What `rollout_batch` returns, and `group_ids [B]`. `add_advantages` adds what else a loss
-        reads.
+        The columns of `rollout_batch`, and `group_ids [B]`. `add_advantages` adds the others.
     """
     batch = rollout_batch(rollouts)
-    # The place in the step, not the prompt's text, makes a group: a prompt may be drawn twice.
+    # Groups are formed by index in the step, not by prompt, since a prompt may be sampled twice.
     batch["group_ids"] = torch.tensor([rollout.group for rollout in rollouts])
     return batch
 
@@ -49,23 +48,23 @@ def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 def add_advantages(
     batch: BatchedDataDict, config: GRPOConfig, *, max_new_tokens: int
 ) -> BatchedDataDict:
-    """The batch of a whole step with its advantages; the batch given is left as it was.
+    """Adds advantages to a copy of the batch of a whole step.
 
-    What looks beyond a group (whitening) looks at all rows given, so this comes before the step is
-    cut into optimizer steps and micro-batches.
+    Whitening uses all rows, so call this before splitting the step into optimizer steps and
+    micro-batches.
 
     Args:
-        batch: What `grpo_batch` returns and, with the KL penalty in the reward, `prev_logprobs`
-            and `reference_logprobs`, `[B, T-1]` each.
-        config: Advantage, KL penalty, and what to do with overlong completions.
-        max_new_tokens: The longest that a rollout can be behind its prompt, all its turns together.
+        batch: From `grpo_batch` and, with the KL penalty in the reward, `prev_logprobs` and
+            `reference_logprobs`, `[B, T-1]` each.
+        config: Advantage, KL penalty, and handling of overlong completions.
+        max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
 
     Returns:
-        The columns of `batch` and `advantages [B, T-1]`, 0 at tokens that do not count; with
-        `overlong: {kind: filter}` also `sample_mask`, 0 where the completion was truncated.
+        The columns of `batch` and `advantages [B, T-1]`, 0 at masked tokens; with `overlong: {kind:
+        filter}` also `sample_mask`, 0 where the completion was truncated.
 
     Raises:
-        ConfigError: If the advantage needs rewards that the environment does not give.
+        ConfigError: If the advantage needs rewards that the environment does not return.
         ValueError: If the overlong buffer is longer than a completion can be.
     """
     sample_mask, rewards = batch["sample_mask"], batch["rewards"]
@@ -99,7 +98,7 @@ def add_advantages(
 def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
     """`beta * KL(prev || ref)` at each generated token, `[B, T-1]`; 0 unless configured.
 
-    Truncated completions that the loss leaves out have theirs too: their group's mean needs it.
+    Also at truncated completions that the loss leaves out, since their group's mean needs it.
     """
     token_mask = batch["token_mask"].bool()
     kl = config.loss.kl
@@ -131,9 +130,9 @@ def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor)
     if components is None or found != len(advantage.weights):
         raise ConfigError(
             "advantage 'gdpo' has a weight for each of several rewards",
-            expected=f"{len(advantage.weights)} rewards a completion, one for each weight",
+            expected=f"{len(advantage.weights)} rewards per completion, one for each weight",
             got=f"{found} from the environment",
-            fix="give as many weights as the environment gives rewards",
+            fix="give as many weights as the environment returns rewards",
         )
     return decoupled_group_normalized(
         components, batch["group_ids"], sample_mask, weights=advantage.weights

@@ -50,7 +50,7 @@ class GRPOLossFn:
     """`w L + beta KL - entropy_bonus H` at each token, reduced as configured.
 
     L is the loss of the config's kind (`functional/policy_gradient.py` has the definitions and
-    their papers), w the correction for the engine's own logprobs, KL that to the reference.
+    their papers), w the correction for the engine's logprobs, KL the divergence from the reference.
 
     Example:
         >>> loss_fn = GRPOLossFn(ClippedLoss(kl=None))
@@ -70,7 +70,7 @@ class GRPOLossFn:
 
     @property
     def sequence_means(self) -> frozenset[str]:
-        """The metrics that are means over sequences; all others are over tokens."""
+        """The metrics that are means over sequences; all others are means over tokens."""
         return frozenset() if self.config.reduction == "token_mean" else frozenset({"loss"})
 
     def __call__(
@@ -86,20 +86,19 @@ class GRPOLossFn:
         Args:
             next_token_logprobs: `[B, T-1]`.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B, T-1]`, and `[B, T-1]`
-                each: `prev_logprobs` (kind `on_policy` does not read them), `reference_logprobs`
-                with a KL penalty, `generation_logprobs` with an importance correction.
+                each: `prev_logprobs` (unused by kind `on_policy`), `reference_logprobs` with a KL
+                penalty, `generation_logprobs` with an importance correction.
             global_valid_seqs: 0-dim `Z_seq`.
             global_valid_tokens: 0-dim `Z_tok`.
 
         Returns:
-            The loss, and the metrics `loss` (reduced as configured) and, a token: `policy_kl`
-            (k3 of `KL(prev || cur)`), `ratio_mean`, `approx_entropy` (`-w cur`); for kinds with a
-            clip `clip_fraction_low` and `clip_fraction_high`, with a dual clip
-            `clip_fraction_dual`; with a penalty `kl` (to the reference, without beta); with a
-            correction `importance_weight` and `importance_cut_fraction`, the share it changed.
-
-            Without a correction w is 1, and `approx_entropy` is biased as soon as the weights are
-            no longer those that sampled; NeMo RL weights it by `exp(cur - gen)`.
+            The loss, and the metrics `loss` (reduced as configured) and, per token: `policy_kl` (k3
+            of `KL(prev || cur)`), `ratio_mean`, `approx_entropy` (`-w cur`); for kinds with a clip
+            `clip_fraction_low` and `clip_fraction_high`, with a dual clip `clip_fraction_dual`;
+            with a penalty `kl` (to the reference, without beta); with a correction
+            `importance_weight` and `importance_cut_fraction`, the share it changed. Without a
+            correction w is 1, and `approx_entropy` is biased once the weights differ from the
+            sampling weights; NeMo RL weights it by `exp(cur - gen)`.
         """
         config, mask = self.config, valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
@@ -164,14 +163,15 @@ def _policy_loss(config: LossConfig, current: Tensor, ratio: Tensor, advantages:
 
 
 def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    """Where a clip binds, `[B, T-1]` of 0 and 1; empty for kinds without a clip."""
+    """Indicators of active clips, `[B, T-1]` of 0 and 1; empty for kinds without a clip."""
     if not isinstance(config, ClippedLoss | GSPOLoss | CISPOLoss):
         return {}
     low, high = ratio < 1 - config.clip_low, ratio > 1 + config.clip_high
     found = {"clip_fraction_low": low, "clip_fraction_high": high}
     if not isinstance(config, CISPOLoss):
-        # A surrogate's clip binds where it takes the gradient: below the band only for a negative
-        # advantage, above it only for a positive one. CISPO's bounds the weight of either.
+        # A surrogate's clip is active where it removes the gradient: below the band only for
+        # negative advantages, above it only for positive ones. CISPO's clip bounds the weight for
+        # both.
         found = {
             "clip_fraction_low": low & (advantages < 0),
             "clip_fraction_high": high & (advantages > 0),
@@ -184,9 +184,9 @@ def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> di
 def _importance(
     config: LossConfig, batch: Mapping[str, Tensor], previous: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights `[B, T-1]` that correct for the engine's logprobs, and what there is to report.
+    """The weights `[B, T-1]` that correct for the engine's logprobs, and their metrics.
 
-    A sequence's one ratio goes with a sequence's one weight, so GSPO takes the geometric mean.
+    GSPO has one ratio per sequence and therefore one weight, the geometric mean.
     """
     if config.importance is None:
         return torch.ones_like(previous), {}
@@ -196,7 +196,7 @@ def _importance(
     if not isinstance(config, GSPOLoss):
         raw = importance_weight(generation, previous)
     weight = _corrected(config.importance, raw, by_sequence)
-    # A weight of 0 is a cut even where it was 0 before: that token's was not finite.
+    # A weight of 0 counts as a cut even if it was 0 before, since it was not finite.
     is_cut = (weight != raw) | (weight == 0)
     return weight, {"importance_weight": weight, "importance_cut_fraction": is_cut.to(raw.dtype)}
 

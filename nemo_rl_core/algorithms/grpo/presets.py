@@ -1,8 +1,8 @@
-"""Published algorithms of the family, by name: what each combines, as fields of `GRPOConfig`.
+"""Published algorithms of the GRPO family by name, as fields of `GRPOConfig`.
 
-Left out are the sizes of steps and learning rates, which belong to a model and a machine and not to
-an algorithm, except where an algorithm is about them. Every value is written out, also where it is
-the default, so that an entry can be held next to its paper. A recipe says `grpo: {preset: dapo}`.
+Step sizes and learning rates depend on model and machine and are left out, unless they define the
+algorithm. All values are explicit, defaults included, for comparison with the papers. In a recipe:
+`grpo: {preset: dapo}`.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from typing import Any
 from nemo_rl_core.config.names import unknown_names
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4. It does not say how far it clips;
-    # 0.2 is PPO's. The penalty's gradient is -d a token, where equation 20 has 1 - e^d: see
+    # Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4. The clip range is not published;
+    # 0.2 is PPO's. The penalty's gradient is -d per token, where equation 20 has 1 - e^d: see
     # `functional.kl.kl_penalty`.
     "grpo": {
         "advantage": {"kind": "group_normalized"},
@@ -25,7 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
     # Yu et al. 2025, arXiv:2503.14476, sections 3 and 4.1: 4096 of 20480 tokens are the buffer. The
-    # paper draws without a bound.
+    # paper samples without a bound.
     "dapo": {
         "advantage": {"kind": "group_normalized"},
         "loss": {
@@ -38,8 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "overlong": {"kind": "penalty", "buffer_tokens": 4096, "penalty": 1.0},
         "dynamic_sampling": {"max_draws": 10},
     },
-    # Liu et al. 2025, arXiv:2503.20783, section 3.2: neither lengths nor spreads divide, and
-    # max_tokens is the budget of a completion.
+    # Liu et al. 2025, arXiv:2503.20783, section 3.2: no division by length or std; max_tokens is
+    # the budget of a completion.
     "dr_grpo": {
         "advantage": {"kind": "group_centered"},
         "loss": {
@@ -61,8 +61,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "kl": None,
         },
     },
-    # MiniMax-M1, arXiv:2506.13585, section 3.1: no lower bound. It does not publish the upper one;
-    # weights of at most 5 are within what ScaleRL found to work alike, arXiv:2510.13786.
+    # MiniMax-M1, arXiv:2506.13585, section 3.1: no lower bound. The upper bound is not published; 5
+    # is in the range that ScaleRL found equivalent, arXiv:2510.13786.
     "cispo": {
         "advantage": {"kind": "group_normalized"},
         "loss": {
@@ -73,8 +73,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "kl": None,
         },
     },
-    # Ahmadian et al. 2024, arXiv:2402.14740, section 3: a completion is one action, so that the
-    # logprobs of its tokens are summed (a constant denominator of 1), and KL is in the reward.
+    # Ahmadian et al. 2024, arXiv:2402.14740, section 3: a completion is one action, so token
+    # logprobs are summed (a constant denominator of 1), and KL is in the reward.
     "rloo": {
         "num_generations_per_prompt": 4,
         "advantage": {"kind": "leave_one_out"},
@@ -84,8 +84,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "kl": {"kind": "k1", "beta": 0.03, "place": "in_reward"},
         },
     },
-    # Hu et al. 2025, arXiv:2501.03262, section 3: one completion a prompt, KL token by
-    # token in the reward.
+    # Hu et al. 2025, arXiv:2501.03262, section 3: one completion per prompt, KL per token in the
+    # reward.
     "reinforce_plus_plus": {
         "num_generations_per_prompt": 1,
         "advantage": {"kind": "reinforce_plus_plus"},
@@ -123,16 +123,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the preset that `values["preset"]` names, changed by the other values.
+    """Returns the fields of the preset `values["preset"]`, overridden by the other values.
 
-    A map changes the fields that it names and keeps the others, unless its `kind` is another one.
-    A preset of None is none, so that a recipe can take back that of the recipe it begins with.
+    A map overrides its fields and keeps the others, unless its `kind` differs. None means no
+    preset, so that a recipe can remove the preset of its base recipe.
 
     Args:
-        values: Fields of `GRPOConfig`, and a key `preset` or not.
+        values: Fields of `GRPOConfig`, and optionally `preset`.
 
     Returns:
-        Fields of `GRPOConfig` alone: a config does not tell how it was written.
+        Fields of `GRPOConfig` without `preset`.
 
     Raises:
         ConfigError: If there is no such preset.

@@ -1,4 +1,4 @@
-"""Group-relative policy optimization (GRPO, arXiv:2402.03300): the loop, as the paper has it."""
+"""Group-relative policy optimization (GRPO, arXiv:2402.03300): the training loop."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +27,7 @@ from nemo_rl_core.types import Prompt, Rollout
 
 
 class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
-    """Rolls out, scores, and trains on one cluster, trainer and engine taking turns."""
+    """Synchronous GRPO: rollouts, scoring and training alternate on one cluster."""
 
     algorithm = "grpo"
     settings_class = GRPOSettings
@@ -39,15 +39,16 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _set_up(self, job: Job, resources: ExitStack) -> None:
         if (self.config.asynchronous is not None) != self.samples_ahead:
             raise ConfigError(
-                f"{type(self).__name__} does not train as the section grpo says",
+                f"{type(self).__name__} does not fit the section grpo",
                 expected="GRPOTrainer without asynchronous, AsyncGRPOTrainer with it",
                 got=f"asynchronous: {self.config.asynchronous!r}",
-                fix="take the other trainer (named grpo or async_grpo), or change asynchronous",
+                fix="use the other trainer (named grpo or async_grpo), or change asynchronous",
             )
         super()._set_up(job, resources)
         self._loss = GRPOLossFn(self.config.loss)
         if self.config.dynamic_sampling is not None:
-            # Another order than that of the steps, which extra draws must not run ahead of.
+            # A separate order of prompts, so that extra samples do not shift the prompts of later
+            # steps.
             self._more_prompts = PromptLoader(
                 load_prompts(job.train, load_tokenizer(job.start)),
                 batch_size=self.config.num_prompts_per_step,
@@ -55,7 +56,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             )
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
-        rollouts, drawn = self._draw(batch)
+        rollouts, sampling = self._sample_rollouts(batch)
         data = grpo_batch(valid_rollouts(rollouts))
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
@@ -68,37 +69,39 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 self.policy, data, self._loss, size=size, sequence_means=self._loss.sequence_means
             )
         environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {**environment, **consistency, **rollout_metrics(data), **drawn, **trained}
+        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
 
     def _check_consistency(
         self, batch: BatchedDataDict
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """The batch without what engine and trainer disagree on, and by how much they do."""
+        """Masks sequences on which engine and trainer disagree, and returns the differences."""
         return check_consistency(batch, self.config.gate)
 
-    def _draw(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
-        """The step's rollouts, and figures on all that was drawn for them.
+    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
+        """Samples the step's rollouts; the metrics cover all samples.
 
-        With dynamic sampling, groups whose rewards are all equal are drawn anew with other prompts,
+        With dynamic sampling, groups with equal rewards are replaced by samples of other prompts,
         and surplus groups are dropped, so that no completion is older than its weights. If no group
-        of any draw teaches anything, the step takes the first draw. Rollouts that could not be
-        scored stay in the records of the step. A replayed step is taken as it was recorded.
+        is informative, the step uses the first samples. Rollouts that could not be scored stay in
+        the records of the step. A replayed step is used as recorded.
         """
-        first = drawn = self._roll_out(prompts)
+        first = sampled = self._roll_out(prompts)
         sampling = self.config.dynamic_sampling
         if sampling is None or self.sampler is None:
-            return first, _drawn_metrics(first)
-        kept, draws = self._informative(first), 1
-        while len(_groups(kept)) < len(prompts) and draws < sampling.max_draws:
-            index = (self.step - 1) * (sampling.max_draws - 1) + draws - 1
-            more = self._roll_out(self._more_prompts.batch(index), first_place=draws * len(prompts))
-            drawn, draws = drawn + more, draws + 1
+            return first, _sampling_metrics(first)
+        kept, num_samplings = self._informative(first), 1
+        while len(_groups(kept)) < len(prompts) and num_samplings < sampling.max_draws:
+            index = (self.step - 1) * (sampling.max_draws - 1) + num_samplings - 1
+            more = self._roll_out(
+                self._more_prompts.batch(index), first_place=num_samplings * len(prompts)
+            )
+            sampled, num_samplings = sampled + more, num_samplings + 1
             kept += self._informative(more)
         wanted = set(_groups(kept)[: len(prompts)])
-        metrics = {**_drawn_metrics(drawn), "num_draws": float(draws)}
+        metrics = {**_sampling_metrics(sampled), "num_draws": float(num_samplings)}
         if not wanted:
             return first, metrics
-        failed = [rollout for rollout in drawn if rollout.error is not None]
+        failed = [rollout for rollout in sampled if rollout.error is not None]
         return [rollout for rollout in kept if rollout.group in wanted] + failed, metrics
 
     def _informative(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -106,7 +109,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         data = grpo_batch(rollouts)
         rewards = data["rewards"][:, None]
         if isinstance(self.config.advantage, GDPO):
-            # It normalizes each reward alone: sums may be equal where the parts are not.
+            # GDPO normalizes each reward separately: sums may be equal for unequal rewards.
             rewards = data.get("reward_components", rewards)
         masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
         informative = torch.stack(masks).any(dim=0).tolist()
@@ -115,7 +118,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _training_setup(self, job: Job) -> TrainingSetup:
         return replace(
             super()._training_setup(job),
-            # The policy is the distribution that was sampled from, so under its temperature.
+            # The policy is the sampling distribution, at its temperature.
             temperature=self.settings.generation.temperature,
             reference_folder=job.reference if self.config.loss.kl else None,
         )
@@ -128,12 +131,12 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
 
 
 def _groups(rollouts: list[Rollout]) -> list[int]:
-    """The groups that there are, in order of first appearance."""
+    """The group ids in order of first appearance."""
     return list(dict.fromkeys(rollout.group for rollout in rollouts))
 
 
-def _drawn_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Of every rollout that was sampled, also those that dynamic sampling sets aside."""
+def _sampling_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Metrics of all sampled rollouts, including those that dynamic sampling drops."""
     data = grpo_batch(valid_rollouts(rollouts))
     of_all = rollout_metrics(data)
     return {

@@ -23,7 +23,7 @@ from nemo_rl_core.config.training import OptimizerConfig
 
 
 class ClippedSurrogate(FrozenConfig):
-    """How far the ratio of a token's probabilities may move before its gradient is cut.
+    """The clip range of a token's probability ratio.
 
     Attributes:
         clip_low: The ratio is clipped below `1 - clip_low`.
@@ -36,7 +36,7 @@ class ClippedSurrogate(FrozenConfig):
 
 
 class KLInReward(FrozenConfig):
-    """`beta` times an estimate of the divergence from the reference, taken off each token's reward.
+    """`beta` times an estimate of the KL to the reference, subtracted from each token's reward.
 
     k1 is `log pi - log pi_ref` itself, as in InstructGPT (arXiv:2203.02155, section 3.5).
 
@@ -50,13 +50,13 @@ class KLInReward(FrozenConfig):
 
 
 class CriticConfig(OptimizerConfig):
-    """The value model's own optimizer, and how far a value may move in an update.
+    """The value model's optimizer, and its value clip.
 
-    `value_clip: null` leaves the clip out.
+    `value_clip: null` disables the clip.
 
     Attributes:
-        value_clip: How far a value may move from the one at sampling, in units of reward; None does
-            not clip.
+        value_clip: Maximum change of a value since sampling, in units of reward; None does not
+            clip.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -66,31 +66,30 @@ class CriticConfig(OptimizerConfig):
 class PPOConfig(LoopConfig):
     """One iteration: `num_steps_per_iteration` times roll out, score, train both models, sync.
 
-    A step samples `num_prompts_per_step * num_generations_per_prompt` completions, each scored by
-    the critic alone, and goes over them `num_epochs_per_rollout` times, each time in optimizer
-    steps of `train_global_batch_size` sequences (all of them, where it is left out). In the first
+    A step samples `num_prompts_per_step * num_generations_per_prompt` completions, with the
+    critic as their only baseline, and trains on them for `num_epochs_per_rollout` epochs, in
+    optimizer steps of `train_global_batch_size` sequences (all of them by default). In the first
     `num_critic_warmup_steps` steps of a run only the critic is trained.
 
-    A completion that was cut off, by a bound on its tokens or turns, has the value 0 after its last
-    token, like one that ended; with `bootstrap_truncated` it has the critic's value of all that was
-    written.
+    A completion truncated by a limit on tokens or turns has the value 0 after its last token, like
+    a finished one; with `bootstrap_truncated` it has the critic's value of the whole sequence.
 
     Attributes:
         num_steps_per_iteration: Steps of one iteration, which is one cached stage.
-        num_prompts_per_step: Prompts that a step samples completions of.
+        num_prompts_per_step: Prompts of one step.
         num_generations_per_prompt: Completions of each prompt.
         num_epochs_per_rollout: Passes over the completions of a step.
-        train_global_batch_size: Sequences of one optimizer step; None makes one optimizer step of
-            all sequences.
+        train_global_batch_size: Sequences of one optimizer step; None takes all sequences of the
+            step.
         gamma: The discount of a token's reward.
         lam: The lambda of generalized advantage estimation.
-        bootstrap_truncated: Whether a completion that was cut off ends with the critic's value
-            instead of 0.
+        bootstrap_truncated: Whether a truncated completion ends with the critic's value instead of
+            0.
         loss: The policy loss.
-        kl: The penalty on the divergence from the reference policy; None has no reference policy.
+        kl: The penalty on the divergence from the reference policy; None uses no reference policy.
         critic: The value model's optimizer.
-        num_critic_warmup_steps: Steps at the start of a run that train the critic alone.
-        gate: How far the engine's logprobs may be from the trainer's.
+        num_critic_warmup_steps: Steps at the start of a run that train only the critic.
+        gate: Allowed difference between the engine's and the trainer's logprobs.
     """
 
     learning_rate: PositiveFloat = 1e-3
@@ -111,7 +110,7 @@ class PPOConfig(LoopConfig):
 
     @property
     def num_sequences_per_step(self) -> int:
-        """Completions sampled in a step."""
+        """Completions of one step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @model_validator(mode="after")
@@ -126,7 +125,7 @@ class PPOConfig(LoopConfig):
 
 
 class PPOSchedule(PPOConfig):
-    """How many iterations to run; each is a cached stage that does not know how many follow.
+    """The number of iterations; each is a cached stage, independent of the number that follow.
 
     Attributes:
         num_iterations: Iterations, one after the other, each a cached stage.
@@ -136,18 +135,18 @@ class PPOSchedule(PPOConfig):
 
     @property
     def iteration(self) -> PPOConfig:
-        """The settings of one iteration, equal whatever `num_iterations` is."""
+        """The settings of one iteration, independent of `num_iterations`."""
         values: dict[str, Any] = self.model_dump(exclude={"num_iterations"})
         return PPOConfig.model_validate(values)
 
 
 class PPOSettings(RolloutSettings):
-    """All that `PPOTrainer` reads."""
+    """All settings of `PPOTrainer`."""
 
     ppo: PPOConfig = PPOConfig()
 
     @model_validator(mode="after")
-    def _has_a_scalar_head_and_draws(self) -> Self:
+    def _has_a_scalar_head_and_samples(self) -> Self:
         refuse_without_scalar_head(self.training)
         refuse_for_training(self.generation)
         return self

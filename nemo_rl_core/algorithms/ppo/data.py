@@ -1,4 +1,4 @@
-"""Rewards, values and advantages of tokens, from scored rollouts and the critic's view of them."""
+"""Token rewards, values and advantages from scored rollouts and the critic."""
 
 from torch import Tensor
 
@@ -26,20 +26,19 @@ def value_columns(values: Tensor, batch: BatchedDataDict) -> dict[str, Tensor]:
 
 
 def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict:
-    """The batch of a whole step with its advantages; the batch given is left as it was.
+    """Adds advantages to a copy of the batch of a whole step.
 
-    The outcome's reward is put on the last token of the completion, and the KL penalty on every
-    token (InstructGPT, arXiv:2203.02155, section 3.5). Advantages are whitened over all tokens of
-    the step, so this comes before the step is cut into optimizer steps and micro-batches.
+    The outcome's reward is assigned to the last token of the completion, and the KL penalty to
+    every token (InstructGPT, arXiv:2203.02155, section 3.5). Advantages are whitened over all
+    tokens of the step, so call this before splitting it into optimizer steps and micro-batches.
 
     Args:
-        batch: What `rollout_batch` and `value_columns` return and, with a KL penalty,
-            `prev_logprobs` and `reference_logprobs`, `[B, T-1]` each.
-        config: `gamma`, `lam`, the penalty, and whether cut-off completions are bootstrapped.
+        batch: From `rollout_batch` and `value_columns` and, with a KL penalty, `prev_logprobs` and
+            `reference_logprobs`, `[B, T-1]` each.
+        config: `gamma`, `lam`, the penalty, and whether truncated completions are bootstrapped.
 
     Returns:
-        The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at tokens that do
-        not count.
+        The columns of `batch`, `advantages [B, T-1]` and `returns [B, T-1]`, 0 at masked tokens.
     """
     mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
     rewards = outcome_rewards(batch["rewards"], mask)
@@ -58,7 +57,7 @@ def add_advantages(batch: BatchedDataDict, config: PPOConfig) -> BatchedDataDict
 
 
 def _last_values(batch: BatchedDataDict) -> Tensor:
-    """The critic's, where the completion was cut off, and 0 where it ended."""
+    """The critic's values for truncated completions, and 0 for finished ones."""
     return zero_masked(batch["last_values"], batch["truncated"])
 
 

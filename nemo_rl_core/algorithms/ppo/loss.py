@@ -1,7 +1,6 @@
 """The two losses of PPO: the policy's clipped surrogate, and the critic's squared error.
 
-The penalty on leaving the reference policy is in the reward, and so in the advantages; neither loss
-knows of it.
+The KL penalty is part of the reward, and so of the advantages; neither loss contains it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from nemo_rl_core.functional.value import clipped_value_loss, return_moments, va
 
 @dataclass(frozen=True)
 class PPOLossFn:
-    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` a token, with `r = exp(cur - prev)`.
+    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` per token, `r = exp(cur - prev)`.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
 
@@ -68,7 +67,7 @@ class PPOLossFn:
         ratio = token_ratio(current, previous)
         values = clipped_surrogate(ratio, advantages, clip_low=low, clip_high=high)
         loss = masked_sum(values, mask, denominator=global_valid_tokens)
-        # A clip counts where it binds, that is where the token's gradient is gone.
+        # A clip counts if it is active, i.e. removes the token's gradient.
         per_token = {
             "loss": values,
             "policy_kl": kl_estimate(previous, current, kind="k3"),
@@ -85,8 +84,7 @@ class ValueLossFn:
     """`0.5 * max((v - R)^2, (clip(v, v_old +- value_clip) - R)^2)`, a mean over tokens.
 
     Attributes:
-        value_clip: How far a value may move in an update, in units of reward; None for as far as it
-            likes.
+        value_clip: Maximum change of a value in an update, in units of reward; None for no limit.
 
     Example:
         >>> import torch
@@ -115,8 +113,8 @@ class ValueLossFn:
 
         Args:
             next_token_logprobs: `[B, T]` values, not logprobs: a scalar head's value of the prefix
-                that ends with each token. Value t is that of the state in which token t+1 is
-                chosen, so it stands at position t of the other columns; the last one is not read.
+                that ends with each token. Value t belongs to the state in which token t+1 is
+                chosen, which is position t of the other columns; the last one is not read.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, `returns [B, T-1]`, and with a clip
                 `old_values [B, T-1]`.
             global_valid_seqs: Not read.
@@ -124,9 +122,9 @@ class ValueLossFn:
 
         Returns:
             The loss, and the metrics, each a mean over tokens: `value_loss`, `value_mean`,
-            `value_clip_fraction` (where the clip binds) and what `explained_variance` of
-            `functional/value.py` is computed from, once they are summed over the step:
-            `return_mean`, `return_square`, `value_error_mean`, `value_error_square`.
+            `value_clip_fraction` (share of active clips) and the inputs of
+            `functional.value.explained_variance`, to be summed over the step: `return_mean`,
+            `return_square`, `value_error_mean`, `value_error_square`.
         """
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
         values = zero_masked(next_token_logprobs[:, :-1], mask)

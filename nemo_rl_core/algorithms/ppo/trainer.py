@@ -25,10 +25,10 @@ CRITIC = "critic"
 
 
 class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
-    """Policy and critic learn from the same rollouts, several epochs each.
+    """Trains policy and critic on the same rollouts, for several epochs.
 
-    The critic begins with the policy's first weights under a head of zeros, so that its first
-    advantages are those of the rewards alone.
+    The critic starts from the policy's initial weights with a zero head, so that the first
+    advantages depend on rewards only.
 
     Attributes:
         critic: The value model in training.
@@ -70,7 +70,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         }
 
     def _train(self, batch: BatchedDataDict) -> dict[str, float]:
-        """All epochs over the step's rollouts; after each, the critic's turn."""
+        """Runs all epochs over the step's rollouts, each followed by training of the critic."""
         config, parts = self.config, []
         for _ in range(config.num_epochs_per_rollout):
             with self.timer.phase("train_critic"):
@@ -95,7 +95,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     def _training_setup(self, job: Job) -> TrainingSetup:
         return replace(
             super()._training_setup(job),
-            # The policy is the distribution that was sampled from, so under its temperature.
+            # The policy is the sampling distribution, at its temperature.
             temperature=self.settings.generation.temperature,
             reference_folder=job.reference if self.config.kl else None,
         )
@@ -118,7 +118,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
 @dataclass(frozen=True)
 class PolicyAndCritic:
-    """Two models that are saved, and gone on from, together."""
+    """Two models that are saved and restored together."""
 
     policy: Policy
     critic: Policy
@@ -129,24 +129,24 @@ class PolicyAndCritic:
         self.finish_checkpoint()
 
     def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, of a copy of both states, some of which is written later."""
+        """As `save_checkpoint`, of a copy of both states, part of which is written later."""
         self.policy.start_checkpoint(path)
         (path / CRITIC).mkdir()
         self.critic.start_checkpoint(path / CRITIC)
 
     def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would have to wait for neither."""
+        """Returns True if `finish_checkpoint` would not wait."""
         return self.policy.checkpoint_is_written() and self.critic.checkpoint_is_written()
 
     def finish_checkpoint(self) -> None:
-        """Waits until the folder is whole; raises what writing either has raised."""
+        """Waits until the folder is complete; raises errors of both writers."""
         try:
             self.policy.finish_checkpoint()
         finally:
             self.critic.finish_checkpoint()
 
     def load_checkpoint(self, path: Path) -> None:
-        """Goes on from both."""
+        """Restores both models."""
         self.policy.load_checkpoint(path)
         self.critic.load_checkpoint(path / CRITIC)
 
@@ -155,7 +155,7 @@ def _critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The critic's metrics under names that do not clash with the policy's."""
     explained = explained_variance(metrics)
     return {
-        # Where all returns are equal there is nothing to explain, and no number for it in JSON.
+        # Undefined if all returns are equal, which JSON cannot represent.
         "explained_variance": 0.0 if math.isnan(explained) else explained,
         **{name: metrics[name] for name in ("value_loss", "value_mean", "value_clip_fraction")},
         "critic_grad_norm": metrics["grad_norm"],

@@ -11,8 +11,8 @@ from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings, refuse_with
 class BradleyTerryLoss(FrozenConfig):
     """`-log sigmoid(s_c - s_r - margin) + centering_coefficient * (s_c + s_r)^2`.
 
-    The likelihood fixes differences of scores only; the second term (Eisenstein et al. 2023,
-    arXiv:2312.09244, which takes 0.01) keeps their level near 0.
+    The likelihood determines only differences of scores; the second term (Eisenstein et al. 2023,
+    arXiv:2312.09244, with 0.01) keeps their mean near 0.
 
     Attributes:
         centering_coefficient: The weight of the term that keeps scores near 0.
@@ -39,7 +39,7 @@ class RewardModelConfig(LoopConfig):
 
 
 class RewardModelSettings(TrainerSettings):
-    """All that `RewardModelTrainer` reads."""
+    """All settings of `RewardModelTrainer`."""
 
     reward_model: RewardModelConfig = RewardModelConfig()
 

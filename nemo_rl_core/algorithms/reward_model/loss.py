@@ -45,10 +45,9 @@ class PreferenceLossFn:
 
         Args:
             next_token_logprobs: `[B, T]` scores, not logprobs: a scalar head's value of the prefix
-                that ends with each token. A sequence's score is that of its last token.
+                that ends with each token. A sequence's score is the value at its last token.
             batch: `input_lengths [B]`, `sample_mask [B]` (equal within a pair), `pair_ids [B]`,
-                `is_chosen [B]` and, where a pair must win by more than 0, `margins [B]` (that of
-                the chosen row is read).
+                `is_chosen [B]` and optionally `margins [B]` (the chosen row's is read).
             global_valid_seqs: 0-dim `Z_seq`: twice the pairs of the step.
             global_valid_tokens: Not read.
 
@@ -67,7 +66,7 @@ class PreferenceLossFn:
         values = sigmoid_loss(differences - zero_masked(targets, is_valid))
         level = (scores[chosen] + scores[rejected]).square()
         values = values + self.config.centering_coefficient * level
-        # A chosen sequence compared with a stranger would train on noise without a sign of it.
+        # Comparing sequences of different pairs would silently train on noise.
         values = torch.where(is_pair, values, torch.nan)
         loss = masked_sum(values, is_valid, denominator=num_pairs)
         per_pair = {
@@ -84,7 +83,7 @@ class PreferenceLossFn:
 
 
 def last_token_scores(scores: Tensor, input_lengths: Tensor) -> Tensor:
-    """The score of each sequence: that of the prefix which is the whole of it.
+    """Returns the score at the last token of each sequence.
 
     Args:
         scores: `[B, T]`.

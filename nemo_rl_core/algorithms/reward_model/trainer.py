@@ -1,4 +1,4 @@
-"""A reward model learns which of two completions is preferred."""
+"""Training of reward models on preference pairs."""
 
 from contextlib import ExitStack
 from dataclasses import replace

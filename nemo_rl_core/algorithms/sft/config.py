@@ -18,6 +18,6 @@ class SFTConfig(LoopConfig):
 
 
 class SFTSettings(TrainerSettings):
-    """All that `SFTTrainer` reads."""
+    """All settings of `SFTTrainer`."""
 
     sft: SFTConfig = SFTConfig()

@@ -1,10 +1,10 @@
-"""Rows to train on with supervision as token sequences with a mask on what is trained."""
+"""Tokenized rows for supervised fine-tuning, with loss masks."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.data.chat import SupervisedExample, examples_of
+from nemo_rl_core.data.chat import SupervisedExample, tokenize_row
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.loader import load_records
 from nemo_rl_core.data.schemas import row_kind
@@ -13,13 +13,13 @@ from nemo_rl_core.errors import DataError
 
 
 def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
-    """All rows of a data set folder, tokenized: prompts, conversations or plain text.
+    """Tokenizes all rows of a data set folder: prompts, conversations or plain text.
 
-    The rows say themselves which turns are trained on (`mask`) and where they are cut
-    (`max_tokens`), as `schemas.validate_rows` has set it.
+    The columns `mask` (trained turns) and `max_tokens` (truncation) come from
+    `schemas.validate_rows`.
 
     Raises:
-        DataError: For preference pairs, or a row whose turns cannot be told apart.
+        DataError: For preference pairs, or a row whose turns cannot be separated.
     """
     rows = load_records(folder)
     if rows and row_kind(rows[0]) == "preferences":
@@ -29,7 +29,7 @@ def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
             got=f"the columns {', '.join(rows[0])}",
             fix="train on it with dpo or as a reward model, or rename chosen to completion",
         )
-    return [examples_of(tokenizer, row)["row"] for row in rows]
+    return [tokenize_row(tokenizer, row)["row"] for row in rows]
 
 
 def sft_batch(examples: Sequence[SupervisedExample]) -> BatchedDataDict:

@@ -10,7 +10,7 @@ from nemo_rl_core.functional.masked import masked_sum, valid_token_mask
 
 @dataclass(frozen=True)
 class NLLLoss:
-    """Negative log-likelihood a valid token: `-sum(cur * m) / Z_tok`, in nats.
+    """Negative log-likelihood per valid token: `-sum(cur * m) / Z_tok`, in nats.
 
     Example:
         >>> import torch

@@ -28,7 +28,7 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
     def _load(self, job: Job) -> PromptLoader[SupervisedExample]:
         examples = load_examples(job.train, load_tokenizer(job.start))
         longest = max(len(example.token_ids) for example in examples)
-        # Raises where it would fit into no micro-batch: now, not at the step that draws it.
+        # Raises for sequences that fit into no micro-batch before training starts.
         plan_microbatches([longest], max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.global_batch_size, self.settings.seed
         return PromptLoader(examples, batch_size=size, seed=seed)

@@ -1,1 +1,1 @@
-"""Requests, draws and completions: what generation backends share, whatever their model."""
+"""Requests, sampling and completions, shared by the generation backends."""

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits, row by row under each row's own seed, until each row has ended."""
+"""Sampling of tokens from logits, with a separate seed per row, until each row has ended."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -13,18 +13,18 @@ _MAX_TOKENS_PER_CHARACTER = 4
 
 
 class Decoding:
-    """A batch of completions that grow by a token at a time.
+    """A batch of completions that grow one token at a time.
 
-    The token drawn is the one with the largest `p / e`, where `e` are exponential numbers of the
-    row's own generator on the CPU (the Gumbel-max trick). So a row's tokens depend on its logits
-    and its seed, not on other rows or the device. vLLM draws otherwise, from the same seeds.
+    The sampled token has the largest `p / e`, where `e` are exponential random numbers of the row's
+    generator on the CPU (the Gumbel-max trick). A row's tokens therefore depend on its logits and
+    its seed, not on other rows or the device. vLLM samples differently from the same seeds.
 
     Args:
         requests: `B` rows.
-        config: How tokens are drawn.
-        greedy: The likeliest token always.
+        config: Sampling settings.
+        greedy: Whether to take the most likely token always.
         stop_token_ids: Tokens that end a completion; they are part of it.
-        tokenizer: Of the model, where a request has stop strings.
+        tokenizer: The model's tokenizer, if a request has stop strings.
 
     Raises:
         ConfigError: If a request has stop strings, and there is no tokenizer.
@@ -69,7 +69,7 @@ class Decoding:
             logits: `[B, V]` of the next tokens.
 
         Returns:
-            `[B]` tokens; those of rows that have ended mean nothing.
+            `[B]` tokens; undefined for rows that have ended.
         """
         logits = logits.float().cpu()
         scale = 1.0 if self._greedy else self._config.temperature
@@ -82,7 +82,7 @@ class Decoding:
                 row.exponential_(generator=generator)
             scores = scores.softmax(-1) / noise
         tokens = scores.argmax(-1)
-        # Of the policy's own distribution, whatever part of it was drawn from.
+        # Under the policy's full distribution, also if only a part of it was sampled from.
         logprobs = torch.log_softmax(logits / scale, -1).gather(1, tokens[:, None])[:, 0]
         for row, (token, logprob) in enumerate(
             zip(tokens.tolist(), logprobs.tolist(), strict=True)
@@ -113,28 +113,28 @@ class Decoding:
         strings = self._requests[row].stop_strings
         if not strings:
             return False
-        # The end alone, for earlier tokens were looked at when they came; a character may be made
-        # of several tokens.
+        # Only the end, since earlier tokens were checked before; a character may consist of several
+        # tokens.
         longest = max(map(len, strings)) + 1
         tail = self._tokens[row][-_MAX_TOKENS_PER_CHARACTER * longest :]
         text = self._tokenizer.decode(tail, skip_special_tokens=True)
         return any(string in text for string in strings)
 
     def completed(self) -> list[Completed]:
-        """What has been drawn, a row each."""
+        """The completions, one per row."""
         rows = zip(self._tokens, self._logprobs, self._truncated, strict=True)
         return [Completed(*row) for row in rows]
 
 
 def refuse_stop_strings_without_text(requests: Sequence[DecodingRequest], tokenizer: Any) -> None:
-    """Refuses stop strings where nothing makes text of tokens.
+    """Raises if requests have stop strings and there is no tokenizer.
 
     Raises:
         ConfigError: If there are any, and no tokenizer.
     """
     if tokenizer is None and any(request.stop_strings for request in requests):
         raise ConfigError(
-            "stop strings are looked for in text, but the engine has no tokenizer",
+            "stop strings are matched in text, but the engine has no tokenizer",
             expected="an engine with a tokenizer",
             got="stop_strings, and skip_tokenizer_init: true",
             fix="leave skip_tokenizer_init out",

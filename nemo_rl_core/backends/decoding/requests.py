@@ -1,4 +1,4 @@
-"""The rows of a generation batch as requests, and their completions as a batch again."""
+"""Conversion of generation batches into requests, and of completions into batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class DecodingRequest:
 
     Attributes:
         prompt: Token ids.
-        seed: Of this row's draws alone, so that its tokens do not depend on the other rows.
-        max_new_tokens: Of the completion, its stop token included.
-        stop_strings: End the completion where its text contains one of them.
+        seed: Seed of this row, so that its tokens do not depend on other rows.
+        max_new_tokens: Limit of the completion's tokens, stop token included.
+        stop_strings: The completion ends when its text contains one of them.
     """
 
     prompt: list[int]
@@ -31,7 +31,7 @@ class DecodingRequest:
 
 @dataclass(frozen=True)
 class Completed:
-    """What followed one prompt: `L` tokens, their logprobs, and whether a bound ended it."""
+    """The completion of one prompt: `L` tokens, their logprobs, and whether it was truncated."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -44,21 +44,20 @@ def read_requests(
     """The rows of a batch.
 
     Args:
-        batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, `seeds [B]`, and where
-            rows have bounds of their own `stop_strings` (B lists of strings, or None) and
-            `max_new_tokens [B]`.
-        config: What all rows have in common. A row adds stop strings to it, and may be shorter.
+        batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, `seeds [B]`, and for
+            limits per row `stop_strings` (B lists of strings, or None) and `max_new_tokens [B]`.
+        config: Settings of all rows. A row adds stop strings and may have a lower limit.
         max_model_len: The most tokens of a prompt and its completion.
 
     Raises:
-        DataError: If a row has no prompt, or leaves no room for a completion.
+        DataError: If a row has no prompt, or a prompt that leaves no tokens for a completion.
     """
     lengths = batch["input_lengths"].tolist()
-    asked = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else None
+    limits = batch["max_new_tokens"].tolist() if "max_new_tokens" in batch else None
     stops = batch.get("stop_strings") or [None] * len(lengths)
     requests = []
     for row, length in enumerate(lengths):
-        most = config.max_new_tokens if asked is None else min(config.max_new_tokens, asked[row])
+        most = config.max_new_tokens if limits is None else min(config.max_new_tokens, limits[row])
         room = min(most, max_model_len - length)
         if length < 1 or room < 1:
             raise DataError(
@@ -80,7 +79,7 @@ def read_requests(
 
 
 def padded_on_the_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[B, T]` ids, and a mask that is 1 where they are of the prompt: its last is the row's last.
+    """Returns `[B, T]` ids padded on the left, and a mask that is 1 at prompt tokens.
 
     Example:
         >>> padded_on_the_left([[5, 6], [7]])[0].tolist()
@@ -96,7 +95,7 @@ def padded_on_the_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, 
 
 
 def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
-    """`[B]` seeds for the rows of a batch that has none, all of them from one."""
+    """Returns `[B]` seeds derived from one seed, for a batch without seeds."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(_LARGEST_SEED, (num_rows,), generator=generator)
 
@@ -104,7 +103,7 @@ def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
 def as_batch(
     requests: Sequence[DecodingRequest], completed: Sequence[Completed]
 ) -> BatchedDataDict:
-    """Prompts with their completions right behind them, padded on the right with 0.
+    """Concatenates prompts and completions, padded on the right with 0.
 
     Returns:
         `output_ids [B, T']`, `generation_lengths [B]`, `unpadded_sequence_lengths [B]`,

@@ -1,4 +1,4 @@
-"""Completions by transformers' own loop, for a model without an inference engine."""
+"""Generation with transformers' loop, for models without an inference engine."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ from nemo_rl_core.backends.decoding.requests import Completed, DecodingRequest, 
 def complete(
     model: Any, requests: list[DecodingRequest], decoding: Decoding, *, stop_token_ids: list[int]
 ) -> list[Completed]:
-    """Lets a model complete prompts with its KV cache; `decoding` draws the tokens.
+    """Completes prompts with the model's KV cache; `decoding` samples the tokens.
 
     Args:
         model: A transformers causal model, whole on this rank.
         requests: The rows.
-        decoding: Of the same rows, at their start.
+        decoding: Sampler of the same rows, at their start.
         stop_token_ids: Tokens that end a completion.
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
     if not requests:
         return []
-    # Neutral, so that of the model's own generation config nothing is used.
+    # Neutral values, so that the model's generation config is not used.
     config = GenerationConfig(
         max_new_tokens=max(request.max_new_tokens for request in requests),
         eos_token_id=stop_token_ids,
@@ -35,9 +35,9 @@ def complete(
         no_repeat_ngram_size=0,
     )
 
-    def drawn(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def force_sampled_token(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         tokens = decoding.draw(logits).to(logits.device)
-        # The loop takes the largest: that is to be the one drawn.
+        # The loop takes the largest logit, which must be the sampled token.
         return torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
 
     def ended(ids: torch.Tensor, _: torch.Tensor, **__: Any) -> torch.Tensor:
@@ -48,7 +48,7 @@ def complete(
         input_ids=ids.to(model.device),
         attention_mask=mask.to(model.device),
         generation_config=config,
-        logits_processor=LogitsProcessorList([drawn]),
+        logits_processor=LogitsProcessorList([force_sampled_token]),
         stopping_criteria=StoppingCriteriaList([ended]),
     )
     return decoding.completed()

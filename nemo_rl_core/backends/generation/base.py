@@ -1,4 +1,4 @@
-"""What a generation worker can do, and where one is found by name."""
+"""Interface of generation backends, and their registry."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from nemo_rl_core.registry import Registry
 
 @dataclass(frozen=True)
 class GenerationSetup:
-    """All a generation worker needs to begin.
+    """Everything a generation worker needs to start.
 
     Attributes:
         model_folder: A transformers folder; gives the architecture and the first weights.
@@ -23,8 +23,8 @@ class GenerationSetup:
         max_model_len: Longest prompt plus completion, in tokens.
         stop_token_ids: Tokens that end a completion; they are part of it.
         dtype: Type of weights and activations.
-        seed: Of the engine; requests carry their own.
-        pad_token_id: What fills the output behind a completion.
+        seed: Seed of the engine; requests have their own.
+        pad_token_id: Padding of the output after a completion.
     """
 
     model_folder: Path
@@ -38,12 +38,12 @@ class GenerationSetup:
 
 @dataclass(frozen=True)
 class WeightsProof:
-    """What an engine computed of fixed prompts when its weights were replaced.
+    """Logprobs and completions of fixed prompts around a replacement of weights.
 
     Attributes:
-        first: `[B, T]` the prompts' logprobs when it was given the weights that were replaced; None
-            where these came from a folder.
-        last: `[B, T]` the same, just before they were replaced.
+        first: `[B, T]` the prompts' logprobs after loading the previous weights; None if those came
+            from a folder.
+        last: `[B, T]` the same, just before the replacement.
         output: Completions with the new weights, as `generate` returns them.
     """
 
@@ -56,15 +56,15 @@ class GenerationBackend(Protocol):
     """One rank of an engine; the ranks of an engine are called together, with the same rows."""
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Starts the engine; several ranks find one another by their environment."""
+        """Starts the engine; several ranks find each other through environment variables."""
         ...
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes `input_ids [B, T]`, one request a row, each with its own `seeds [B]`.
 
         Args:
-            batch: Perhaps no rows; columns as `GenerationDatumSpec` has them.
-            greedy: The likeliest token each time.
+            batch: Any number of rows; columns of `GenerationDatumSpec`.
+            greedy: Whether to take the most likely token each time.
 
         Returns:
             `output_ids [B, T']` prompt and completion, padded on the right;
@@ -75,7 +75,7 @@ class GenerationBackend(Protocol):
         ...
 
     def receive_weights(self, link: LinkSpec, index: int) -> str:
-        """Replaces all weights by those of one transfer (`ReceivesWeights` has it)."""
+        """Replaces all weights by those of one transfer (implemented by `ReceivesWeights`)."""
         ...
 
     def load_weights(self, model_folder: Path) -> None:
@@ -83,15 +83,15 @@ class GenerationBackend(Protocol):
         ...
 
     def wake(self) -> None:
-        """Takes back the memory that `sleep` has given away; awake, does nothing."""
+        """Restores the memory that `sleep` released; no-op if awake."""
         ...
 
     def sleep(self) -> None:
-        """Gives away the memory that only generation needs; asleep, does nothing."""
+        """Releases the memory that only generation needs; no-op if asleep."""
         ...
 
     def peak_memory_gib(self) -> float:
-        """The most memory this process has held."""
+        """Returns the peak memory of this process."""
         ...
 
     def shutdown(self) -> None:
@@ -109,6 +109,6 @@ _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
     },
 )
 register_generation_backend = _GENERATION_BACKENDS.register
-"""Registers a generation backend under a name: a class decorator."""
+"""Class decorator that registers a generation backend under a name."""
 get_generation_backend = _GENERATION_BACKENDS.get
-"""The generation backend of a name; an unknown name raises `ConfigError` with the choices."""
+"""Returns the generation backend of a name; unknown names raise `ConfigError` with the choices."""

@@ -1,4 +1,4 @@
-"""The generation worker over transformers' own loop."""
+"""Generation backend with transformers' loop."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
-_SENT = "what the trainer sent"
+_SENT = "the trainer's weight transfer"
 
 
 class HuggingFaceBackend(ReceivesWeights):
@@ -46,8 +46,9 @@ class HuggingFaceBackend(ReceivesWeights):
         return as_batch(requests, completed)
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights: in place, where the model has them under the names they came by."""
-        # What transformers has converted when it loaded may have another layout by the same name.
+        """Replaces all weights, in place if the model has them under the same names."""
+        # Weights that transformers converted on loading may have another layout under the same
+        # name.
         own = {} if self._model._weight_conversions else self._model.state_dict()
         arrived, filled = {}, set()
         for name, tensor in named_tensors:
@@ -58,7 +59,7 @@ class HuggingFaceBackend(ReceivesWeights):
                 filled.add(own[name].data_ptr())
         if own and arrived.keys() <= own.keys() and {w.data_ptr() for w in own.values()} <= filled:
             return
-        # Built anew, for only when it loads does transformers know what published names stand for.
+        # Loaded again, since transformers maps published names only on loading.
         self._take(
             type(self._model),
             None,
@@ -84,7 +85,7 @@ class HuggingFaceBackend(ReceivesWeights):
         return getattr(torch, self._setup.dtype)
 
     def wake(self) -> None:
-        """Brings the model back to the GPU."""
+        """Moves the model back to the GPU."""
         self._model.to(local_device())
 
     def sleep(self) -> None:
@@ -92,7 +93,7 @@ class HuggingFaceBackend(ReceivesWeights):
         self._model.to("cpu")
 
     def peak_memory_gib(self) -> float:
-        """The most memory this process has held."""
+        """Returns the peak memory of this process."""
         return peak_memory_gib()
 
     def shutdown(self) -> None:

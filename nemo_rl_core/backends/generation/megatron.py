@@ -1,12 +1,12 @@
-"""The generation worker over Megatron-core's model, with its memory of keys and values.
+"""Generation backend with Megatron-core's model and its KV cache.
 
-Prompts go through the model once each, however many rows begin with them; then every row that has
-not ended goes through it a token at a time.
+Each distinct prompt is prefilled once for all its rows; then unfinished rows are decoded one token
+at a time.
 
-Megatron-core's own engines were left out: they draw all rows of a batch from one generator, where
+Megatron-core's own engines were left out: they sample all rows of a batch from one generator, while
 here each row has its own seed, so that its tokens do not depend on the others. The dynamic engine
-wants kernels besides that a CPU lacks, and no GPU was at hand to try them on. vLLM is the engine to
-roll out with; this one computes with the very layers that Megatron trains.
+also needs kernels without a CPU version, and was not tested on a GPU. vLLM is the engine for
+rollouts; this one computes with the same layers that Megatron trains.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
 class MegatronInferenceBackend(ReceivesWeights):
-    """One rank of a `GPTModel` (a `GenerationBackend`); all ranks of an engine draw alike."""
+    """One rank of a `GPTModel` (a `GenerationBackend`); all ranks sample the same tokens."""
 
     def setup(self, setup: GenerationSetup) -> None:
         """Joins the ranks and builds this rank's part of the model."""
@@ -78,15 +78,15 @@ class MegatronInferenceBackend(ReceivesWeights):
         return as_batch(requests, decoding.completed())
 
     def _complete(self, requests: list[DecodingRequest], decoding: Decoding) -> None:
-        """Draws until all rows have ended; those that have are computed no further."""
+        """Samples until all rows have ended; ended rows are no longer computed."""
         prompts = [tuple(request.prompt) for request in requests]
-        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
         input_ids, mask = padded_on_the_left(list(distinct))
         most = max(request.max_new_tokens for request in requests)
         cache = KeyValueCache(
             self._models[0],
             (mask == 0).sum(dim=1).to(self._device),
-            # Nothing is computed from the last token of a row.
+            # The last token of a row needs no forward pass.
             input_ids.shape[1] + most - 1,
         )
         begun = torch.tensor([distinct[prompt] for prompt in prompts])
@@ -104,8 +104,8 @@ class MegatronInferenceBackend(ReceivesWeights):
             tokens = decoding.draw(logits)
 
     def _next_logits(self, cache: KeyValueCache, input_ids: torch.Tensor) -> torch.Tensor:
-        """`[B, V]` logits of what follows `input_ids [B, L]`, on every rank of the engine."""
-        from megatron.core import parallel_state  # after what this package does to it
+        """`[B, V]` logits of the tokens after `input_ids [B, L]`, on every rank of the engine."""
+        from megatron.core import parallel_state  # after this package has patched it
 
         hidden = cache.append(input_ids.to(self._device))
         size = (len(input_ids), self._models[0].hf_config.vocab_size)
@@ -119,7 +119,7 @@ class MegatronInferenceBackend(ReceivesWeights):
         return logits.cpu()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[B, V]` float32 from `[B, D]`, out of the parts of the head on all tensor ranks."""
+        """`[B, V]` float32 from `[B, D]`, from the head's shards on all tensor ranks."""
         from megatron.core import parallel_state
 
         vocab_size = self._models[-1].hf_config.vocab_size
@@ -128,7 +128,7 @@ class MegatronInferenceBackend(ReceivesWeights):
         group = parallel_state.get_tensor_model_parallel_group()
         if group.size() == 1:
             return part
-        # The last rank may hold fewer rows; gathering wants equal parts.
+        # The last rank may hold fewer rows; gathering needs equal parts.
         share = -(-vocab_size // group.size())
         part = torch.nn.functional.pad(part, (0, share - part.shape[1])).contiguous()
         parts = [torch.empty_like(part) for _ in range(group.size())]
@@ -136,7 +136,7 @@ class MegatronInferenceBackend(ReceivesWeights):
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous()
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights, of which this rank takes its slices."""
+        """Replaces all weights; this rank takes its slices."""
         load_hf_weights(self._models, dict(named_tensors))
 
     def load_weights(self, model_folder: Path) -> None:
@@ -144,13 +144,13 @@ class MegatronInferenceBackend(ReceivesWeights):
         load_hf_weights(self._models, model_folder)
 
     def wake(self) -> None:
-        """Nothing was given away."""
+        """No-op: `sleep` releases nothing."""
 
     def sleep(self) -> None:
-        """Keys and values do not outlive a call; weights stay where they are."""
+        """No-op: keys and values exist only during a call, and weights stay in place."""
 
     def peak_memory_gib(self) -> float:
-        """The most memory this process has held."""
+        """Returns the peak memory of this process."""
         return peak_memory_gib()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""The generation worker over vLLM's offline engine, which lives inside the worker's process."""
+"""Generation backend with vLLM's offline engine in the worker's process."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from nemo_rl_core.backends.decoding.requests import (
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
-from nemo_rl_core.backends.generation.vllm_ranks import forget_names, launcher, meet
+from nemo_rl_core.backends.generation.vllm_ranks import join_engine, launcher, unlink_shared_memory
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
 from nemo_rl_core.checkpoints.weights import require_finite, stored_tensors
@@ -28,7 +28,7 @@ from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
-SENT = "what the trainer sent"
+SENT = "the trainer's weight transfer"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 
@@ -36,8 +36,8 @@ _EMBEDDING = "embed_tokens.weight"
 class VllmBackend(ReceivesWeights):
     """One rank of a vLLM engine (a `GenerationBackend`).
 
-    Where an engine has several ranks, each runs the same scheduler over the same rows, as vLLM's
-    external launcher has it, so that nothing but activations passes between them.
+    If an engine has several ranks, each runs the same scheduler over the same rows, as with vLLM's
+    external launcher, so that ranks exchange activations only.
     """
 
     def setup(self, setup: GenerationSetup) -> None:
@@ -53,18 +53,18 @@ class VllmBackend(ReceivesWeights):
                 got=str(config.pipeline_parallel_size),
                 fix="use tensor_parallel_size, or GPUs",
             )
-        # vLLM itself fills in what a part of a fused matrix lacks, and passes over a surplus.
+        # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
         load_libnuma()
         if not has_gpu:
-            # vLLM compiles a helper of its sampler even where it runs eagerly, and for that a
-            # CPU needs a C++ compiler.
+            # vLLM compiles a sampler function even in eager mode, which needs a C++ compiler on a
+            # CPU.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        from vllm import LLM  # once the folder is found whole: it takes longer than all of that
+        from vllm import LLM  # after the folder was checked, since the import is slow
 
         if config.ranks_per_engine > 1:
-            meet(config.ranks_per_engine)
+            join_engine(config.ranks_per_engine)
         self._llm = LLM(
             str(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
@@ -79,20 +79,20 @@ class VllmBackend(ReceivesWeights):
             pipeline_parallel_size=config.pipeline_parallel_size,
             distributed_executor_backend=launcher() if config.ranks_per_engine > 1 else None,
             enable_sleep_mode=has_gpu,
-            # A prompt cut in two draws and takes back a token, which vLLM cannot do with the seeded
-            # generators of a CPU; so prompts are taken whole.
+            # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
+            # generators of a CPU; so prompts are prefilled whole.
             enable_chunked_prefill=has_gpu,
             # The rollouts of a group share the keys and values of their prompt, in whole blocks
-            # (128 tokens on a CPU, 16 on a GPU); the next turn shares those of the turns before.
+            # (128 tokens on a CPU, 16 on a GPU); the next turn shares those of earlier turns.
             enable_prefix_caching=True,
             max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
-            # Logprobs of the distribution that was sampled from, so under the temperature; where
-            # that is a part of the policy's own, those of the policy's own at temperature 1.
+            # Logprobs of the sampled distribution, under the temperature; if that is truncated, of
+            # the policy's full distribution at temperature 1.
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
         if config.ranks_per_engine > 1:
-            forget_names()
+            unlink_shared_memory()
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         """Completes each row of `input_ids [B, T]` up to `input_lengths [B]`, under `seeds [B]`."""
@@ -123,28 +123,29 @@ class VllmBackend(ReceivesWeights):
             max_tokens=request.max_new_tokens,
             logprobs=0,
             stop_token_ids=list(self._setup.stop_token_ids),
-            ignore_eos=True,  # stop_token_ids hold every token that ends a completion
+            ignore_eos=True,  # stop_token_ids are all tokens that end a completion
             stop=list(request.stop_strings),
             detokenize=bool(request.stop_strings),
         )
 
     def wake(self) -> None:
-        """Takes the memory of weights, keys and values back; awake, does nothing."""
+        """Restores the memory of weights, keys and values; no-op if awake."""
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
 
     def sleep(self) -> None:
-        """Moves the weights to the host and drops keys and values; without a GPU, does nothing."""
+        """Moves the weights to the host and drops keys and values; no-op without a GPU."""
         if torch.cuda.is_available() and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
 
     def prefill_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Logprobs of whole sequences in one pass each, where `generate` goes token by token.
+        """Returns logprobs of whole sequences, each in one forward pass.
 
         Args:
-            batch: `input_ids [B, T]` and `input_lengths [B]`, each below the engine's longest.
+            batch: `input_ids [B, T]` and `input_lengths [B]`, each shorter than the engine's
+                maximum.
 
         Returns:
             `[B, T]`, in nats at temperature 1, of each token given those before it; 0 at the first
@@ -164,15 +165,15 @@ class VllmBackend(ReceivesWeights):
             use_tqdm=False,
         )
         logprobs = torch.zeros(batch["input_ids"].shape)
-        for place, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+        for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
             steps = zip(row[1:], output.prompt_logprobs[1:], strict=True)
-            logprobs[place, 1 : len(row)] = torch.tensor(
+            logprobs[index, 1 : len(row)] = torch.tensor(
                 [step[token].logprob for token, step in steps]
             )
         return logprobs
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights and empties the prefix cache, when the last of them has arrived."""
+        """Replaces all weights and empties the prefix cache, after the last weight has arrived."""
         self._reload(list(named_tensors), source=SENT)
 
     def load_weights(self, model_folder: Path) -> None:
@@ -189,12 +190,12 @@ class VllmBackend(ReceivesWeights):
     def _reload(self, named_tensors: list[tuple[str, torch.Tensor]], *, source: str) -> None:
         check_weights(self._expected, {n: tuple(w.shape) for n, w in named_tensors}, source)
         require_finite(source, named_tensors)
-        self.wake()  # where weights are asleep there is nothing to write to
+        self.wake()  # sleeping weights have no memory to write to
         weights = _with_tied_head(named_tensors, self._setup.model_folder)
         if not torch.cuda.is_available():
             _drop_expert_kernels(self._model())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        # Keys and values that the old weights computed would otherwise be reused for the new ones.
+        # Otherwise keys and values of the old weights would be reused.
         if not self._llm.reset_prefix_cache():
             raise ConsistencyError(
                 "vLLM did not empty its prefix cache after new weights",
@@ -203,10 +204,10 @@ class VllmBackend(ReceivesWeights):
         self._refuse_stale(named_tensors)
 
     def _refuse_stale(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Compares what the engine now holds with what was sent, where its layout allows.
+        """Compares the engine's weights with the sent ones, as far as the layout allows.
 
         vLLM fuses and re-packs most matrices, but keeps embeddings, norms and some biases under
-        their own names; a reload that did not happen shows in these.
+        their own names; a failed reload is visible in these.
         """
         held = dict(self._model().named_parameters())
         compared = 0
@@ -215,7 +216,7 @@ class VllmBackend(ReceivesWeights):
             if parameter is None or parameter.shape[1:] != sent.shape[1:] or not parameter.numel():
                 continue
             if self._config.tensor_parallel_size > 1 and parameter.shape != sent.shape:
-                continue  # one rank's part of it, filled up to a round number of rows
+                continue  # one rank's shard, padded to a round number of rows
             compared += 1
             if not torch.equal(parameter[: sent.shape[0]].cpu(), sent.cpu()):
                 raise ConsistencyError(
@@ -226,13 +227,13 @@ class VllmBackend(ReceivesWeights):
             raise ConsistencyError("no weight that was sent could be found in vLLM's model")
 
     def _model(self) -> torch.nn.Module:
-        """This rank's part of the model that vLLM computes with."""
+        """This rank's shard of vLLM's model."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         model: torch.nn.Module = runner.get_model()
         return model
 
     def peak_memory_gib(self) -> float:
-        """The most memory this process has held."""
+        """Returns the peak memory of this process."""
         return peak_memory_gib()
 
     def shutdown(self) -> None:
@@ -241,11 +242,11 @@ class VllmBackend(ReceivesWeights):
 
 
 def _drop_expert_kernels(model: torch.nn.Module) -> None:
-    """Has the next reload pack the weights of a mixture of experts, as the first load did.
+    """Makes the next reload pack the weights of a mixture of experts, as the first load did.
 
     On a CPU, vLLM pads and packs experts' weights only when it builds their kernel
-    (`UnquantizedFusedMoEMethod._setup_kernel`). A layer that has a kernel keeps it in a reload, and
-    so would compute with weights that lie unpacked where the kernel reads packed ones.
+    (`UnquantizedFusedMoEMethod._setup_kernel`). A layer keeps its kernel in a reload and would then
+    read unpacked weights as packed ones.
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -256,11 +257,11 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
 def _with_tied_head(
     named_tensors: list[tuple[str, torch.Tensor]], model_folder: Path
 ) -> list[tuple[str, torch.Tensor]]:
-    """Names the embedding a second time where the head shares it.
+    """Adds the embedding under the head's name if the head is tied.
 
-    Checkpoints hold a shared matrix once. vLLM loads that well the first time, but on a CPU it
-    re-packs the head into a copy, which a later reload refreshes only if the head is named: the
-    engine would go on with the head of its first weights.
+    Checkpoints hold a tied matrix once. vLLM loads it correctly the first time, but on a CPU it
+    re-packs the head into a copy, which a later reload refreshes only if the head is named.
+    Otherwise the engine would keep the head of its first weights.
     """
     config = json.loads((model_folder / "config.json").read_text())
     names = {name for name, _ in named_tensors}
@@ -277,7 +278,7 @@ def _with_tied_head(
 
 
 def completed(completion: Any) -> Completed:
-    """What vLLM's output says of one completion, or of what was added to it."""
+    """Converts vLLM's output of one completion, or of its new tokens."""
     tokens = list(completion.token_ids)
     logprobs = [
         step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)

@@ -1,4 +1,4 @@
-"""The shared library that vLLM's CPU build needs and its wheel does not carry."""
+"""The shared library that vLLM's CPU build needs and its wheel lacks."""
 
 import ctypes
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def load_libnuma() -> None:
-    """Loads the libnuma that `deployment/setup.sh` puts into an environment whose system has none.
+    """Loads the libnuma that `deployment/setup.sh` installs if the system has none.
 
-    Called before vLLM is imported: its extension then finds a library of that name in the process.
+    Called before vLLM is imported, so that its extension finds the library in the process.
     """
     own = Path(sys.prefix) / "lib" / "libnuma.so.1"
     if own.exists():

@@ -1,4 +1,4 @@
-"""How the ranks of one vLLM engine find one another."""
+"""Rendezvous of the ranks of one vLLM engine."""
 
 import os
 import time
@@ -15,17 +15,17 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def launcher() -> Any:
-    """The executor of a rank that something else than vLLM has started."""
+    """Returns the executor class for ranks that vLLM did not start."""
     if torch.cuda.is_available():
         return "external_launcher"
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class NamedLauncher(ExecutorWithExternalLauncher):  # type: ignore[misc]
-        """Meets at an address of its own.
+        """An external launcher with a separate rendezvous address per engine.
 
-        On a CPU, ranks talk through shared memory, which vLLM names by the port of the address
-        where they meet. `env://` has none: all engines of a machine would take the same name, and
-        what one that was killed has left behind would be in the way of all later ones.
+        On a CPU, ranks communicate through shared memory, which vLLM names after the port of the
+        rendezvous address. `env://` has no port: all engines of a machine would use the same name,
+        and remains of a killed engine would block all later ones.
         """
 
         def _distributed_args(self) -> tuple[str, int, int]:
@@ -36,49 +36,49 @@ def launcher() -> Any:
     return NamedLauncher
 
 
-def forget_names() -> None:
-    """Takes the names off the shared memory of a running engine, which all its ranks have mapped.
+def unlink_shared_memory() -> None:
+    """Unlinks the shared memory of a running engine after all its ranks have mapped it.
 
-    So nothing is left behind, however its processes end.
+    The memory is then freed however the processes end.
     """
     from vllm.distributed import get_tp_group
 
     for path in _SHARED_MEMORY.glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
         path.unlink(missing_ok=True)
-    # Ranks of one machine share it; between machines there is none.
+    # Only ranks of one machine have shared memory.
     ring: Any = getattr(get_tp_group().mq_broadcaster, "buffer", None)
     if ring is not None and ring.is_creator:
         ring.shared_memory.unlink()
-        ring.is_creator = False  # who would take the name off once more at its own end
+        ring.is_creator = False  # the creator would unlink it again at exit
 
 
-def meet(num_ranks: int) -> None:
-    """Narrows the environment from all workers to those of this rank's engine.
+def join_engine(num_ranks: int) -> None:
+    """Sets the environment variables of this rank from all workers to its engine's ranks.
 
-    All workers know where the first of them is. There, the first of each engine leaves word of
-    where the others find it.
+    All workers know the address of the first worker. Its store holds the address of each engine's
+    first rank.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    everybody, place = world_size(), rank()
-    engine, place_in_engine = divmod(place, num_ranks)
+    num_workers, global_rank = world_size(), rank()
+    engine, rank_in_engine = divmod(global_rank, num_ranks)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if everybody > num_ranks:
-        self_hosted = place == 0
-        store = TCPStore(address, port, everybody, is_master=self_hosted)
-        if place_in_engine == 0:
+    if num_workers > num_ranks:
+        self_hosted = global_rank == 0
+        store = TCPStore(address, port, num_workers, is_master=self_hosted)
+        if rank_in_engine == 0:
             own = free_address()
             store.set(f"engine {engine}", f"{own[0]} {own[1]}")
         words = store.get(f"engine {engine}").decode().split()
         address, port = words[0], int(words[1])
-        # The store goes when its host leaves, which must not be before all have read.
+        # The store ends with its host, which therefore waits until all ranks have read.
         store.add("read", 1)
-        while self_hosted and store.add("read", 0) < everybody:
+        while self_hosted and store.add("read", 0) < num_workers:
             time.sleep(_POLL_SECONDS)
-    # Ray shows a worker its own GPU alone, as device 0.
-    local_rank = 0 if torch.cuda.is_available() else place_in_engine
+    # Ray makes only the worker's GPU visible, as device 0.
+    local_rank = 0 if torch.cuda.is_available() else rank_in_engine
     os.environ.update(
         rank_environment(
-            place_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
+            rank_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
         )
     )

@@ -1,11 +1,10 @@
-"""A vLLM engine that goes on generating between calls, and takes new weights in the middle of it.
+"""A vLLM engine that generates continuously between calls and takes new weights in flight.
 
-The engine belongs to one thread, which steps it while there is something to do. Between two steps
-it carries out what callers ask for, so that no call ever meets a half-done step. New weights
-interrupt what is being generated: tokens drawn so far stay, their keys and values do not, and each
-completion goes on from its last token under the new weights (Piché et al. 2025, PipelineRL,
-arXiv:2509.19128, there with the old keys and values). So every token is known to come from one
-version of the weights.
+The engine belongs to one thread, which steps it while requests are pending. Calls are executed
+between two steps, so that no call sees an unfinished step. New weights interrupt generation:
+sampled tokens stay, their keys and values are dropped, and each completion continues from its last
+token under the new weights (Piché et al. 2025, PipelineRL, arXiv:2509.19128, which keeps the old
+keys and values). Every token therefore comes from one known version of the weights.
 """
 
 import hashlib
@@ -31,13 +30,13 @@ T = TypeVar("T")
 
 
 @dataclass
-class _UnderWay:
-    """A completion as far as it is.
+class _PendingRequest:
+    """A request with the tokens generated so far.
 
     Attributes:
-        name: The caller's.
-        request: What was asked for.
-        part: How often it was interrupted.
+        name: The caller's name for it.
+        request: The original request.
+        part: Number of interruptions.
     """
 
     name: int
@@ -51,8 +50,8 @@ class _UnderWay:
     def engine_name(self) -> str:
         return f"{self.name}.{self.part}"
 
-    def what_is_left(self) -> DecodingRequest:
-        """The rest as a request of its own, with another seed: the first one's draws are used."""
+    def remaining_request(self) -> DecodingRequest:
+        """The rest as a request with another seed, since the first one's samples are used."""
         if not self.part:
             return self.request
         key = f"{self.request.seed}/{self.part}".encode()
@@ -64,7 +63,7 @@ class _UnderWay:
         )
 
     def interrupt(self) -> None:
-        """A text that ends it is not found across an interruption, so then it begins anew."""
+        """Starts over if there are stop strings, which vLLM cannot match across interruptions."""
         self.part += 1
         if self.request.stop_strings:
             self.token_ids, self.logprobs, self.weight_versions = [], [], []
@@ -84,13 +83,13 @@ class _UnderWay:
 
 
 class StreamingVllmBackend(VllmBackend):
-    """One vLLM engine that callers hand requests to and fetch completions from."""
+    """A vLLM engine with `submit` for requests and `poll` for completions."""
 
     def setup(self, setup: GenerationSetup) -> None:
-        """Starts the engine, and the thread that it lives in."""
+        """Starts the engine in its thread."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
-        self._running: dict[str, _UnderWay] = {}
+        self._running: dict[str, _PendingRequest] = {}
         self._failure: Exception | None = None
         self._weight_version = self._next_version = 0
         self._proof_prompts: BatchedDataDict | None = None
@@ -100,24 +99,24 @@ class StreamingVllmBackend(VllmBackend):
         self._between_steps(lambda: super(StreamingVllmBackend, self).setup(setup))
 
     def submit(self, names: list[int], batch: BatchedDataDict) -> None:
-        """Takes requests over and returns at once.
+        """Submits requests and returns at once.
 
         Args:
-            names: `B` of them, by which `poll` calls the completions.
-            batch: As for `generate`; the draws are under the temperature.
+            names: `B` names, under which `poll` returns the completions.
+            batch: As for `generate`; sampled with the temperature.
         """
         requests = read_requests(batch, self._config, max_model_len=self._setup.max_model_len)
-        asked = [_UnderWay(*each) for each in zip(names, requests, strict=True)]
-        self._between_steps(lambda: self._start(asked))
+        pending = [_PendingRequest(*each) for each in zip(names, requests, strict=True)]
+        self._between_steps(lambda: self._start(pending))
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
-        """The completions that are done and were not returned before, by name.
+        """Returns new finished completions, with their names.
 
         Args:
-            wait_seconds: For the first of them.
+            wait_seconds: Time to wait for the first of them.
 
         Raises:
-            Exception: What the engine raised.
+            Exception: The engine's exception.
         """
         found = []
         with suppress(queue.Empty):
@@ -125,30 +124,30 @@ class StreamingVllmBackend(VllmBackend):
             while True:
                 found.append(self._finished.get_nowait())
         if self._failure is not None and not found:
-            # Once: what was asked is forgotten with it, and whoever asks next is none the worse.
+            # Raised once: its requests are dropped with it, and later requests are not affected.
             failure, self._failure = self._failure, None
             raise failure
         return found
 
     def cancel(self, names: list[int]) -> None:
-        """Gives requests up; those that are done or unknown are none of its business."""
+        """Cancels requests; finished and unknown ones are ignored."""
 
-        def give_up() -> None:
+        def cancel_all() -> None:
             unwanted = set(names)
             self._abort([each for each in self._running.values() if each.name in unwanted])
 
-        self._between_steps(give_up)
+        self._between_steps(cancel_all)
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
-        """As the engine without a stream; other requests wait meanwhile."""
+        """Generates as `VllmBackend` does, while other requests wait."""
 
-        def alone() -> BatchedDataDict:
+        def generate_alone() -> BatchedDataDict:
             waiting = self._interrupt()
             output = super(StreamingVllmBackend, self).generate(batch, greedy=greedy)
             self._start(waiting)
             return output
 
-        return self._between_steps(alone)
+        return self._between_steps(generate_alone)
 
     def receive_weights(
         self,
@@ -157,27 +156,27 @@ class StreamingVllmBackend(VllmBackend):
         weight_version: int = 0,
         proof: BatchedDataDict | None = None,
     ) -> str:
-        """Takes one transfer, as `ReceivesWeights` has it.
+        """Receives one transfer, as in `ReceivesWeights`.
 
         Args:
-            link: Opened where it is new.
-            index: Among the receivers.
-            weight_version: What tokens drawn with these weights are marked with.
-            proof: Prompts for `last_proof`, as `generate` takes them.
+            link: Opened on first use.
+            index: Index among the receivers.
+            weight_version: Weight version recorded for tokens sampled with these weights.
+            proof: Prompts for `last_proof`, as for `generate`.
 
         Returns:
-            The digest of what arrived.
+            The digest of the received weights.
         """
         self._next_version, self._proof_prompts = weight_version, proof
         return super().receive_weights(link, index)
 
     def last_proof(self) -> WeightsProof:
-        """What the prompts of the last transfer gave, when nothing else was in the engine."""
+        """The proof of the last transfer, computed without other requests in the engine."""
         return self._last_proof
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights between two steps; completions under way go on with the new ones."""
-        arrived = list(named_tensors)  # while the engine goes on
+        """Replaces all weights between two steps; unfinished completions continue."""
+        arrived = list(named_tensors)  # while the engine continues
 
         def swap() -> None:
             waiting = self._interrupt()
@@ -199,25 +198,25 @@ class StreamingVllmBackend(VllmBackend):
         self._first_logprobs = super().prefill_logprobs(prompts)
 
     def load_weights(self, model_folder: Path) -> None:
-        """Replaces all weights by those of a folder, and gives up what an earlier caller left."""
+        """Replaces all weights by those of a folder, and cancels leftover requests."""
 
-        def begin_anew() -> None:
+        def reload() -> None:
             self._failure = None
             self._interrupt()
             super(StreamingVllmBackend, self).load_weights(model_folder)
             self._weight_version, self._first_logprobs = 0, None
 
-        self._between_steps(begin_anew)
+        self._between_steps(reload)
         self._finished = queue.SimpleQueue()
 
     def shutdown(self) -> None:
-        """Ends the engine with its thread."""
+        """Stops the engine and its thread."""
         self._commands.put(None)
         self._thread.join()
         super().shutdown()
 
     def _between_steps(self, command: Callable[[], T]) -> T:
-        """What the command returns or raises, carried out by the engine's thread."""
+        """Runs a command in the engine's thread and returns or raises its result."""
         done: Future[T] = Future()
 
         def carry_out() -> None:
@@ -230,7 +229,7 @@ class StreamingVllmBackend(VllmBackend):
         return done.result()
 
     def _serve(self) -> None:
-        """The thread: commands first, then a step of the engine, for ever."""
+        """Loop of the thread: commands first, then a step of the engine."""
         while True:
             while not self._running or not self._commands.empty():
                 command = self._commands.get()
@@ -239,7 +238,7 @@ class StreamingVllmBackend(VllmBackend):
                 command()
             try:
                 self._step()
-            # Named fault boundary: nobody would hear of an exception in a thread; `poll` raises it.
+            # Named fault boundary: an exception in a thread would be lost; `poll` raises it.
             except Exception as error:  # noqa: BLE001 (raised by poll)
                 self._failure = error
                 self._abort(list(self._running.values()))
@@ -248,7 +247,7 @@ class StreamingVllmBackend(VllmBackend):
         for output in self._llm.llm_engine.step():
             under_way = self._running.get(output.request_id)
             if under_way is None:
-                continue  # given up in the meantime
+                continue  # cancelled in the meantime
             new = completed(output.outputs[0])
             under_way.take(new, self._weight_version)
             if output.finished:
@@ -256,26 +255,26 @@ class StreamingVllmBackend(VllmBackend):
                 done = under_way.completion(truncated=new.truncated)
                 self._finished.put((under_way.name, done))
 
-    def _start(self, asked: list[_UnderWay]) -> None:
+    def _start(self, pending: list[_PendingRequest]) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        for each in asked:
-            left = each.what_is_left()
+        for each in pending:
+            left = each.remaining_request()
             sampling = self._sampling(left, greedy=False)
             sampling.output_kind = RequestOutputKind.DELTA
             prompt: Any = {"prompt_token_ids": left.prompt}
             self._llm.llm_engine.add_request(each.engine_name, prompt, sampling)
             self._running[each.engine_name] = each
 
-    def _interrupt(self) -> list[_UnderWay]:
-        """Takes everything out of the engine, ready to be started again."""
+    def _interrupt(self) -> list[_PendingRequest]:
+        """Takes all requests out of the engine, ready to be started again."""
         interrupted = list(self._running.values())
         self._abort(interrupted)
         for each in interrupted:
             each.interrupt()
         return interrupted
 
-    def _abort(self, unwanted: list[_UnderWay]) -> None:
+    def _abort(self, unwanted: list[_PendingRequest]) -> None:
         self._llm.llm_engine.abort_request([each.engine_name for each in unwanted])
         for each in unwanted:
             del self._running[each.engine_name]

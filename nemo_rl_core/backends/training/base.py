@@ -1,4 +1,4 @@
-"""What a training worker can do, and where one is found by name."""
+"""Interface of training backends, and their registry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ from nemo_rl_core.registry import Registry
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """All a training worker needs to begin.
+    """Everything a training worker needs to start.
 
     Attributes:
         model_folder: A transformers folder: config, safetensors, tokenizer.
         optimizer: Settings of AdamW.
-        training: The backend's own settings: over which axes of ranks, and how.
+        training: The backend's settings, such as the sizes of parallel axes.
         max_tokens_per_microbatch: The token budget of one forward and backward pass.
-        temperature: What logits are divided by before every log-softmax: that of the rollouts.
+        temperature: Divisor of logits before every log-softmax; the rollouts' temperature.
         dtype: Type of the matrix products; parameters and optimizer state are float32 always.
-        reference_folder: Weights of the reference policy, or None where the loss has none.
-        seed: For what the backend draws itself.
+        reference_folder: Weights of the reference policy, or None for losses without one.
+        seed: For random numbers of the backend.
         head: `lm` for a policy, whose losses read logprobs; `scalar` for a reward model or critic,
             whose losses read values.
     """
@@ -43,26 +43,25 @@ class TrainingSetup:
 
 
 class TrainingBackend(Protocol):
-    """One rank of training; batches are padded views, whatever the layout inside.
+    """One rank of training; batches are padded views, independent of the internal layout.
 
-    Where there are several ranks, all of them call each method together, each with the rows of its
-    data-parallel shard (maybe none); ranks that share a replica give the same rows. A shard may
-    carry its plan as an attribute `microbatches`, as long on every rank.
+    With several ranks, all of them call each method together, each with the rows of its
+    data-parallel shard (possibly none); ranks of one replica pass the same rows. A shard may have a
+    plan in its attribute `microbatches`, of the same length on every rank.
     """
 
     def setup(self, setup: TrainingSetup) -> None:
-        """Loads the model and makes an optimizer; may be called again to start over."""
+        """Loads the model and creates the optimizer; may be called again to start over."""
         ...
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step over the whole batch, that of all shards.
+        """Runs one optimizer step over the whole batch of all shards.
 
-        The metrics are those of the whole step on every rank.
+        Every rank returns the metrics of the whole step.
 
-        With a scalar head the loss's first argument is `[B, T]` values in place of logprobs. Where
-        the batch has `topk_ids [B, T-1, K]`, the loss also finds `current_topk_logprobs
-        [B, T-1, K]` in it, with gradients. Rows of equal `pair_ids [B]`, where the batch has such,
-        reach the loss together.
+        With a scalar head the loss's first argument is `[B, T]` values in place of logprobs. If the
+        batch has `topk_ids [B, T-1, K]`, the loss also gets `current_topk_logprobs [B, T-1, K]`,
+        with gradients. Rows of equal `pair_ids [B]` stay together.
         """
         ...
 
@@ -77,7 +76,7 @@ class TrainingBackend(Protocol):
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and logprobs `[B, T-1, k]` of the reference's likeliest next tokens, masked alike."""
+        """Ids and logprobs `[B, T-1, k]` of the reference's k most likely next tokens, masked."""
         ...
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
@@ -85,7 +84,7 @@ class TrainingBackend(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights, one at a time, as the transformers checkpoint names them."""
+        """Yields whole weights, one at a time, under the names of the transformers checkpoint."""
         ...
 
     def save_checkpoint(self, path: Path) -> None:
@@ -97,15 +96,15 @@ class TrainingBackend(Protocol):
         ...
 
     def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would not have to wait."""
+        """Returns True if `finish_checkpoint` would not wait."""
         ...
 
     def finish_checkpoint(self) -> None:
-        """Waits until the folder is whole; raises what writing it has raised."""
+        """Waits until the folder is complete; raises errors of the writing thread."""
         ...
 
     def load_checkpoint(self, path: Path) -> None:
-        """Goes on from what `save_checkpoint` wrote, to the bit."""
+        """Restores a checkpoint of `save_checkpoint`, bit-identically."""
         ...
 
     def shutdown(self) -> None:
@@ -121,6 +120,6 @@ _TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
     },
 )
 register_training_backend = _TRAINING_BACKENDS.register
-"""Registers a training backend under a name: a class decorator."""
+"""Class decorator that registers a training backend under a name."""
 get_training_backend = _TRAINING_BACKENDS.get
-"""The training backend of a name; an unknown name raises `ConfigError` with the choices."""
+"""Returns the training backend of a name; unknown names raise `ConfigError` with the choices."""

@@ -1,4 +1,4 @@
-"""Parts of rows that ranks compute, and wholes made of them; forward and backward."""
+"""Splitting and gathering of rows over context ranks; forward and backward."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 def packed_causal_mask(position_ids: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Who may attend to whom, for this rank's queries and all keys of a row.
+    """Causal mask of packed sequences, for this rank's queries and all keys of a row.
 
     Args:
         position_ids: `[R, L]`; restart at 0 with each sequence.
         group: The ranks of the context axis; their number divides L.
 
     Returns:
-        `[R, 1, L / ranks, L]` bool: the same sequence, and not later in it.
+        `[R, 1, L / ranks, L]` bool: True for keys of the same sequence that are not later.
     """
     sequence = (position_ids == 0).cumsum(-1)
-    places = torch.arange(position_ids.shape[1], device=position_ids.device)
-    own = own_part(places, group, dim=0)
+    positions = torch.arange(position_ids.shape[1], device=position_ids.device)
+    own = own_part(positions, group, dim=0)
     same = own_part(sequence, group, dim=1)[:, :, None] == sequence[:, None, :]
-    return (same & (places <= own[:, None]))[:, None]
+    return (same & (positions <= own[:, None]))[:, None]
 
 
 def own_part(values: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
@@ -38,7 +38,7 @@ def gathered_parts(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tenso
 
 
 def sum_parts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks that each hold some places and 0 at the others; used alike by all."""
+    """The sum over ranks, each with values at some positions and 0 at the others."""
     total: Tensor = _SumParts.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -50,7 +50,7 @@ def whole_rows(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 class _SumParts(torch.autograd.Function):
-    """The gradient of a place goes to all; only the rank that computed it has a use for it."""
+    """Every rank gets each gradient; only the rank that computed the position uses it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -73,6 +73,6 @@ class _WholeRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         parts = gradients[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)
         own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        # All parts behind one another, each of them whole.
+        # All parts concatenated.
         dist.reduce_scatter_single(own, torch.cat(parts), group=ctx.group)
         return own, None, None

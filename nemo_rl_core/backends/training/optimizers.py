@@ -1,4 +1,4 @@
-"""AdamW over named parameters, and its learning rate as a function of the update's number."""
+"""AdamW over named parameters, and its learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,18 +20,17 @@ from nemo_rl_core.errors import ConfigError, ResourceError
 def build_optimizer(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019) over the parameters that take gradients, in one group.
+    """Creates AdamW (Loshchilov and Hutter, 2019) over the trained parameters, in one group.
 
-    The weight decay holds for all of them; the rate is to be set before each update, see
-    `learning_rate_at`.
+    Weight decay applies to all of them; set the rate before each update, see `learning_rate_at`.
 
     Args:
         named_parameters: `model.named_parameters()`; frozen ones are left out.
-        config: Rates, betas, and how the moments are kept.
+        config: Learning rate, betas, and precision of the moments.
 
     Raises:
-        ConfigError: If nothing is trained, or 8-bit moments are wanted of sharded parameters.
-        ResourceError: If 8-bit moments are wanted and bitsandbytes or a GPU is missing.
+        ConfigError: If no parameter is trained, or 8-bit moments are set with sharded parameters.
+        ResourceError: If 8-bit moments are set and bitsandbytes or a GPU is missing.
     """
     trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     if not trained:
@@ -54,7 +53,7 @@ def build_optimizer(
             fix="set moments: float32, which sharding divides by the ranks already",
         )
     require_bitsandbytes("moments: 8bit")
-    # By its name alone, since it is installed only where there is a GPU.
+    # Imported by name, since it is installed only on machines with a GPU.
     adamw: Callable[..., torch.optim.Optimizer] = import_module("bitsandbytes.optim").AdamW8bit
     return adamw(
         trained,
@@ -66,20 +65,23 @@ def build_optimizer(
 
 
 def require_bitsandbytes(setting: str) -> None:
-    """Refuses a setting that needs bitsandbytes where there is none, or no GPU for it.
+    """Raises if a setting needs bitsandbytes and it or a GPU is missing.
 
     Args:
-        setting: As the recipe has it, such as `weights: 4bit`.
+        setting: The setting in the recipe, such as `weights: 4bit`.
 
     Raises:
-        ResourceError: Saying which of the two is missing.
+        ResourceError: Names the missing one.
     """
     installed, gpu = find_spec("bitsandbytes") is not None, torch.cuda.is_available()
     if not (installed and gpu):
         missing = " and ".join(
             what
-            for what, there in (("the package bitsandbytes", installed), ("a CUDA device", gpu))
-            if not there
+            for what, is_present in (
+                ("the package bitsandbytes", installed),
+                ("a CUDA device", gpu),
+            )
+            if not is_present
         )
         raise ResourceError(
             f"the setting {setting!r} cannot be used here",
@@ -90,9 +92,9 @@ def require_bitsandbytes(setting: str) -> None:
 
 
 def learning_rate_at(update: int, config: OptimizerConfig) -> float:
-    """The rate of one optimizer update: linear warm-up, then what the schedule says.
+    """Returns the learning rate of an update: linear warm-up, then the schedule.
 
-    The last update of the warm-up has the whole rate; the decay counts from there.
+    The last warm-up update has the full rate; the decay starts there.
 
     Args:
         update: 1 for the first.

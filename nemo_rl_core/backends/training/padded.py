@@ -1,4 +1,4 @@
-"""Between padded views `[B, T]` and the flat tokens `[N]` that a head computes."""
+"""Conversion between padded views `[B, T]` and flat tokens `[N]`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 
 
 def next_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T-1, 1]` ids that the positions of the batch predict."""
+    """`[B, T-1, 1]` ids of the next tokens."""
     tokens: torch.Tensor = batch["input_ids"][:, 1:, None]
     return tokens
 
@@ -21,18 +21,18 @@ def wanted_positions(batch: BatchedDataDict) -> torch.Tensor:
     return mask & has_next
 
 
-def spread(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """`values [N, ...]` at the N places of `wanted [B, T]` that are set, 0 at the others."""
-    places = wanted.reshape(*wanted.shape, *[1] * (values.dim() - 1))
+def scatter(values: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Scatters `values [N, ...]` to the N set positions of `wanted [B, T]`; 0 elsewhere."""
+    mask = wanted.reshape(*wanted.shape, *[1] * (values.dim() - 1))
     empty: torch.Tensor = values.new_zeros(*wanted.shape, *values.shape[1:])
-    return empty.masked_scatter(places, values)
+    return empty.masked_scatter(mask, values)
 
 
 def cropped(part: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The batch without columns of padding that none of its sequences reaches.
+    """Removes columns that are padding in all sequences of the batch.
 
-    Columns as wide as `input_ids [B, T]` keep `width` places, those of `[B, T-1, ...]` one fewer;
-    what has another width does not run along the tokens.
+    Tensors as wide as `input_ids [B, T]` keep `width` positions, those of `[B, T-1, ...]` one
+    fewer; tensors of other widths are unchanged.
     """
     padded = part["input_ids"].shape[1]
     widths = {padded: width, padded - 1: width - 1}

@@ -1,7 +1,7 @@
-"""Logprobs where the head is split over the vocabulary, a part on each rank of a group.
+"""Logprobs of a head that is split over the vocabulary.
 
-No rank ever holds logits of the whole vocabulary, not even of a chunk of rows: maxima, sums and the
-chosen logits are reduced over the group instead (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+No rank holds logits of the whole vocabulary, even for a chunk of rows: maxima, sums and the chosen
+logits are reduced over the group (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
 from typing import Any
@@ -23,21 +23,21 @@ def vocab_parallel_logprobs_from_hidden(
     chunk_size: int,
     bias_shard: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs of several chosen tokens a row, as `token_logprobs_from_hidden` of the whole head.
+    """Logprobs of chosen tokens per row, equal to `token_logprobs_from_hidden` of the whole head.
 
-    A collective of the group, forward and backward. The ranks give the same rows and ids and use
-    the result alike; each then gets the whole gradient of `hidden`, and that of its own shard.
+    A collective of the group, forward and backward. All ranks pass the same rows and ids and use
+    the result equally; each gets the whole gradient of `hidden`, and the gradient of its shard.
 
     Args:
         hidden: `[N, D]` final hidden states, the same on every rank.
         weight_shard: `[V_local, D]`, this rank's rows of the head, in the dtype of `hidden`.
         token_ids: `[N, K]` int64, in the whole vocabulary.
         group: The ranks that hold the other rows.
-        vocab_start: The token that this rank's first row stands for.
-        temperature: What the logits are divided by, as in sampling.
+        vocab_start: The token id of this rank's first row.
+        temperature: Divisor of the logits, as in sampling.
         chunk_size: Rows computed at once, at least 1; about three `[chunk_size, V_local]` tensors
             exist at a time.
-        bias_shard: `[V_local]` bias of this rank's rows, where the head has one.
+        bias_shard: `[V_local]` bias of this rank's rows, if the head has one.
 
     Returns:
         `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs); the same on every rank.
@@ -65,30 +65,30 @@ def vocab_parallel_topk_logprobs_from_hidden(  # noqa: PLR0913
     chunk_size: int,
     bias_shard: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each row, as `topk_logprobs_from_hidden` of the whole head.
+    """The k most likely tokens of each row, equal to `topk_logprobs_from_hidden` of the whole head.
 
-    Each rank offers its own k likeliest; the k best of all offers are those of the whole.
+    Each rank contributes its k most likely tokens; the k best of these are the result.
 
     Args:
         hidden: `[N, D]` final hidden states, the same on every rank.
         weight_shard: `[V_local, D]`, this rank's rows of the head.
-        k: How many tokens, at most `num_ids`.
+        k: Number of tokens, at most `num_ids`.
         num_ids: Only ids below it are chosen.
         group: The ranks that hold the other rows.
-        vocab_start: The token that this rank's first row stands for.
-        temperature: What the logits are divided by, as in sampling.
+        vocab_start: The token id of this rank's first row.
+        temperature: Divisor of the logits, as in sampling.
         chunk_size: Rows computed at once, at least 1.
-        bias_shard: `[V_local]` bias of this rank's rows, where the head has one.
+        bias_shard: `[V_local]` bias of this rank's rows, if the head has one.
 
     Returns:
-        `[N, k]` int64 ids, likeliest first, and `[N, k]` logprobs in nats, normalized over all
+        `[N, k]` int64 ids, most likely first, and `[N, k]` logprobs in nats, normalized over all
         rows of the head; the same on every rank.
     """
     ids, logprobs = [], []
     for chunk in torch.split(hidden, chunk_size):
         logits = _logits(chunk, weight_shard, bias_shard, temperature)
         num_candidates = max(0, min(num_ids - vocab_start, logits.shape[1]))
-        # Every rank offers k, those that have fewer with logits that none can lose to.
+        # Every rank contributes k, padded with logits of minus infinity.
         best = logits.new_full((chunk.shape[0], k), float("-inf"))
         best_ids = torch.zeros_like(best, dtype=torch.long)
         own = torch.topk(logits[:, :num_candidates], min(k, num_candidates), dim=-1)
@@ -101,7 +101,7 @@ def vocab_parallel_topk_logprobs_from_hidden(  # noqa: PLR0913
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Keeps `[N]` log-sums of the forward pass and makes the logits of a chunk again."""
+    """Keeps `[N]` log-sums of the forward pass and recomputes the logits of a chunk."""
 
     @staticmethod
     def forward(
@@ -152,7 +152,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """`[chunk, V_local]`, a tensor of its own that may be written to."""
+    """`[chunk, V_local]`, a new tensor that may be modified."""
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
@@ -167,13 +167,13 @@ def _logsumexp(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _local(token_ids: Tensor, vocab_start: int, num_local: int) -> tuple[Tensor, Tensor]:
-    """Rows of this rank's shard, and where they mean anything: elsewhere the row is 0."""
+    """Row indices in this rank's shard, and a mask of valid ones; invalid indices are 0."""
     held = (token_ids >= vocab_start) & (token_ids < vocab_start + num_local)
     return (token_ids - vocab_start).masked_fill(~held, 0), held
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[chunk, k * ranks]`, rank by rank."""
+    """`[chunk, k * ranks]`, concatenated by rank."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values, group=group)
     return torch.cat(parts, dim=-1)

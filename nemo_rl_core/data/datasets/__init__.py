@@ -1,4 +1,4 @@
-"""Readers of rows, one a file, each found by the `kind` of its config."""
+"""Data set readers, one per file, selected by the `kind` of the config."""
 
 from nemo_rl_core.config.data import (
     ArithmeticData,
@@ -13,14 +13,14 @@ from nemo_rl_core.types import Row
 
 
 def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to validate on, a function of the arguments alone.
+    """Returns training and validation rows, which depend on the arguments alone.
 
     Args:
-        config: What to read or to generate.
-        seed: Of generated rows and of rows held out; rows from files do not depend on it.
+        config: The data section of a recipe.
+        seed: For generated rows and held-out rows; rows from files do not depend on it.
 
     Raises:
-        DataError: When the rows cannot be read or made.
+        DataError: When the rows cannot be read or generated.
     """
     match config:
         case ArithmeticData():

@@ -1,7 +1,7 @@
-"""Rows of the user's own: jsonl, csv, parquet and arrow files, folders of them, saved data sets.
+"""Data files of the user: jsonl, csv, parquet and arrow files, folders of them, saved data sets.
 
-Files are read without `datasets`: it copies every file into a cache of its own, and guesses types
-(an answer `007` of a csv would become 7). Folders that it saved are read with it.
+Files are read without `datasets`, which copies every file into its cache and infers types (an
+answer `007` of a csv would become 7). Folders saved by `datasets` are read with it.
 """
 
 import csv
@@ -22,7 +22,7 @@ Records = list[dict[str, Any]]
 
 
 def load(config: FileData) -> tuple[list[Row], list[Row]]:
-    """Training rows and validation rows, in the order of their files, as `formats.recognise` says.
+    """Reads training and validation rows in the order of their files, by `formats.recognise`.
 
     Raises:
         DataError: When a file is missing, cannot be read, or is in no known format.
@@ -39,10 +39,10 @@ def load(config: FileData) -> tuple[list[Row], list[Row]]:
 
 
 def read_records(path: Path) -> Records:
-    """The records of a file, of a folder that `datasets` saved, or of all files of a folder.
+    """Reads the records of a file, of a folder saved by `datasets`, or of all files of a folder.
 
     Args:
-        path: Of a folder, files are taken in the order of their names, and all of one suffix.
+        path: Files of a folder are read in the order of their names and must have one suffix.
 
     Raises:
         DataError: When it is missing or cannot be read, or holds several kinds of files.
@@ -101,12 +101,12 @@ def _read_file(path: Path) -> Records:
 
 def _read_jsonl(path: Path) -> Records:
     records = []
-    # Not `splitlines`, which also breaks at characters that are legal inside a JSON string.
+    # `splitlines` also breaks at characters that are legal inside a JSON string.
     for number, line in enumerate(_decoded(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line, object_pairs_hook=_once)
+            record = json.loads(line, object_pairs_hook=_object_of_unique_keys)
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, f"line {number}: {error}") from error
         if not isinstance(record, dict):
@@ -116,7 +116,7 @@ def _read_jsonl(path: Path) -> Records:
 
 
 def _read_csv(path: Path) -> Records:
-    # The default limit of 128 KiB a field is not one that this project sets.
+    # The default limit of 128 KiB per field is too small for long completions.
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(_decoded(path).splitlines(keepends=True), strict=True)
     try:
@@ -172,11 +172,11 @@ _READERS: dict[str, Callable[[Path], Records]] = {
 }
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON.
+def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds a JSON object and refuses duplicate keys.
 
     Raises:
-        ValueError: If it has a key twice: which value is meant cannot be known.
+        ValueError: If a key occurs twice.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -200,7 +200,7 @@ def _repeated(names: Sequence[str]) -> list[str]:
 
 def _decoded(path: Path) -> str:
     try:
-        # utf-8-sig drops the mark that spreadsheets put in front; newlines stay as they are.
+        # utf-8-sig drops the byte order mark of spreadsheets; newlines stay as they are.
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, str(error)) from error

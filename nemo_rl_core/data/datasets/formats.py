@@ -1,16 +1,16 @@
-"""What rows are, told from their columns once, and brought into one form a kind.
+"""Recognition of row formats by columns, and conversion into one form per kind.
 
 | columns | rows become |
 |---|---|
 | `chosen`, `rejected`, and `prompt` | preference pairs |
-| `chosen`, `rejected` alone | preference pairs, their shared start being the prompt |
+| `chosen`, `rejected` alone | preference pairs; the shared prefix is the prompt |
 | `prompt`, `responses`, `scores` | preference pairs, best against worst; ties are dropped |
 | `messages` | conversations |
 | `prompt` and `answer`, or `prompt` and `completion` | prompts, which can be trained on as well |
 | `text` | plain text, trained on whole |
 
-The first line of the table that fits is taken. Turns are `{"role": ..., "content": ...}` in a list,
-or in the JSON of one. Other columns are ignored, and said to be.
+The first matching line of the table applies. Turns are `{"role": ..., "content": ...}` in a list,
+or in the JSON of a list. Other columns are ignored with a warning.
 """
 
 import json
@@ -34,25 +34,25 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class _Format:
-    """One line of the table above: its columns, what to call it, and how a row is made."""
+    """One line of the table above: its columns, its description, and its row converter."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    says: str
+    description: str
     row: Callable[[Mapping[str, Any]], Row | None]
 
 
 def recognise(records: Sequence[Mapping[str, Any]], *, where: str, task: str) -> list[Row]:
     """Rows in the form of their kind, in the order of the records.
 
-    What is left out is filled: `id` with the record's number, `completion` with the answer and
-    `answer` with the completion, `task` with `task`, `metadata` with `{}`. Numbers become text; all
-    else is left as it is for `schemas.validate_rows` to check.
+    Missing values are filled: `id` with the record's number, `completion` with the answer and
+    `answer` with the completion, `task` with `task`, `metadata` with `{}`. Numbers become text;
+    other values are unchanged, and `schemas.validate_rows` checks them.
 
     Args:
         records: Mappings from columns to values.
-        where: What to call the source in messages.
-        task: The task of rows that name none.
+        where: Name of the source in messages.
+        task: The task of rows without one.
 
     Raises:
         DataError: When the columns are of no known format (lists those), or responses do not match
@@ -77,17 +77,17 @@ def recognise(records: Sequence[Mapping[str, Any]], *, where: str, task: str) ->
             }
             rows.append({"id": _filled(record.get("id"), str(number)), **row, **shared})
     ignored = present - {*found.required, *found.optional, "id", "task", "metadata"}
-    _say(where, found.says, num_ties=len(records) - len(rows), ignored=ignored)
+    _log_format(where, found.description, num_ties=len(records) - len(rows), ignored=ignored)
     return rows
 
 
-def _say(where: str, says: str, *, num_ties: int, ignored: set[str]) -> None:
-    said = f"{where}: {says}"
+def _log_format(where: str, description: str, *, num_ties: int, ignored: set[str]) -> None:
+    message = f"{where}: {description}"
     if num_ties:
-        said += f"; {num_ties} rows whose scores are all equal are dropped"
+        message += f"; {num_ties} rows whose scores are all equal are dropped"
     if ignored:
-        said += f"; columns that are ignored: {', '.join(sorted(ignored))}"
-    logger.warning("%s", said)
+        message += f"; columns that are ignored: {', '.join(sorted(ignored))}"
+    logger.warning("%s", message)
 
 
 def _unknown(present: set[str], where: str) -> DataError:
@@ -101,7 +101,7 @@ def _unknown(present: set[str], where: str) -> DataError:
 
 
 def _prompt(record: Mapping[str, Any]) -> Row:
-    answer, completion = _text(record.get("answer")), _spoken(record.get("completion"))
+    answer, completion = _text(record.get("answer")), _completion_text(record.get("completion"))
     return {
         "prompt": stored(_text(record.get("prompt"))),
         "answer": _filled(answer, completion),
@@ -110,51 +110,54 @@ def _prompt(record: Mapping[str, Any]) -> Row:
 
 
 def _conversation(record: Mapping[str, Any]) -> Row:
-    return {"messages": stored(record.get("messages")), **_kept(record, "mask", "max_tokens")}
-
-
-def _plain(record: Mapping[str, Any]) -> Row:
-    return {"text": record.get("text"), **_kept(record, "max_tokens")}
-
-
-def _explicit(record: Mapping[str, Any]) -> Row:
-    chosen = turns_of(record.get("chosen"))
-    # Some sets name the prompt and repeat it in the pair; the pair then holds all of it.
-    if chosen and chosen[0].get("role") != "assistant":
-        return _implicit(record)
     return {
-        **{name: stored(record.get(name)) for name in ("prompt", "chosen", "rejected")},
-        **_kept(record, "margin", "max_tokens"),
+        "messages": stored(record.get("messages")),
+        **_optional_columns(record, "mask", "max_tokens"),
     }
 
 
-def _implicit(record: Mapping[str, Any]) -> Row:
+def _text_row(record: Mapping[str, Any]) -> Row:
+    return {"text": record.get("text"), **_optional_columns(record, "max_tokens")}
+
+
+def _pair_with_prompt(record: Mapping[str, Any]) -> Row:
+    chosen = turns_of(record.get("chosen"))
+    # Some data sets have a prompt and repeat it in the pair.
+    if chosen and chosen[0].get("role") != "assistant":
+        return _pair_without_prompt(record)
+    return {
+        **{name: stored(record.get(name)) for name in ("prompt", "chosen", "rejected")},
+        **_optional_columns(record, "margin", "max_tokens"),
+    }
+
+
+def _pair_without_prompt(record: Mapping[str, Any]) -> Row:
     chosen, rejected = record.get("chosen"), record.get("rejected")
     one, other = turns_of(chosen), turns_of(rejected)
     if one and other:
-        # At least one turn is left for the answer, so that equal pairs are seen as equal.
+        # At least one turn is left for the answer, so that equal pairs are detected.
         shared = min(_num_shared(one, other), len(one) - 1, len(other) - 1)
         prompt: Any = one[:shared]
         chosen, rejected = one[shared:], other[shared:]
     elif isinstance(chosen, str) and isinstance(rejected, str):
         common = chosen[: _num_shared(chosen, rejected)]
-        # Not within a word, which both answers may begin alike.
-        shared = max((place + 1 for place, char in enumerate(common) if char.isspace()), default=0)
-        # White space is left to the answers: a prompt that ends in it is cut inside a token.
+        # Not within a word, since both answers may begin with the same letters.
+        shared = max((index + 1 for index, char in enumerate(common) if char.isspace()), default=0)
+        # White space belongs to the answers: a prompt that ends with it would split a token.
         prompt = common[:shared].rstrip()
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
         prompt = None
     values = {"prompt": stored(prompt), "chosen": stored(chosen), "rejected": stored(rejected)}
-    return {**values, **_kept(record, "margin", "max_tokens")}
+    return {**values, **_optional_columns(record, "margin", "max_tokens")}
 
 
 def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, min(len(one), len(other)))
 
 
-def _scored(record: Mapping[str, Any]) -> Row | None:
+def _pair_from_scores(record: Mapping[str, Any]) -> Row | None:
     responses, scores = _listed(record.get("responses")), _listed(record.get("scores"))
     if responses is None or scores is None or len(responses) != len(scores) or not scores:
         raise ValueError("needs as many scores as responses, and at least one of each")
@@ -179,8 +182,8 @@ def _listed(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _kept(record: Mapping[str, Any], *names: str) -> Row:
-    """Columns that are stored only where they are given; csv gives numbers as text."""
+def _optional_columns(record: Mapping[str, Any], *names: str) -> Row:
+    """Optional columns, stored if present; csv gives numbers as text."""
     return {name: _number(record[name]) for name in names if record.get(name) not in (None, "")}
 
 
@@ -195,8 +198,8 @@ def _filled(value: Any, default: Any) -> Any:
     return default if value is None or value == "" else _text(value)
 
 
-def _spoken(completion: Any) -> Any:
-    """The text of a completion, which may be given as one turn of the assistant."""
+def _completion_text(completion: Any) -> Any:
+    """The text of a completion, which may be a single assistant turn."""
     turns = turns_of(completion)
     if turns and len(turns) == 1 and turns[0]["role"] == "assistant":
         return turns[0].get("content")
@@ -204,7 +207,7 @@ def _spoken(completion: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A finite number as text; `nan` and objects stay what they are, and are refused as no text."""
+    """A finite number as text; `nan` and objects are unchanged, and refused by later checks."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     return value
@@ -218,18 +221,18 @@ def _json_of(metadata: Any) -> Any:
 
 _PAIR = ("margin", "max_tokens")
 _FORMATS = (
-    _Format(("chosen", "rejected", "prompt"), _PAIR, "preference pairs", _explicit),
+    _Format(("chosen", "rejected", "prompt"), _PAIR, "preference pairs", _pair_with_prompt),
     _Format(
         ("chosen", "rejected"),
         _PAIR,
         "preference pairs without a prompt, which is taken to be their shared start",
-        _implicit,
+        _pair_without_prompt,
     ),
     _Format(
         ("prompt", "responses", "scores"),
         (),
         "scored responses, paired best against worst",
-        _scored,
+        _pair_from_scores,
     ),
     _Format(("messages",), ("mask", "max_tokens"), "conversations", _conversation),
     _Format(("prompt", "answer"), ("completion", "max_tokens"), "prompts with answers", _prompt),
@@ -239,5 +242,5 @@ _FORMATS = (
         "prompts with completions, which stand for the answers too",
         _prompt,
     ),
-    _Format(("text",), ("max_tokens",), "plain text, trained on whole", _plain),
+    _Format(("text",), ("max_tokens",), "plain text, trained on whole", _text_row),
 )

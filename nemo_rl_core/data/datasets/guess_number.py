@@ -1,4 +1,4 @@
-"""Numbers to guess, each between bounds of its own."""
+"""Generated rows of the number-guessing game."""
 
 import json
 import random
@@ -9,11 +9,11 @@ from nemo_rl_core.types import Row
 
 
 def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Different bounds, in an order that depends on the seed alone, as do the secrets.
+    """Rows with distinct bounds; order and secrets depend on the seed alone.
 
     A row's metadata is `{"game": STATE, "max_turns": guesses of a binary search + spare_turns}`;
-    its answer and completion are an optimal next guess. Behind an opening, the state is what it has
-    come to, and the prompt is the JSON of the turns so far.
+    its answer and completion are an optimal next guess. After an opening, the state is that of the
+    last turn, and the prompt is the JSON of the turns so far.
     """
     generator = random.Random(seed)
     bounds = [
@@ -21,8 +21,10 @@ def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
         for low in range(config.max_number + 1)
         for high in range(low + config.min_range - 1, config.max_number + 1)
     ]
-    drawn = generator.sample(bounds, config.num_train + config.num_validation)
-    positions = [NumberGuess(generator.randint(low, high), low, high) for low, high in drawn]
+    sampled_bounds = generator.sample(bounds, config.num_train + config.num_validation)
+    positions = [
+        NumberGuess(generator.randint(low, high), low, high) for low, high in sampled_bounds
+    ]
     train = [
         _row(position, _opening(position, generator, config.max_opening), config.spare_turns)
         for position in positions[: config.num_train]
@@ -33,7 +35,7 @@ def load(config: GuessNumberData, *, seed: int) -> tuple[list[Row], list[Row]]:
 def _opening(
     position: NumberGuess, generator: random.Random, max_opening: int
 ) -> list[tuple[int, NumberGuess]]:
-    """Wrong guesses, each with the position behind it."""
+    """Wrong guesses, each with the position after it."""
     played: list[tuple[int, NumberGuess]] = []
     for _ in range(generator.randint(0, max_opening) if max_opening else 0):
         wrong = [n for n in range(position.low, position.high + 1) if n != position.secret]

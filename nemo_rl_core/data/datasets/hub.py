@@ -16,8 +16,8 @@ def load(config: HubData, *, seed: int) -> tuple[list[Row], list[Row]]:
     """Training rows and validation rows of a data set on the hub.
 
     Args:
-        config: Which data set, and which splits.
-        seed: Of the rows that are held out, where no validation split is named.
+        config: The data set's name and splits.
+        seed: For held-out rows, if the config has no validation split.
 
     Raises:
         DataError: When it cannot be fetched, has no such split, or is in no known format.
@@ -28,8 +28,8 @@ def load(config: HubData, *, seed: int) -> tuple[list[Row], list[Row]]:
         return train, _rows(config, parts, config.validation)
     held = set(hold_out(train, fraction=config.validation_fraction, seed=seed, where=config.name))
     return (
-        [row for place, row in enumerate(train) if place not in held],
-        [row for place, row in enumerate(train) if place in held],
+        [row for index, row in enumerate(train) if index not in held],
+        [row for index, row in enumerate(train) if index in held],
     )
 
 
@@ -43,7 +43,7 @@ def fetch(name: str, *, subset: str | None, revision: str | None) -> Mapping[str
 
     try:
         parts: Mapping[str, Any] = load_dataset(name, subset, revision=revision)
-    # Named fault boundary: network, hub and parsers raise errors of many families.
+    # Named fault boundary: network, hub and parsers raise errors of many classes.
     except Exception as error:
         raise DataError(
             f"the data set {name!r} cannot be fetched from the Hugging Face hub",
@@ -61,7 +61,7 @@ def records_of(dataset: Any) -> Records:
 
 
 def renamed(records: Records, names: Mapping[str, str]) -> Records:
-    """Records with columns called by other names."""
+    """Records with renamed columns."""
     if not names:
         return records
     return [

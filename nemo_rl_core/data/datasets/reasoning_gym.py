@@ -1,8 +1,8 @@
-"""Procedurally generated reasoning tasks, drawn in a process of their own.
+"""Procedurally generated reasoning tasks, sampled in a separate process.
 
-Several tasks go through sets of strings while they draw, so that their questions change with the
-interpreter's hash seed (word_ladder, isomorphic_strings, ransom_note ...). A seed must give the
-same rows in every run, and the hash seed can only be set when a process starts.
+Several tasks iterate over sets of strings, so their questions depend on the interpreter's hash seed
+(word_ladder, isomorphic_strings, ransom_note ...). A seed must give the same rows in every run, and
+the hash seed can only be set when a process starts.
 """
 
 import json
@@ -16,11 +16,11 @@ from nemo_rl_core.types import Row
 
 
 def load(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Different questions of every task, in equal parts, the tasks taking turns.
+    """Distinct questions of every task, in equal parts and interleaved.
 
     Returns:
-        Training rows and validation rows. `metadata` is JSON with `task`, `options` and `entry`:
-        what `environments.rewards.reasoning_gym` needs to call the task's own scorer.
+        Training rows and validation rows. `metadata` is JSON with `task`, `options` and `entry`,
+        from which `environments.rewards.reasoning_gym` calls the task's own scorer.
 
     Raises:
         DataError: For an unknown task or option, a task that cannot be scored later, or one that
@@ -37,7 +37,7 @@ def load(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
     )
     if child.returncode:
         raise DataError(
-            "the process that draws reasoning-gym questions died",
+            "the process that samples reasoning-gym questions died",
             got=f"exit code {child.returncode}: {(child.stderr.strip() or 'no output')[-200:]}",
             fix="try the tasks of data.tasks one by one; a negative code -9 means out of memory",
         )

@@ -1,7 +1,7 @@
-"""Draws reasoning-gym questions: the program of the child process that `reasoning_gym.load` starts.
+"""Program of the child process of `reasoning_gym.load`, which samples the questions.
 
 Refused: tasks without a reference answer (rubiks_cube, graph_color and the like), tasks whose
-entries JSON cannot carry to the scorer (arc_agi and rearc compare tuples), those of `_LEFT_OUT`.
+entries cannot be stored as JSON (arc_agi and rearc compare tuples), and the tasks of `_LEFT_OUT`.
 """
 
 import json
@@ -20,7 +20,7 @@ from nemo_rl_core.types import Row
 
 _RUNS_TEXT = "its scorer runs what the model wrote as Python, in the training process"
 _LEFT_OUT = {
-    "codeio": "it runs programs that draw numbers without a seed",
+    "codeio": "it runs programs that sample numbers without a seed",
     "composite": "it is a mixture; name the tasks themselves",
     # Each calls eval, or sympy's parse_expr, which calls eval, on the answer (seen in 0.1.25).
     **dict.fromkeys(
@@ -38,10 +38,10 @@ _LEFT_OUT = {
         _RUNS_TEXT,
     ),
 }
-"""Tasks that are refused by name, and why."""
+"""Refused tasks with the reason."""
 
 _TRIES_PER_ROW = 10
-"""How many questions are drawn for each wanted one before a task counts as too small."""
+"""Samples per requested question before a task counts as too small."""
 
 
 def draw(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
@@ -54,7 +54,7 @@ def draw(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
             "data.tasks names a task twice", got=", ".join(config.tasks), fix="once each"
         )
     train, validation = [], []
-    # Two tasks that ask the same (prompts are unique in a data set) must not both keep a question.
+    # Prompts are unique in a data set, across its tasks.
     taken: set[str] = set()
     num_train = _shares(config.num_train, len(config.tasks))
     num_validation = _shares(config.num_validation, len(config.tasks))
@@ -66,7 +66,7 @@ def draw(config: ReasoningGymData, *, seed: int) -> tuple[list[Row], list[Row]]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    return [total // parts + (place < total % parts) for place in range(parts)]
+    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 def _take_turns(parts: list[list[Row]]) -> list[Row]:
@@ -76,7 +76,7 @@ def _take_turns(parts: list[list[Row]]) -> list[Row]:
 def _rows(
     config: ReasoningGymData, task: str, *, seed: int, num_rows: int, taken: set[str]
 ) -> list[Row]:
-    # codeio and list_functions draw from the global generator too.
+    # codeio and list_functions use the global generator too.
     random.seed(seed)
     options = config.task_options.get(task, {})
     dataset = _create(task, options, seed=seed, size=_TRIES_PER_ROW * num_rows)
@@ -85,7 +85,7 @@ def _rows(
         raise DataError(
             f"the reasoning-gym task {task!r} has too few different questions",
             expected=f"{num_rows} (its part of num_train and num_validation)",
-            got=f"{len(found)} in {_TRIES_PER_ROW * num_rows} draws",
+            got=f"{len(found)} in {_TRIES_PER_ROW * num_rows} samples",
             fix="lower num_train, or widen the task through task_options",
         )
     return found
@@ -99,7 +99,7 @@ def _questions(config: ReasoningGymData, task: str, dataset: Any, taken: set[str
         if question in taken:
             continue
         taken.add(question)
-        if entry["answer"] == "":  # An empty string is right here, and an empty row is not.
+        if entry["answer"] == "":  # Rows need an answer that is not empty.
             continue
         metadata = _metadata(task, options, entry, dataset)
         yield {
@@ -113,7 +113,7 @@ def _questions(config: ReasoningGymData, task: str, dataset: Any, taken: set[str
 
 
 def _metadata(task: str, options: dict[str, Any], entry: dict[str, Any], dataset: Any) -> str:
-    """The entry as JSON, once the task's scorer has been seen to give the answer full marks."""
+    """Returns the entry as JSON after checking that the scorer gives the answer full marks."""
     answer = entry["answer"]
     if not isinstance(answer, str) or not answer.strip():
         raise DataError(
@@ -122,8 +122,8 @@ def _metadata(task: str, options: dict[str, Any], entry: dict[str, Any], dataset
             fix="choose another task",
         )
     try:
-        # What JSON does not know (the fractions of gsm_symbolic) becomes text: where the scorer
-        # reads it, the score below tells.
+        # Values without a JSON type (the fractions of gsm_symbolic) become text; the check of the
+        # score below covers scorers that read them.
         stored = {"task": task, "options": options, "entry": entry}
         text = json.dumps(stored, sort_keys=True, default=str)
         score = dataset.score_answer(answer=answer, entry=json.loads(text)["entry"])

@@ -1,4 +1,4 @@
-"""Sliding puzzles to solve, drawn from all positions within some moves of the solved one."""
+"""Sliding puzzles, sampled from all positions within some moves of the solved one."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from nemo_rl_core.types import Row
 
 
 def load(config: SlidingPuzzleData, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Different positions, in an order that depends on the seed alone.
+    """Rows with distinct positions, in an order that depends on the seed alone.
 
     A row's metadata is `{"game": STATE, "max_turns": the fewest moves + spare_turns}`; its answer
     and completion are an optimal first move.
@@ -27,10 +27,10 @@ def load(config: SlidingPuzzleData, *, seed: int) -> tuple[list[Row], list[Row]]
             expected=f"num_train + num_validation of at most {len(unsolved)}, which is how many "
             f"positions are at most {config.max_moves} moves from the solved one",
             got=f"{config.num_train} + {config.num_validation}",
-            fix="ask for fewer rows, or raise data.max_moves or data.size",
+            fix="request fewer rows, or raise data.max_moves or data.size",
         )
-    drawn = random.Random(seed).sample(unsolved, total)
-    rows = [_row(position, known, config.spare_turns) for position in drawn]
+    sampled = random.Random(seed).sample(unsolved, total)
+    rows = [_row(position, known, config.spare_turns) for position in sampled]
     return rows[: config.num_train], rows[config.num_train :]
 
 

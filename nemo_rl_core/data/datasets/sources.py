@@ -1,4 +1,4 @@
-"""What a user hands over as data, in any shape, as rows to train on and perhaps to validate on."""
+"""Reading of data sources of any type into training and validation rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _CONFIGS = (
 
 @dataclass(frozen=True)
 class Parts:
-    """The rows of a source; `validation` is None where the source names none.
+    """The rows of a source; `validation` is None if the source has none.
 
     Example:
         >>> parts = read([{"prompt": "1+1=", "answer": "2"}], seed=0)
@@ -42,14 +42,14 @@ class Parts:
 
 
 def read(source: Any, *, seed: int) -> Parts:
-    """The rows of a source; the shape says how it is read.
+    """Reads the rows of a source; its type selects the reader.
 
     Args:
         source: `arithmetic`; `reasoning_gym:TASK` (or several, with commas); the path of a file, a
             folder of files or a folder that `datasets` saved; `organization/name` on the hub, with
             `:SUBSET` where it has several; a list of dicts; a `datasets.Dataset` or `DatasetDict`;
             or a data config of a recipe.
-        seed: Of generated rows.
+        seed: Seed of generated rows.
 
     Raises:
         DataError: When the source cannot be read, or is none of these.
@@ -62,10 +62,10 @@ def read(source: Any, *, seed: int) -> Parts:
         return Parts(_recognised([dict(row) for row in source], "the list of rows", "list"), None)
     if isinstance(source, Mapping):
         return _splits(source, "the data set")
-    if hasattr(source, "column_names"):  # a datasets.Dataset, told without importing datasets
+    if hasattr(source, "column_names"):  # a datasets.Dataset, recognised without importing datasets
         return Parts(_recognised(hub.records_of(source), "the data set", "dataset"), None)
     raise DataError(
-        "this is no data that is understood",
+        "this data source is not recognised",
         expected="a hub name, a path, a list of dicts, a datasets.Dataset or DatasetDict, "
         "reasoning_gym:TASK, or arithmetic",
         got=type(source).__name__,
@@ -100,7 +100,7 @@ def _folder(path: Path) -> Parts:
         return Parts(_recognised(files.read_records(path), str(path), "file"), None)
     found = files.data_files(path)
     by_split: dict[str, list[dict[str, Any]]] = {}
-    # Without a file for training, the names say nothing of splits: all rows are one set.
+    # Without a training file, file names are not read as splits: all rows are one set.
     named = any(_split_of(file) == "train" for file in found)
     for file in found:
         split = _split_of(file) if named else "train"
@@ -109,13 +109,13 @@ def _folder(path: Path) -> Parts:
 
 
 def _split_of(file: Path) -> str:
-    """`train` of `train-00000-of-00002.parquet`: the letters that a file's name begins with."""
+    """`train` of `train-00000-of-00002.parquet`: the leading letters of the file's name."""
     stem = file.stem.lower()
     return stem[: next((n for n, char in enumerate(stem) if not char.isalpha()), len(stem))]
 
 
 def _splits(splits: Mapping[str, Any], where: str) -> Parts:
-    """The split `train`, and the validation split where there is one; others stay unread."""
+    """The split `train`, and the validation split if there is one; other splits are not read."""
     if "train" not in splits:
         raise DataError(
             f"{where} has no split to train on",

@@ -1,10 +1,10 @@
-"""Which rows are held out for validation."""
+"""Selection of held-out validation rows."""
 
 import logging
 import random
 from collections.abc import Sequence
 
-from nemo_rl_core.data.checks import asked
+from nemo_rl_core.data.checks import prompt_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -12,20 +12,20 @@ logger = logging.getLogger(__name__)
 
 
 def hold_out(rows: Sequence[Row], *, fraction: float, seed: int, where: str) -> list[int]:
-    """The places of a seeded share of the rows, sorted.
+    """Returns the sorted indices of a seeded fraction of the rows.
 
-    Rows with the same prompt stay together, so that nothing asked in training is asked again.
+    Rows with the same prompt stay together, so that no training prompt is in the validation rows.
 
     Args:
-        rows: With at least two different prompts.
-        fraction: Of the prompts that are held out, in (0, 1); at least one is, and one is not.
-        seed: Of the draw.
-        where: What to call the source in messages.
+        rows: Rows with at least two distinct prompts.
+        fraction: Fraction of prompts to hold out, in (0, 1); at least one prompt is on each side.
+        seed: For the random choice.
+        where: Name of the source in messages.
 
     Raises:
         DataError: When there are fewer than two different prompts.
     """
-    prompts = list(dict.fromkeys(asked(row) for row in rows))
+    prompts = list(dict.fromkeys(prompt_of(row) for row in rows))
     if len(prompts) < 2:
         raise DataError(
             f"{where} has too few rows to hold some out for validation",
@@ -34,14 +34,14 @@ def hold_out(rows: Sequence[Row], *, fraction: float, seed: int, where: str) -> 
             fix="give validation data, or more rows",
         )
     count = min(max(round(fraction * len(prompts)), 1), len(prompts) - 1)
-    # A text is hashed with SHA-512 first, as for the order of the rows.
+    # A string seed is hashed with SHA-512, as for the order of the rows.
     chosen = set(random.Random(f"{seed}/held out").sample(prompts, count))
-    places = [place for place, row in enumerate(rows) if asked(row) in chosen]
+    indices = [index for index, row in enumerate(rows) if prompt_of(row) in chosen]
     logger.warning(
         "%s: %d of %d rows are held out for validation (seed %d)",
         where,
-        len(places),
+        len(indices),
         len(rows),
         seed,
     )
-    return places
+    return indices

@@ -17,9 +17,9 @@ class PackedRows:
     Attributes:
         input_ids: `[R, L]`; filler has id 0.
         position_ids: `[R, L]`; restart at 0 with each sequence, and with the filler at a row's end,
-            so that a model which reads sequence borders off them keeps filler apart as well.
+            so that models that derive sequence boundaries from them separate filler too.
         row: `[B, T]` row of each token of the padded view, and
-        column: `[B, T]` its column; both 0 where the padded view has padding.
+        column: `[B, T]` column of each token; both are 0 at padding.
     """
 
     input_ids: torch.Tensor
@@ -35,7 +35,7 @@ def pack(input_ids: torch.Tensor, lengths: torch.Tensor, microbatch: Microbatch)
         input_ids: `[B, T]` of the micro-batch's sequences in `microbatch.indices` order, padded
             on the right.
         lengths: `[B]` valid tokens of each.
-        microbatch: The plan.
+        microbatch: Its plan.
     """
     num_rows, row_length = len(microbatch.rows), microbatch.row_length
     device = input_ids.device
@@ -53,7 +53,7 @@ def pack(input_ids: torch.Tensor, lengths: torch.Tensor, microbatch: Microbatch)
 
     packed_ids = torch.zeros(num_rows, row_length, dtype=input_ids.dtype, device=device)
     used = torch.zeros(num_rows, dtype=torch.long, device=device).index_add_(0, row_of, lengths)
-    # Filler counts on from 0 behind the last sequence of its row.
+    # Filler counts from 0 after the last sequence of its row.
     packed_positions = torch.arange(row_length, device=device) - used[:, None]
     packed_ids[row[valid], column[valid]] = input_ids[valid]
     packed_positions[row[valid], column[valid]] = positions.expand_as(row)[valid]

@@ -183,7 +183,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_model: P
         return output
 
     model.register_forward_hook(double)
-    with pytest.raises(ModelError, match="other logprobs packed than alone"):
+    with pytest.raises(ModelError, match="different logprobs for packed sequences"):
         LogprobModel(model, temperature=1.0, dtype="float32").refuse_unless_faithful()
 
 

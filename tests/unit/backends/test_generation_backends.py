@@ -117,8 +117,8 @@ def test_the_only_likeliest_token_is_the_greedy_one(engines: Engines, name: str)
     for words in ({"top_k": 1}, {"temperature": 0}):
         output = engines(name, **words).generate(make_batch(), greedy=False)
         assert torch.equal(output["output_ids"], greedy["output_ids"])
-    drawn = engines(name).generate(make_batch(), greedy=False)
-    assert drawn["output_ids"].tolist() != greedy["output_ids"].tolist()
+    sampled = engines(name).generate(make_batch(), greedy=False)
+    assert sampled["output_ids"].tolist() != greedy["output_ids"].tolist()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -134,8 +134,8 @@ def test_a_rows_tokens_know_nothing_of_other_rows(engines: Engines, name: str) -
 
 
 def test_engines_draw_alike(engines: Engines) -> None:
-    drawn = [sequences(engines(name).generate(make_batch(), greedy=False)) for name in CONFIGS]
-    assert drawn[0] == drawn[1]
+    sampled = [sequences(engines(name).generate(make_batch(), greedy=False)) for name in CONFIGS]
+    assert sampled[0] == sampled[1]
 
 
 def sequences(output: BatchedDataDict) -> list[list[int]]:

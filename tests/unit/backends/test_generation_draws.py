@@ -29,32 +29,32 @@ def decoding(num_rows: int = 1, *, greedy: bool = False, **words: Any) -> Decodi
     return Decoding(requests, config, greedy=greedy, stop_token_ids=[99])
 
 
-def drawn(num_rows: int, **words: Any) -> torch.Tensor:
-    """The share of each token among draws of rows with different seeds."""
+def sampled_shares(num_rows: int, **words: Any) -> torch.Tensor:
+    """The share of each token among samples of rows with different seeds."""
     tokens = decoding(num_rows, **words).draw(LOGITS.expand(num_rows, 4))
     return torch.bincount(tokens, minlength=4) / num_rows
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
-    # 3000 draws: three standard deviations of a share of 0.4 are 0.027.
-    torch.testing.assert_close(drawn(3000), LOGITS.exp(), atol=0.03, rtol=0)
+    # 3000 samples: three standard deviations of a share of 0.4 are 0.027.
+    torch.testing.assert_close(sampled_shares(3000), LOGITS.exp(), atol=0.03, rtol=0)
 
 
 def test_a_temperature_divides_logits() -> None:
     # Squares of 4, 3, 2, 1 over their sum of 30.
     expected = torch.tensor([16, 9, 4, 1]) / 30
-    torch.testing.assert_close(drawn(3000, temperature=0.5), expected, atol=0.03, rtol=0)
+    torch.testing.assert_close(sampled_shares(3000, temperature=0.5), expected, atol=0.03, rtol=0)
 
 
 def test_top_k_and_top_p_leave_the_likeliest() -> None:
     torch.testing.assert_close(
-        drawn(3000, top_k=2), torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.03, rtol=0
+        sampled_shares(3000, top_k=2), torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.03, rtol=0
     )
     # 0.4 + 0.3 reach 0.65: the first two alone are left.
     torch.testing.assert_close(
-        drawn(3000, top_p=0.65), torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.03, rtol=0
+        sampled_shares(3000, top_p=0.65), torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.03, rtol=0
     )
-    assert drawn(100, top_k=1).tolist() == [1, 0, 0, 0]
+    assert sampled_shares(100, top_k=1).tolist() == [1, 0, 0, 0]
 
 
 def test_a_penalty_lowers_what_came_before() -> None:

@@ -1,18 +1,18 @@
-"""What the vLLM worker does without vLLM."""
+"""The vLLM worker without vLLM."""
 
 import os
 
 import pytest
 
 from nemo_rl_core.backends.generation.vllm import _logprobs_mode
-from nemo_rl_core.backends.generation.vllm_ranks import meet
+from nemo_rl_core.backends.generation.vllm_ranks import join_engine
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
 
 def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
     def on_rank() -> dict[str, str]:
-        meet(2)
+        join_engine(2)
         return {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR")} | {
             "port": os.environ["MASTER_PORT"]
         }

@@ -151,7 +151,7 @@ def test_unknown_targets_are_refused(tiny_model: Path) -> None:
         make_backend(tiny_model, training)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where it is missing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("precision", ["8bit", "4bit"])
 def test_quantized_weights_need_bitsandbytes_and_a_gpu(tmp_path: Path, precision: str) -> None:
     """Refused before anything is read: the folder holds no weights."""

@@ -61,7 +61,7 @@ def test_what_cannot_be_optimized_is_refused() -> None:
         build_optimizer([("frozen", frozen)], OptimizerConfig())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where it is missing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_eight_bit_moments_need_bitsandbytes_and_a_gpu() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ResourceError, match=r"moments: 8bit(.|\n)*a CUDA device"):

@@ -259,7 +259,7 @@ def gradients(
 
 
 def measured(folder: Path, training: TrainingConfig) -> dict[str, Any]:
-    """What a backend gives on this rank."""
+    """Results of a backend on this rank."""
     rows = rows_of_this_rank(training)
     found: dict[str, Any] = {
         "packed": gradients(folder, training),

@@ -1,4 +1,4 @@
-"""What workers that outlive a stage keep, and what they must not keep."""
+"""State that workers keep, and must not keep, after a stage."""
 
 from pathlib import Path
 from typing import Any

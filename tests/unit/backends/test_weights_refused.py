@@ -172,7 +172,9 @@ def test_damaged_weights_are_refused_at_the_hand_over(
 ) -> None:
     tensors = load_file(tiny_model / "model.safetensors")
     damage(tensors)
-    with pytest.raises(ModelError, match=rf"what the trainer sent .*({DAMAGES[damage]}|{OTHERS})"):
+    with pytest.raises(
+        ModelError, match=rf"the trainer's weight transfer .*({DAMAGES[damage]}|{OTHERS})"
+    ):
         receivers[backend].take_weights(iter(tensors.items()))
 
 
@@ -210,7 +212,7 @@ def test_a_resumed_critic_does_not_begin_with_a_new_head(tiny_model: Path, tmp_p
     rewrite(tmp_path / "model" / "model.safetensors", lambda t: t.pop("score.weight"))
     with pytest.raises(ModelError, match=r"1 missing: score\.weight"):
         backend.load_checkpoint(tmp_path)
-    # Nor is one drawn where the folder says that it is a reward model.
+    # Nor is one sampled for the folder of a reward model.
     with pytest.raises(ModelError, match=r"1 missing: score\.weight"):
         load_scalar_model(tmp_path / "model")
 
@@ -226,7 +228,7 @@ def test_other_frozen_weights_under_adapters_are_whole(
 
 
 def test_a_causal_model_is_no_reward_models_body(tiny_model: Path, tmp_path: Path) -> None:
-    """A tied head hides that a reward model lacks its own: the surplus score tells."""
+    """A tied head hides that a reward model lacks its own: the surplus score shows it."""
     backend = trainer(tiny_model, head="scalar")
     backend.save_checkpoint(tmp_path)
     for road in ("one rank", "many ranks", "transformers' engine", "chat"):

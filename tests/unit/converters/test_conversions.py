@@ -101,7 +101,7 @@ def test_the_command_proves_or_removes_what_it_wrote(source: Path, tmp_path: Pat
 
 
 def test_what_is_no_megatron_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no Megatron checkpoint"):
+    with pytest.raises(ModelError, match="not a Megatron checkpoint"):
         megatron_to_hf(source, tmp_path / "out")
     with pytest.raises(ModelError, match="only a conversion between"):
         prove(source, source, [[1, 2]])
@@ -128,7 +128,7 @@ def test_a_distributed_checkpoint_becomes_the_model_it_holds(
     with pytest.raises(ModelError, match="does not hold this model"):
         dcp_to_hf(tmp_path / "dcp", source, tmp_path / "no", prefix="policy.")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Foreign()))
-    with pytest.raises(StoreError, match="can be read") as caught:
+    with pytest.raises(StoreError, match="is not a readable") as caught:
         dcp_to_hf(tmp_path / "dcp", source, tmp_path / "no")
     assert "builtins.exec" in str(caught.value.got)
     assert "foreign" not in capsys.readouterr().out

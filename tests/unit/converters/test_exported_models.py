@@ -104,7 +104,7 @@ def in_chat(folder: Path) -> list[str]:
 
 
 def in_transformers(folder: Path, *, plain: bool) -> list[str]:
-    """As the card says; `plain` without a template."""
+    """As in the card; `plain` without a template."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     answers = []
@@ -155,7 +155,7 @@ def test_chat_and_transformers_give_the_same_answers(kind: str, tmp_path: Path) 
 
 
 def by_the_card(folder: Path, library: str) -> str:
-    """What the program in the card prints, for the first sum."""
+    """The output of the card's program, for the first sum."""
     blocks = re.findall(r"^```python\n(.*?)^```$", usage(folder), re.M | re.S)
     (program,) = [block for block in blocks if f"from {library} import" in block]
     program = program.replace('".", "your prompt"', repr((str(folder), SUMS[0]))[1:-1])

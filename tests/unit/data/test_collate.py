@@ -13,7 +13,7 @@ def test_a_batch_by_hand() -> None:
     )
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 4, 0, 0]]
     assert batch["input_lengths"].tolist() == [4, 2]
-    # Position t says whether token t+1 counts: 6 no, 7 yes, 8 yes; 4 yes, then padding.
+    # Position t is the mask of token t+1: 6 no, 7 yes, 8 yes; 4 yes, then padding.
     assert batch["token_mask"].tolist() == [[False, True, True], [True, False, False]]
     assert batch["sample_mask"].tolist() == [1.0, 1.0]
     assert batch["input_ids"].dtype == batch["input_lengths"].dtype == torch.int64

@@ -79,7 +79,7 @@ def test_reasoning_gym_rows_do_not_depend_on_the_hash_seed() -> None:
         "c = C(tasks=('word_ladder', 'list_functions'), num_train=8, num_validation=2); "
         "print(json.dumps(load_rows(c, seed=0)))"
     )
-    drawn = {
+    sampled = {
         subprocess.run(
             [sys.executable, "-W", "ignore", "-c", program],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -88,8 +88,8 @@ def test_reasoning_gym_rows_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(drawn) == 1
-    assert drawn.pop().strip()
+    assert len(sampled) == 1
+    assert sampled.pop().strip()
 
 
 def test_more_training_rows_leave_the_others_as_they_were() -> None:
@@ -101,7 +101,7 @@ def test_more_training_rows_leave_the_others_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "fragment"),
     [
         ({"tasks": ("chain_summ",)}, "did you mean 'chain_sum'?"),
         ({"tasks": ("composite",)}, "mixture"),
@@ -118,11 +118,11 @@ def test_more_training_rows_leave_the_others_as_they_were() -> None:
         ),
     ],
 )
-def test_what_reasoning_gym_cannot_give_is_refused(changes: Row, said: str) -> None:
+def test_what_reasoning_gym_cannot_give_is_refused(changes: Row, fragment: str) -> None:
     config = ReasoningGymData(num_train=9, num_validation=3).replace(**changes)
     with pytest.raises(DataError) as caught:
         draw(config, seed=0)
-    assert said in str(caught.value)
+    assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) < 10
 
 
@@ -196,7 +196,7 @@ def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "fragment"),
     [
         ("a.txt", b"x", "one of .jsonl, .csv, .parquet"),
         ("missing.jsonl", None, "does not exist"),
@@ -211,13 +211,13 @@ def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path
     ],
 )
 def test_files_that_cannot_be_used_are_refused(
-    tmp_path: Path, name: str, content: bytes | None, said: str
+    tmp_path: Path, name: str, content: bytes | None, fragment: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         _load_both(tmp_path / name)
-    assert said in str(caught.value)
+    assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) < 10
 
 

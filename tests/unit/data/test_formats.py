@@ -114,7 +114,7 @@ def test_ties_are_dropped_and_counted_and_other_columns_named(
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "fragment"),
     [
         ({"prompt": "p", "responses": ["a"], "scores": [1, 2]}, "as many scores as responses"),
         ({"prompt": "p", "responses": "a", "scores": [1]}, "as many scores as responses"),
@@ -122,11 +122,11 @@ def test_ties_are_dropped_and_counted_and_other_columns_named(
         ({"prompt": "p", "responses": ["a"], "scores": ["x"]}, "not a finite number"),
     ],
 )
-def test_scores_that_do_not_fit_are_refused_by_row(record: dict[str, Any], said: str) -> None:
+def test_scores_that_do_not_fit_are_refused_by_row(record: dict[str, Any], fragment: str) -> None:
     good = {"prompt": "p", "responses": ["a", "b"], "scores": [0, 1]}
     with pytest.raises(DataError, match="here: row 1 ") as caught:
         recognise([good, record], where="here", task="t")
-    assert said in str(caught.value)
+    assert fragment in str(caught.value)
 
 
 def test_unknown_columns_are_refused_with_what_is_understood() -> None:

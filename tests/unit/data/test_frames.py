@@ -81,7 +81,7 @@ SCORED = {
 
 
 @pytest.mark.parametrize(
-    ("schema", "good", "change", "said"),
+    ("schema", "good", "change", "fragment"),
     [
         (PromptSchema, PROMPT, {"answer": " "}, "answer is empty"),
         (PromptSchema, PROMPT, {"metadata": "[]"}, "metadata is not a JSON object"),
@@ -105,7 +105,7 @@ SCORED = {
     ],
 )
 def test_a_bad_row_is_named(
-    schema: Any, good: dict[str, Any], change: dict[str, Any], said: str
+    schema: Any, good: dict[str, Any], change: dict[str, Any], fragment: str
 ) -> None:
     key = "prompt_id" if "prompt_id" in good else "id"
     rows = [good | {key: f"row {place}"} for place in range(3)]
@@ -115,7 +115,7 @@ def test_a_bad_row_is_named(
         check_frame(schema, pd.DataFrame(rows), name="spoilt")
     error = str(caught.value)
     assert error.startswith("the spoilt data set fails ")
-    (line,) = [line for line in error.splitlines() if said in line]
+    (line,) = [line for line in error.splitlines() if fragment in line]
     assert line.endswith(": rows 2"), line
 
 

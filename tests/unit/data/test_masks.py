@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl_core.data.chat import (
     SupervisedExample,
     conversation_example,
-    examples_of,
     preference_example,
     prompt_token_ids,
     supervised_example,
     text_example,
+    tokenize_row,
 )
 from nemo_rl_core.errors import DataError
 
@@ -251,7 +251,7 @@ def test_a_pair_shares_its_prompt(
         "rejected": '[{"role": "assistant", "content": "five"}]',
     }
     assert preference_example(tokenizer, as_turns) == (chosen, rejected)
-    assert examples_of(tokenizer, plain) == {"chosen": chosen, "rejected": rejected}
+    assert tokenize_row(tokenizer, plain) == {"chosen": chosen, "rejected": rejected}
 
 
 def test_answers_in_the_prompt_of_a_pair_are_masked(
@@ -259,9 +259,9 @@ def test_answers_in_the_prompt_of_a_pair_are_masked(
 ) -> None:
     tokenizer = byte_tokenizer("chatml")
     row = {"prompt": SUMS[:3], "chosen": [SUMS[3]], "rejected": [assistant("7")]}
-    for example, said in zip(preference_example(tokenizer, row), "67", strict=True):
+    for example, answer in zip(preference_example(tokenizer, row), "67", strict=True):
         assert [part[0] for part in runs(tokenizer, example)] == [False, True]
-        assert runs(tokenizer, example)[1] == (True, f"{said}<|im_end|>")
+        assert runs(tokenizer, example)[1] == (True, f"{answer}<|im_end|>")
 
 
 def test_rows_are_cut_where_they_say() -> None:
@@ -269,5 +269,5 @@ def test_rows_are_cut_where_they_say() -> None:
     assert example.truncated(3) == SupervisedExample((5, 6, 7), (False, False, True))
     assert example.truncated(None) == example
     assert example.truncated(2).num_trained_tokens == 0
-    # A first token is never predicted, whatever its mask says.
+    # A first token is never predicted, for any mask.
     assert SupervisedExample((5,), (True,)).num_trained_tokens == 0

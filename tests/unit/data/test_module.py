@@ -107,8 +107,8 @@ def test_generated_sources_and_configs() -> None:
     with pytest.raises(DataError, match="more than 3 tokens"):
         DataModule.of(short, tokenizer=TOKENIZER)
     assert len(DataModule.of("arithmetic").train) == ArithmeticData().num_train
-    drawn = DataModule.of("reasoning_gym:chain_sum")
-    assert set(drawn.train["task"]) == {"chain_sum"}
+    sampled = DataModule.of("reasoning_gym:chain_sum")
+    assert set(sampled.train["task"]) == {"chain_sum"}
 
 
 def test_a_share_is_held_out_with_a_seed_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,19 +155,19 @@ def test_rows_are_named_as_the_source_counts_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "fragment"),
     [
         ("./no/such.jsonl", "does not exist"),
         ("no_such.csv", "does not exist"),
         ("notes.txt", "suffix that is not known"),
-        (7, "no data that is understood"),
-        ([1, 2], "no data that is understood"),
+        (7, "data source is not recognised"),
+        ([1, 2], "data source is not recognised"),
         ({"test": []}, "no split to train on"),
         ("reasoning_gym:chain_summ", "no task"),
     ],
 )
-def test_what_cannot_be_read_is_refused(source: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_what_cannot_be_read_is_refused(source: Any, fragment: str) -> None:
+    with pytest.raises(DataError, match=fragment):
         DataModule.of(source)
 
 
@@ -227,8 +227,8 @@ def test_a_hub_config_takes_or_makes_a_validation_split(
     named = DataModule.of(HubData(name=name, validation="test"))
     assert prompts(named.validation) == ["6+1=", "7+1="]
     # A third of 6
-    drawn = DataModule.of(HubData(name=name, validation_fraction=1 / 3))
-    assert (len(drawn.train), len(drawn.validation)) == (4, 2)
+    sampled = DataModule.of(HubData(name=name, validation_fraction=1 / 3))
+    assert (len(sampled.train), len(sampled.validation)) == (4, 2)
     with pytest.raises(DataError, match="no split 'dev'"):
         DataModule.of(HubData(name=name, validation="dev"))
 
@@ -237,11 +237,11 @@ def test_masks_of_conversations_are_checked_before_anything_starts(
     byte_tokenizer: Callable[[str], Any],
 ) -> None:
     def row(number: int) -> dict[str, Any]:
-        said = [str(number), "<think>x</think>b", "c", "d"]
+        contents = [str(number), "<think>x</think>b", "c", "d"]
         roles = ["user", "assistant"] * 2
         return {
             "messages": [
-                {"role": role, "content": text} for role, text in zip(roles, said, strict=True)
+                {"role": role, "content": text} for role, text in zip(roles, contents, strict=True)
             ]
         }
 

@@ -176,7 +176,7 @@ def test_pairs_and_their_logprobs_come_back_from_the_disk(tmp_path):
 def test_logprobs_of_other_pairs_are_refused(tmp_path):
     save_pairs([bare(FIRST), bare(SECOND)], tmp_path / "pairs")
     save_logprobs([SECOND, FIRST], tmp_path / "logprobs")
-    with pytest.raises(DataError, match="those of other pairs"):
+    with pytest.raises(DataError, match="belong to other pairs"):
         load_pairs(tmp_path / "pairs", None, reference_logprobs=tmp_path / "logprobs")
 
 

@@ -19,7 +19,7 @@ BUILT = build_arithmetic_tokenizer()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a model that starts from its config is saved with, its weights left out."""
+    """Files of a model from a config, without weights."""
     made = tmp_path_factory.mktemp("saved")
     Qwen2Config(vocab_size=len(BUILT)).save_pretrained(made)
     BUILT.save_pretrained(made)
@@ -46,7 +46,7 @@ def auto(folder: Path) -> Any:
 
 
 def test_auto_tokenizer_is_what_misreads(auto: Any) -> None:
-    """What the two tests around this one are for; once it fails, they may go."""
+    """The bug that the two adjacent tests cover; if this fails, remove them."""
     assert type(auto).__name__ == "Qwen2Tokenizer"
 
 

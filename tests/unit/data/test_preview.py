@@ -86,7 +86,7 @@ def test_the_command_shows_a_row(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "fragment"),
     [
         (["--row", "2"], "does not end with an assistant turn"),
         (["--row", "3"], "a row from 0 to 2"),
@@ -94,12 +94,12 @@ def test_the_command_shows_a_row(folder: Path) -> None:
     ],
 )
 def test_the_command_explains_what_it_cannot_show(
-    folder: Path, arguments: list[str], said: str
+    folder: Path, arguments: list[str], fragment: str
 ) -> None:
     given = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), *arguments]
     result = CliRunner().invoke(group, ["preview", *given])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
+    assert fragment in result.stderr
 
 
 def test_control_characters_of_a_row_reach_a_pipe_as_they_are(

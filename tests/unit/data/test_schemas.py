@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.config.data import RowPolicy
-from nemo_rl_core.data.chat import examples_of
+from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.schemas import COLUMNS, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 from nemo_rl_core.errors import DataError
@@ -42,7 +42,7 @@ def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "fragment"),
     [
         ({"prompt": ""}, "prompt is empty: rows 3"),
         ({"prompt": " \n"}, "prompt is empty: rows 3"),
@@ -64,13 +64,13 @@ def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
         ({"metadata": "{"}, "metadata is not a JSON object: rows 3"),
     ],
 )
-def test_a_bad_row_is_named_with_its_check(changes: Row, said: str) -> None:
+def test_a_bad_row_is_named_with_its_check(changes: Row, fragment: str) -> None:
     rows = _rows()
     rows[3].update(changes)
     with pytest.raises(DataError) as caught:
         _check(rows)
     message = str(caught.value)
-    assert said in message
+    assert fragment in message
     assert "the train data set" in message
     assert len(message.splitlines()) < 10
 
@@ -82,10 +82,10 @@ def test_prompts_that_a_template_drops_are_named_together() -> None:
     )
     with pytest.raises(DataError) as caught:
         validate_rows(_rows(), tokenizer=tokenizer, max_prompt_tokens=5, name="train")
-    said = (
+    fragment = (
         "prompt has no tokens; got: a chat template that writes nothing: rows 0, 1, 2, 3, 4 and 2"
     )
-    assert said in str(caught.value)
+    assert fragment in str(caught.value)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -151,7 +151,7 @@ PAIR: Row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "said"),
+    ("good", "bad", "fragment"),
     [
         (CONVERSATION, {"messages": "hello"}, "messages is not a list of messages: rows 1"),
         (CONVERSATION, {"messages": 7}, "messages is not text: rows 1"),
@@ -169,10 +169,10 @@ PAIR: Row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         ({"text": "1"}, {"text": "1"}, "text occurs twice: rows 1"),
     ],
 )
-def test_other_kinds_name_their_bad_rows(good: Row, bad: Row, said: str) -> None:
+def test_other_kinds_name_their_bad_rows(good: Row, bad: Row, fragment: str) -> None:
     with pytest.raises(DataError) as caught:
         _validate(_as_rows(good, bad))
-    assert said in str(caught.value)
+    assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) < 10
 
 
@@ -192,17 +192,17 @@ LONG: Row = {"messages": _turns("1+1+1+1=", "4")}
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "fragment"),
     [
         ({}, "row has more than 7 tokens (max_sequence_tokens): rows 1"),
         # Cut at 7 tokens, the long row ends inside its prompt.
         ({"overlong": "truncate"}, "row has no token that is trained on: rows 1"),
     ],
 )
-def test_long_rows_are_refused_by_number(policy: Row, said: str) -> None:
+def test_long_rows_are_refused_by_number(policy: Row, fragment: str) -> None:
     with pytest.raises(DataError) as caught:
         _validate(_as_rows(CONVERSATION, LONG), max_sequence_tokens=7, **policy)
-    assert said in str(caught.value)
+    assert fragment in str(caught.value)
 
 
 def test_long_rows_are_dropped_or_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,7 +219,7 @@ def test_long_rows_are_dropped_or_cut_and_counted(caplog: pytest.LogCaptureFixtu
     assert "1 rows dropped: row has more than 7 tokens" in caplog.text
     assert "1 rows cut at 7 tokens" in caplog.text
     # <bos> 1 + 2 = then 3 and +: the end is cut off.
-    example = examples_of(TOKENIZER, cut.to_dict("records")[1])["row"]
+    example = tokenize_row(TOKENIZER, cut.to_dict("records")[1])["row"]
     assert TOKENIZER.decode(list(example.token_ids)) == "<bos>1+2=3+"
     assert example.loss_mask == (False,) * 5 + (True,) * 2
 

@@ -70,7 +70,7 @@ def test_saved_folders_are_equal_to_the_byte_across_processes(tmp_path: Path) ->
 
 
 def test_no_road_puts_the_start_token_twice() -> None:
-    """What training and rollouts see is what a tokenizer without a start token of its own gave."""
+    """Training and rollouts get the tokens of a tokenizer without its own start token."""
     bare = build_arithmetic_tokenizer()
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     assert bare.encode("1+2=") == [5, 14, 6, 17]

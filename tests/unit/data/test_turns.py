@@ -27,7 +27,7 @@ def test_conversations_that_are_in_order(good: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "fragment"),
     [
         ("", "is not a list of messages"),
         ("u", "does not end with an assistant turn"),
@@ -43,11 +43,11 @@ def test_conversations_that_are_in_order(good: str) -> None:
         ("uca", "has role 'assistant' after 'calling assistant'"),
     ],
 )
-def test_turns_out_of_order_are_told(bad: str, said: str | None) -> None:
-    assert fault(turns(bad)) == said
+def test_turns_out_of_order_are_refused(bad: str, fragment: str | None) -> None:
+    assert fault(turns(bad)) == fragment
 
 
-def test_empty_turns_and_unknown_roles_are_told() -> None:
+def test_empty_turns_and_unknown_roles_are_refused() -> None:
     assert fault([{"role": "user", "content": " "}, *turns("a")]) == "has an empty turn"
     assert fault([{"role": "user", "content": [1]}, *turns("a")]) == (
         "has a turn whose content is not text"
@@ -55,7 +55,7 @@ def test_empty_turns_and_unknown_roles_are_told() -> None:
     assert fault([{"role": "bot", "content": "x"}]) == (
         "has the role 'bot', not one of system, user, assistant, tool"
     )
-    # Who calls a tool need say nothing.
+    # A turn with a tool call may have no text.
     silent = {"role": "assistant", "tool_calls": CALL}
     assert fault(turns_of([*turns("u"), silent, *turns("ta")])) is None
 

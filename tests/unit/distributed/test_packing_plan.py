@@ -73,8 +73,8 @@ def bundled(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 
 @settings(deadline=None)
 @given(bundled())
-def test_no_bundle_is_split(drawn: tuple[list[int], list[int], int]) -> None:
-    lengths, ids, max_tokens = drawn
+def test_no_bundle_is_split(sample: tuple[list[int], list[int], int]) -> None:
+    lengths, ids, max_tokens = sample
     plan = plan_microbatches(lengths, max_tokens=max_tokens, bundles=ids)
     assert sorted(index for part in plan for index in part.indices) == list(range(len(lengths)))
     homes = [{ids[index] for index in part.indices} for part in plan]

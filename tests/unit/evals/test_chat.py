@@ -74,13 +74,13 @@ def test_sampling_settings_of_the_model_are_not_used(tiny_model: Path, tmp_path:
 def test_prompt_without_room_is_explained_and_the_loop_goes_on(tiny_model: Path) -> None:
     # 256 positions; `<bos>` and 255 characters fill them all, 254 leave room for one token.
     chat = Chat(tiny_model)
-    with pytest.raises(ModelError, match="no room") as caught:
+    with pytest.raises(ModelError, match="no tokens for an answer") as caught:
         chat.answer("1" * 255)
     assert caught.value.got == "256 tokens"
     assert len(chat.answer("1" * 254)) <= len("<unk>")
     result = ask(tiny_model, "--max-new-tokens", "4", lines="1" * 255 + "\n7+5=\n")
     assert result.exit_code == 0
-    assert result.stdout.startswith("the prompt leaves no room")
+    assert result.stdout.startswith("the prompt leaves no tokens")
     assert result.stdout.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
 
 
@@ -92,9 +92,9 @@ def test_a_line_that_cannot_be_written_does_not_end_the_loop(
     with pytest.raises(SystemExit) as ended:
         command.main([str(tiny_model), "--max-new-tokens", "4"])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith("the prompt '\\ud800' holds half of a surrogate pair")
-    assert said.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
+    output = capsys.readouterr().out
+    assert output.startswith("the prompt '\\ud800' holds half of a surrogate pair")
+    assert output.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
 
 
 def test_errors_go_to_stderr_with_exit_code_2(tiny_model: Path, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_errors_go_to_stderr_with_exit_code_2(tiny_model: Path, tmp_path: Path) 
         tmp_path / "nowhere": "no such folder",
         tmp_path: "without config.json",
         broken: "cannot load",
-        untokenized: "knows no words",
+        untokenized: "has no vocabulary",
     }
     for folder, words in expected.items():
         result = ask(folder, "1+1=")

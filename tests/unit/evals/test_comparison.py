@@ -47,7 +47,7 @@ def test_the_verdict_says_what_was_shown_and_what_could_have_been() -> None:
     same = compare(outcomes("+-" * 100), outcomes("+-" * 100), confidence=0.95, seed=0)
     assert same.verdict.startswith("no difference shown")
     # Nothing changed: the least is a true difference whose changes all go one way, see below.
-    assert "a true difference below 3.9 points would usually have gone unseen" in same.verdict
+    assert "a true difference below 3.9 points would usually not have been detected" in same.verdict
     few = compare(outcomes("+-"), outcomes("-+"), confidence=0.95, seed=0)
     assert few.verdict.endswith("2 prompts are too few to show any difference")
 

@@ -14,7 +14,7 @@ from nemo_rl_core.evals.consensus import consensus_at_k, extractor, majority, ma
         (r"\boxed{1} no, \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
         (r"never closed: \boxed{3", "3"),
         ("3 apples and 4 pears\n#### 1,234", "1234"),
-        ("The answer is $x^2+1$.", "1"),  # the last number of the line; a box says it exactly
+        ("The answer is $x^2+1$.", "1"),  # the last number of the line; a box is exact
         ("The answer is: blue.", "blue"),
         ("first 3, then -4.50", "-4.50"),
         ("no idea", "noidea"),

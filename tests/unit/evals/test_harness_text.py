@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness is given as text and takes back as tokens, without an engine."""
+"""Texts and tokens of lm-evaluation-harness requests, without an engine."""
 
 from typing import Any
 

@@ -20,15 +20,15 @@ def rollout(place: int, text: str, reward: float | None, task: str = "sums") -> 
 
 GREEDY = [rollout(0, "4", 1.0), rollout(1, "5", 0.5), rollout(2, "?", None), rollout(3, "4", 1.0)]
 SAMPLED = [
-    # 2 of 3 right; the majority says 4.
+    # 2 of 3 right; the majority is 4.
     rollout(0, "4", 1.0),
     rollout(0, "5", 0.0),
     rollout(0, "4", 1.0),
-    # 1 of 3 right; a tie of three, and the first says 5.
+    # 1 of 3 right; a tie of three, and the first is 5.
     rollout(1, "5", 0.0),
     rollout(1, "4", 1.0),
     rollout(1, "6", 0.0),
-    # One scored: says something about k = 1 alone.
+    # One scored: counts for k = 1 alone.
     rollout(2, "4", 1.0),
     rollout(2, "4", None),
     rollout(2, "4", None),

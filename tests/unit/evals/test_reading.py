@@ -59,7 +59,7 @@ def test_completions_are_shown_without_what_would_move_the_cursor(evaluation: Pa
     assert result.stdout.splitlines() == [
         "prompt row-1",
         "asked: 1+1=",
-        "said: 2\\x1b[2J\\u202e",
+        "completion: 2\\x1b[2J\\u202e",
         "  next",
         "wrong: the answer is 2, the reward 0.0",
         "",

@@ -51,7 +51,7 @@ def test_evaluation_may_sample_in_its_own_way() -> None:
     )
     stage = EvaluationTaskConfig.of(changed)
     assert (stage.generation.max_new_tokens, stage.generation.temperature) == (9, 0.5)
-    # Said once, so that a recipe that says it in the other place finds the same stage.
+    # Normalized, so that both spellings in a recipe give the same stage.
     direct = recipe(generation={"max_new_tokens": 9, "temperature": 0.5})
     assert EvaluationTaskConfig.of(direct) == stage
 
@@ -71,6 +71,6 @@ def test_promotion_says_why() -> None:
     unsure = explained(6, 3, 100)
     assert "lower bound must exceed +0.0, so this may be chance" in unsure
     # scale (1.959964 * 10 + 0.841621 sqrt(96.866867)) / 100.708326 = 0.276868; times sqrt(0.09)
-    assert "a true difference below 8.3 points would usually have gone unseen" in unsure
+    assert "a true difference below 8.3 points would usually not have been detected" in unsure
     assert "must exceed +40.0" in explained(50, 5, 100, margin=0.4)
     assert "did not improve by more than +50.0" in explained(50, 5, 100, margin=0.5)

@@ -69,7 +69,7 @@ def test_a_confidence_is_a_probability(confidence):
 
 
 def test_pass_at_k_by_hand():
-    # 4 samples, 1 correct, 2 drawn: 1 - C(3,2)/C(4,2) = 1 - 3/6
+    # 4 samples, 1 correct, 2 chosen: 1 - C(3,2)/C(4,2) = 1 - 3/6
     assert pass_at_k(4, 1, 2) == 0.5
     assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
     assert pass_at_k(5, 0, 5) == 0
@@ -139,7 +139,7 @@ def test_as_many_prompts_as_samples_is_the_most_that_count():
     ids=str,
 )
 def test_pass_at_k_interval_covers_as_often_as_it_says(difficulty, k, num_prompts):
-    # 300 evaluations of prompts drawn anew, 8 samples each; at 95 % about 285 hold the true value.
+    # 300 evaluations of new prompts, 8 samples each; at 95 % about 285 hold the true value.
     rng = random.Random(f"{difficulty} {k} {num_prompts}")
     a, b = difficulty
     # 1 - E(1 - p)^k of a beta distribution
@@ -209,9 +209,9 @@ def test_paired_bootstrap_covers_as_often_as_it_says():
     source = random.Random(0)
     covered = 0
     for trial in range(400):
-        draws = [source.random() for _ in range(80)]
-        before = [0 if draw < 0.3 else 1 for draw in draws]
-        after = [0 if 0.3 <= draw < 0.45 else 1 for draw in draws]
+        samples = [source.random() for _ in range(80)]
+        before = [0 if sample < 0.3 else 1 for sample in samples]
+        after = [0 if 0.3 <= sample < 0.45 else 1 for sample in samples]
         result = paired_bootstrap(before, after, confidence=0.95, num_resamples=400, seed=trial)
         covered += result.lower <= 0.15 <= result.upper
     assert 0.915 <= covered / 400 <= 0.98

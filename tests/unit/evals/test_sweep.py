@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nemo_rl_core.evals.sweep import group_by_settings, said, student_quantile
+from nemo_rl_core.evals.sweep import describe_point, group_by_settings, student_quantile
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_settings_are_gathered_over_seeds_in_their_order() -> None:
     assert first["low"] == pytest.approx(0.6 - half, abs=1e-4)
     assert first["high"] == pytest.approx(0.6 + half, abs=1e-4)
     assert second == {"rate": 1, "num_points": 1, "mean": 0.25, "low": None, "high": None}
-    assert said(second) == "rate 1 0.250"
-    assert said(first) == f"rate 2 0.600 [{0.6 - half:.3f}, {0.6 + half:.3f}]"
+    assert describe_point(second) == "rate 1 0.250"
+    assert describe_point(first) == f"rate 2 0.600 [{0.6 - half:.3f}, {0.6 + half:.3f}]"

@@ -1,4 +1,4 @@
-"""The training worker for transformers models."""
+"""Training backend for transformers models."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,11 +52,11 @@ from nemo_rl_core.telemetry.timer import peak_memory_gib
 class DTensorBackend(SendsWeights):
     """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
 
-    Which ranks there are is read off the environment, and their axes off `TrainingSetup.training`.
+    The ranks come from environment variables, their axes from `TrainingSetup.training`.
     """
 
     def setup(self, setup: TrainingSetup) -> None:
-        """Loads the model, checks that it computes right when packed, and makes an optimizer."""
+        """Loads the model, checks its results on packed rows, and creates the optimizer."""
         self._finish_earlier()
         torch.manual_seed(setup.seed)
         torch.use_deterministic_algorithms(True)
@@ -81,25 +81,25 @@ class DTensorBackend(SendsWeights):
         self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
 
     def _finish_earlier(self) -> None:
-        """Waits for what an earlier set-up still writes: its group is that of the next one."""
+        """Waits for a save of an earlier set-up, which uses the same process group."""
         if "_trainer_state" in self.__dict__:
             self.finish_checkpoint()
 
     def _trainable(self) -> Any:
         training, folder = self._training, self._setup.model_folder
-        model = self._unspread(folder, self._setup.head, weights=training.weights)
+        model = self._load_unsharded(folder, self._setup.head, weights=training.weights)
         lora = training.lora
         self._adapters = Adapters(model, lora, base_folder=folder) if lora else None
-        return self._spread(model, folder)
+        return self._shard(model, folder)
 
-    def _unspread(self, folder: Path, head: Head, *, weights: Precision = "full") -> Any:
-        """The model with its weights; without them where each rank is to read a part."""
+    def _load_unsharded(self, folder: Path, head: Head, *, weights: Precision = "full") -> Any:
+        """The model with its weights, or without them if each rank reads a shard later."""
         check_tensor_parallel(folder, self._training)
         if self._mesh is None or weights != "full":
             return load_model(folder, head, weights=weights)
         return empty_model(folder, head)
 
-    def _spread(self, model: Any, folder: Path) -> Any:
+    def _shard(self, model: Any, folder: Path) -> Any:
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         model = parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
         return finish_loading(model, fill_from_folder(model, folder), folder) if is_empty else model
@@ -121,17 +121,17 @@ class DTensorBackend(SendsWeights):
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`,
-                `sample_mask [B]`, and whatever the loss reads. Rows of equal `pair_ids [B]`
-                stay in one micro-batch. With `topk_ids [B, T-1, K]` the loss is also given
+                `sample_mask [B]`, and the columns that the loss reads. Rows of equal `pair_ids [B]`
+                stay in one micro-batch. With `topk_ids [B, T-1, K]` the loss also gets
                 `current_topk_logprobs [B, T-1, K]`.
-            loss_fn: The loss; its values over micro-batches sum to that of the step. Its first
+            loss_fn: The loss; its sum over micro-batches is the loss of the step. Its first
                 argument is `[B, T-1]` logprobs, or `[B, T]` values with a scalar head.
 
         Returns:
             The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`.
 
         Raises:
-            ConsistencyError: If the gradient is not finite; the weights stay as they were.
+            ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
         global_valid_tokens = self._over_ranks(mask.sum().float())
@@ -175,7 +175,7 @@ class DTensorBackend(SendsWeights):
                 f"the gradient of optimizer step {self._num_updates + 1} is not finite",
                 expected="a finite norm",
                 got=str(norm),
-                fix="lower learning_rate, or look at the completions of this step for a reward or "
+                fix="lower learning_rate, or check the completions of this step for a reward or "
                 "logprob that is not finite",
             )
         torch.nn.utils.clip_grads_with_norm_(parameters, options.max_grad_norm, total)
@@ -190,17 +190,17 @@ class DTensorBackend(SendsWeights):
         return self._all_logprobs(self._with_lm_head(), batch)
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
+        """`[B, T-1]` logprobs under the reference policy, loaded on first use."""
         with self._reference_model() as reference:
             return self._all_logprobs(reference, batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k likeliest next tokens under the reference, which may be another architecture.
+        """The k most likely next tokens of the reference, which may have another architecture.
 
         Returns:
-            `[B, T-1, k]` int64 ids, likeliest first, and `[B, T-1, k]` logprobs in nats under the
+            `[B, T-1, k]` int64 ids, most likely first, and `[B, T-1, k]` logprobs in nats under the
             temperature; both 0 where `token_mask` is not set.
 
         Raises:
@@ -209,11 +209,11 @@ class DTensorBackend(SendsWeights):
         """
         trained = self._with_lm_head()
         with self._reference_model() as reference:
-            # Rows that only one head has stand for no token; the student could not learn them.
+            # Rows that only one head has are no tokens; the student could not learn them.
             num_ids = min(self._vocabulary_size, trained.num_logits, reference.num_logits)
             if not 1 <= k <= num_ids:
                 raise ConfigError(
-                    f"the {k} likeliest tokens cannot be chosen",
+                    f"the {k} most likely tokens cannot be chosen",
                     expected=f"k from 1 to the vocabulary's {num_ids} tokens",
                     got=str(k),
                     fix="change k",
@@ -246,17 +246,18 @@ class DTensorBackend(SendsWeights):
         temperature: float | None = None,
         seed: int = 0,
     ) -> BatchedDataDict:
-        """Completes prompts under the weights being trained, by transformers' loop.
+        """Completes prompts under the weights being trained, with transformers' loop.
 
         Args:
-            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, perhaps `seeds [B]`.
-            greedy: The likeliest token each time.
-            max_new_tokens: Of a completion.
-            temperature: Of the draws; that of the setup where None.
-            seed: Of the draws, where rows have no seeds of their own.
+            batch: `input_ids [B, T]` padded on the right, `input_lengths [B]`, optionally `seeds
+                [B]`.
+            greedy: Whether to take the most likely token each time.
+            max_new_tokens: Limit of a completion.
+            temperature: Sampling temperature; the setup's by default.
+            seed: Sampling seed, if rows have none.
 
         Raises:
-            ConfigError: If the weights are spread over several ranks.
+            ConfigError: If the weights are sharded over several ranks.
         """
         model = self._with_lm_head().model
         if self._mesh is not None:
@@ -295,7 +296,7 @@ class DTensorBackend(SendsWeights):
         *,
         into: Sequence[torch.Tensor],
     ) -> None:
-        """Writes what each micro-batch gives into the rows of tensors `[B, ...]` on the CPU."""
+        """Writes the results of each micro-batch into the rows of tensors `[B, ...]` on the CPU."""
         for part in self._parts(model, batch):
             computed = compute(part.batch, part.plan)
             if not part.is_filler:
@@ -310,7 +311,7 @@ class DTensorBackend(SendsWeights):
 
     @contextmanager
     def _reference_model(self) -> Iterator[LogprobModel]:
-        """The reference, loaded when first asked for: the base under adapters, where it is that."""
+        """The reference, loaded on first use, or the base model under adapters."""
         folder = self._setup.reference_folder
         if folder is None:
             raise ValueError("logprobs of the reference need a setup with a reference_folder")
@@ -320,7 +321,7 @@ class DTensorBackend(SendsWeights):
                 yield self._with_lm_head()
             return
         if self._reference is None:
-            model = self._spread(self._unspread(folder, "lm"), folder)
+            model = self._shard(self._load_unsharded(folder, "lm"), folder)
             self._reference = self._language_model(model)
             self._check(self._reference)
         yield self._reference
@@ -329,9 +330,9 @@ class DTensorBackend(SendsWeights):
         return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights as the transformers checkpoint names them, adapters merged, tied ones once.
+        """Yields whole weights under transformers' names, adapters merged, tied weights once.
 
-        One at a time, and a collective: every rank must go through all of it.
+        A collective, one weight at a time: every rank must iterate to the end.
         """
         weights = self._own_weights()
         merged = self._adapters.merged(weights) if self._adapters else weights
@@ -354,7 +355,7 @@ class DTensorBackend(SendsWeights):
         self.finish_checkpoint()
 
     def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        """As `save_checkpoint`, but the trainer's state is written while training continues."""
         tokenizer = load_tokenizer(self._setup.model_folder)
         self._policy.save(path / "model", tokenizer, self.named_weights())
         (path / "trainer").mkdir(exist_ok=True)
@@ -363,37 +364,37 @@ class DTensorBackend(SendsWeights):
         self._trainer_state.start_saving(path / "trainer", num_updates=self._num_updates)
 
     def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would not have to wait."""
+        """Returns True if `finish_checkpoint` would not wait."""
         return self._trainer_state.is_saved()
 
     def finish_checkpoint(self) -> None:
-        """Waits for what `start_checkpoint` began; the folder is whole then."""
+        """Waits for the save of `start_checkpoint`, after which the folder is complete."""
         self._trainer_state.finish_saving()
 
     def load_checkpoint(self, path: Path) -> None:
-        """Goes on from what `save_checkpoint` wrote, to the bit."""
+        """Restores a checkpoint of `save_checkpoint`, bit-identically."""
         if self._adapters is None:
             model, weights = self._policy.model, path / "model"
-            # Nothing is new in a checkpoint, not even a head.
+            # A checkpoint lacks no weights, not even a head.
             refuse_wrong_weights(called(weights), missing=fill_from_folder(model, weights))
         elif not self._adapters.base_is(base := path / "trainer" / "base"):
             self._adapters.replace_base(base)
         self._num_updates = self._trainer_state.load(path / "trainer")
 
     def peak_memory_gib(self) -> float:
-        """The most memory this process has held."""
+        """Returns the peak memory of this process."""
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the models and the optimizer, once what is being saved is written."""
+        """Frees the models and the optimizer after pending saves are written."""
         self._finish_earlier()
         self.__dict__.clear()
 
 
 def _wrong_head(what: str, *, expected: str, got: str) -> ConfigError:
     return ConfigError(
-        f"this model gives no {what}",
+        f"this model has no {what}",
         expected=f"a backend set up with head={expected!r}",
         got=f"head={got!r}",
-        fix=f"set TrainingSetup.head to {expected!r}, or ask another model",
+        fix=f"set TrainingSetup.head to {expected!r}, or use another model",
     )

@@ -2,8 +2,8 @@
 
 torch's distributed checkpoint does the planning; its safetensors storage is used, because the
 default one keeps its metadata as a pickle. The model itself is saved in the transformers layout
-(`infra.tensors.save_weights`) and is no part of this, but for weights that lie in no such folder,
-as adapters do.
+(`checkpoints.tensors.save_weights`) and is not part of this state, except weights outside of it,
+such as adapters.
 """
 
 from collections.abc import Mapping
@@ -31,18 +31,19 @@ from nemo_rl_core.errors import StoreError
 
 _OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
 _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
-"""What bitsandbytes keeps of the blocks of a parameter's moments, and of their 8-bit codes."""
+"""State of bitsandbytes per block of a parameter's moments, and for their 8-bit codes."""
 
 
 class TrainerState:
-    """Optimizer, random state and number of updates of one rank, and weights that go with them.
+    """Optimizer, random state, number of updates and additional weights of one rank.
 
-    Every rank makes one and calls its methods together with the others; one at a time is writing.
+    Every rank creates one and calls its methods together with the others; only one save runs at a
+    time.
 
     Args:
-        optimizer: AdamW or another whose state holds tensors and whole numbers, by parameter.
-        trained: The parameters that it trains, by name: `dict(model.named_parameters())`.
-        weights: What else is saved and restored, such as adapters.
+        optimizer: AdamW or another optimizer with tensors and integers as state per parameter.
+        trained: The trained parameters by name: `dict(model.named_parameters())`.
+        weights: Additional weights to save and restore, such as adapters.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class TrainerState:
     ) -> None:
         self._optimizer, self._trained, self._weights = optimizer, trained, weights or {}
         self._written: Future[Any] | None = None
-        self._group = _writers(dist.group.WORLD) if _has_peers() else None
+        self._group = _writer_group(dist.group.WORLD) if _has_peers() else None
 
     def start_saving(self, folder: Path, *, num_updates: int) -> None:
         """Copies the state, and writes the copy in the background into an existing folder.
 
-        Training may go on at once. `finish_saving` must come before the folder is used.
+        Training may continue at once. Call `finish_saving` before using the folder.
         """
         self.finish_saving()
         tensors = {_OPTIMIZER + name: tensor for name, tensor in self._moments().items()}
@@ -69,11 +70,11 @@ class TrainerState:
             numbers = self._numbers()
             write_state(folder, backend="dtensor", num_updates=num_updates, numbers=numbers)
         response = async_save(
-            # An optimizer that was loaded has its parameters in another order than one that was
-            # not; the files name them in the order given, and are to be the same.
+            # A loaded optimizer has its parameters in another order; the files list them in the
+            # given order, so that equal states give equal files.
             dict(sorted(tensors.items())),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            # Copies what is on the CPU already, too, and before this call returns.
+            # Copies tensors on the CPU too, before this call returns.
             async_stager=DefaultStager(StagingOptions(False, False, False, False)),
             process_group=self._group,
             no_dist=self._group is None,
@@ -82,14 +83,14 @@ class TrainerState:
         self._folder, self._written = folder, response
 
     def is_saved(self) -> bool:
-        """Whether this rank has nothing left to write, or has failed to."""
+        """Returns True if this rank has nothing left to write, or failed."""
         return self._written is None or self._written.done()
 
     def finish_saving(self) -> None:
-        """Waits for the background; nothing happens where nothing is being written.
+        """Waits for the background save, if any.
 
         Raises:
-            StoreError: If the disk refused.
+            StoreError: If writing failed.
         """
         written, self._written = self._written, None
         if written is None:
@@ -106,16 +107,16 @@ class TrainerState:
             ) from error
 
     def load(self, folder: Path) -> int:
-        """Takes up what `start_saving` wrote, at this or another number of ranks, to the bit.
+        """Restores a save of `start_saving` bit-identically, at any number of ranks.
 
-        The groups' settings (learning rate, betas) come from the config and the schedule.
+        Settings of parameter groups (learning rate, betas) come from the config and the schedule.
 
         Returns:
             The number of updates made so far.
 
         Raises:
-            StoreError: If files are missing or damaged, or are those of other parameters; the state
-                is then unchanged but, after damage, for weights.
+            StoreError: If files are missing or damaged, or belong to other parameters; the state is
+                then unchanged, except weights after damage.
             ModelError: If weights are not finite.
         """
         try:
@@ -152,7 +153,7 @@ class TrainerState:
         }
 
     def _numbers(self) -> dict[str, dict[str, int]]:
-        """What is no tensor, by parameter: bitsandbytes counts its steps in plain numbers."""
+        """Integer state by parameter: bitsandbytes counts its steps in plain numbers."""
         return {
             name: numbers
             for name, parameter in self._trained.items()
@@ -166,7 +167,7 @@ class TrainerState:
         }
 
     def _empty_moments(self, saved: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-        """Where the optimizer's saved state is to be read to: by parameter, then by key."""
+        """Empty tensors to read the optimizer's state into: by parameter, then by key."""
         groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
         moments: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, entry in saved.items():
@@ -175,10 +176,10 @@ class TrainerState:
             name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition(".")
             parameter = self._trained.get(name)
             if parameter is None or parameter not in groups:
-                raise _foreign(f"{name}.{key}, and no such parameter is trained")
+                raise _mismatch(f"{name}.{key}, and no such parameter is trained")
             group = groups[parameter]
             if key == "step":
-                # Where a fused or capturable optimizer expects it.
+                # On the device that a fused or capturable optimizer expects.
                 on_device = group.get("fused") or group.get("capturable")
                 device = parameter.device if on_device else torch.device("cpu")
                 value = torch.zeros((), dtype=entry.properties.dtype, device=device)
@@ -189,7 +190,7 @@ class TrainerState:
                 value = torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
             else:
                 shapes = f"{tuple(entry.size)}, and the parameter {tuple(parameter.shape)}"
-                raise _foreign(f"{name}.{key} has shape {shapes}")
+                raise _mismatch(f"{name}.{key} has shape {shapes}")
             moments.setdefault(name, {})[key] = value
         return moments
 
@@ -202,7 +203,7 @@ class TrainerState:
         }
         if shapes != there:
             differing = sorted(name for name, _ in shapes.items() ^ there.items())
-            raise _foreign(f"other weights, such as {differing[0]}")
+            raise _mismatch(f"other weights, such as {differing[0]}")
         return {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
 
 
@@ -219,11 +220,11 @@ def _has_peers() -> bool:
 
 
 @cache
-def _writers(_: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of its own, one for all set-ups of this process.
+def _writer_group(_: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A separate process group, shared by all set-ups of this process.
 
-    The thread that writes agrees with the other ranks' on who writes what while this one trains.
-    Shards are planned on the CPU, whatever they were trained on.
+    The writing thread plans shards with other ranks while this thread trains. Planning uses the CPU
+    for any training device.
     """
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
@@ -231,7 +232,7 @@ def _writers(_: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _random_state() -> dict[str, torch.Tensor]:
-    """This rank's generators. A rank that a checkpoint did not have keeps those of its seed."""
+    """This rank's generators. Ranks without a state in the checkpoint keep their seeds."""
     states = {f"{_RANDOM}{rank()}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"{_RANDOM}{rank()}.cuda"] = torch.cuda.get_rng_state()
@@ -251,14 +252,14 @@ def _unreadable(folder: Path, error: Exception) -> StoreError:
         f"cannot read the trainer's state from {folder}",
         expected="state.json and the safetensors files of every rank",
         got=f"{type(error).__name__}: {error}"[:500],
-        fix="remove the folder it lies in, and run the stage again",
+        fix="remove its folder, and run the stage again",
     )
 
 
-def _foreign(got: str) -> StoreError:
+def _mismatch(got: str) -> StoreError:
     return StoreError(
         "the saved optimizer state does not fit this model",
         expected="the state of the same parameters",
         got=got,
-        fix="resume with the model config that the checkpoint was made with",
+        fix="resume with the model config of the checkpoint",
     )

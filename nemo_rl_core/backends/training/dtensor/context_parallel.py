@@ -1,9 +1,9 @@
 """Context parallelism: each rank computes a part of every row's tokens.
 
-Queries stay where they are; attention gathers the keys and values of the whole row, as Llama 3 was
-trained (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). With an explicit mask every rank does
-the same work, so the row is cut into plain consecutive parts. Embeddings are looked up for the
-whole row on each rank: it is cheap, and leaves positions and masks as transformers makes them.
+Queries stay on their rank; attention gathers the keys and values of the whole row, as for Llama 3
+(Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). With an explicit mask every rank does the same
+work, so the row is split into consecutive parts. Embeddings are computed for the whole row on each
+rank, which is cheap and keeps transformers' positions and masks.
 """
 
 from typing import Any
@@ -19,18 +19,18 @@ _ATTENTION = "context_parallel_sdpa"
 
 
 def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
-    """Makes the decoder's layers work on this rank's part of each row, in place.
+    """Restricts the decoder's layers to this rank's part of each row, in place.
 
-    The decoder then needs the mask of `packed_causal_mask`, and gives hidden states
-    `[R, L / ranks, D]`.
+    The decoder then needs the mask of `packed_causal_mask`, and returns hidden states `[R, L /
+    ranks, D]`.
 
     Args:
         model: A transformers model with full attention in every layer.
         group: The ranks of the context axis.
 
     Raises:
-        ConfigError: If some layers attend to a window, which the explicit mask has not; or if the
-            model has a scalar head or reads images, whose own forward pass needs whole rows.
+        ConfigError: If some layers use windowed attention, which the explicit mask lacks; or if the
+            model has a scalar head or reads images, since their forward passes need whole rows.
     """
     from transformers import AttentionInterface
 
@@ -58,7 +58,7 @@ def apply_context_parallel(model: Any, group: dist.ProcessGroup) -> None:
 
 
 def _own_tokens(group: dist.ProcessGroup, *, first: bool) -> Any:
-    """A hook before a layer: its part of the angles and, before the first, of the tokens."""
+    """A pre-forward hook that selects this rank's angles and, in the first layer, tokens."""
 
     def cut(_: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
         hidden, *others = inputs

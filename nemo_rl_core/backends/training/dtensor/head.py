@@ -1,4 +1,4 @@
-"""A language model's head, whole or split over the vocabulary, as logprobs of tokens."""
+"""Logprobs from a language model's head, whole or split over the vocabulary."""
 
 from typing import Any, TypedDict
 
@@ -13,7 +13,7 @@ from nemo_rl_core.functional.logprobs import token_logprobs_from_hidden, topk_lo
 
 
 class HeadOptions(TypedDict):
-    """What all logprobs of a model have in common."""
+    """Options of all logprobs of a model."""
 
     temperature: float
     chunk_size: int
@@ -33,7 +33,7 @@ def token_logprobs(
 def topk_logprobs(
     hidden: torch.Tensor, head: Any, *, k: int, num_ids: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and logprobs `[N, k]` of the likeliest tokens below `num_ids`, see `HeadOptions`."""
+    """Ids and logprobs `[N, k]` of the most likely tokens below `num_ids`, see `HeadOptions`."""
     options = {**options, "k": k, "num_ids": num_ids}
     if isinstance(head.weight, DTensor):
         return vocab_parallel_topk_logprobs_from_hidden(hidden, **_shard(head), **options)
@@ -43,7 +43,7 @@ def topk_logprobs(
 def _shard(head: Any) -> dict[str, Any]:
     """This rank's rows of a head that is split over the ranks of one mesh."""
     mesh, size = head.weight.device_mesh, head.weight.shape[0]
-    # Rows are dealt as `torch.chunk` does: the first ranks get the most, the last what is left.
+    # Rows are split as by `torch.chunk`: the last rank gets the remainder.
     rows_per_rank = -(-size // mesh.size())
     return {
         "weight_shard": head.weight.to_local(),

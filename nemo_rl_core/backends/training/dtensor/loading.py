@@ -1,4 +1,4 @@
-"""Transformers folders as models to train: with the language model's head, or with a scalar one."""
+"""Loading of transformers folders for training, with a language model's or a scalar head."""
 
 from functools import partial
 from pathlib import Path
@@ -13,28 +13,28 @@ from nemo_rl_core.errors import ModelError
 
 Head = Literal["lm", "scalar"]
 SCALAR_HEAD = "score"
-"""What transformers calls the head of a decoder that classifies sequences."""
+"""Transformers' name for the head of a sequence classifier."""
 _LM_HEADS = ("lm_head", "embed_out")
 _CLASSIFIER = "ForSequenceClassification"
 
 
 def called(folder: Path) -> str:
-    """What error messages call a model folder."""
+    """Name of a model folder in error messages."""
     return f"the model folder {folder.name!r}"
 
 
 def head_to_train(folder: Path) -> set[str]:
-    """The weight that a folder may lack: a scalar head is new over a causal checkpoint alone."""
+    """The weight that a folder may lack: the scalar head, if the folder is a causal checkpoint."""
     return set() if _architecture(folder).endswith(_CLASSIFIER) else {f"{SCALAR_HEAD}.weight"}
 
 
 def is_spare_head(folder: Path, name: str) -> bool:
-    """Whether a weight is of the language model's head, for which a new scalar one stands."""
+    """Returns whether a weight belongs to the language model's head that a scalar one replaces."""
     return bool(head_to_train(folder)) and name.rpartition(".")[0] in _LM_HEADS
 
 
 def load_model(folder: Path, head: Head, *, weights: Precision = "full") -> Any:
-    """The model that a head belongs to, whole; see `load_causal_model` and `load_scalar_model`."""
+    """Loads the whole model for a head; see `load_causal_model` and `load_scalar_model`."""
     load = load_scalar_model if head == "scalar" else load_causal_model
     return load(folder, weights=weights)
 
@@ -44,12 +44,12 @@ def load_causal_model(
 ) -> Any:
     """Loads a transformers folder on the CPU, in evaluation mode (no dropout).
 
-    A model that also reads images is loaded whole. `weights` other than `full` are quantized while
-    they are read.
+    Vision-language models are loaded completely. `weights` other than `full` are quantized while
+    reading.
 
     Raises:
-        ModelError: If the folder's weights are not those of a causal model, as where it has a
-            scalar head, or not finite.
+        ModelError: If the folder's weights are not finite or not of a causal model, for example
+            with a scalar head.
     """
     model, missing = load_pretrained(
         _causal_class(folder),
@@ -62,23 +62,23 @@ def load_causal_model(
 
 
 def load_scalar_model(folder: Path, *, weights: Precision = "full") -> Any:
-    """Loads a folder as a model with one output a token, as reward models and critics are kept.
+    """Loads a folder as a model with one output per token, for reward models and critics.
 
-    A saved scalar head is kept. Over a causal checkpoint, the new head is all zeros: it draws
-    nothing, and the first loss over pairs is exactly ln 2.
+    A saved scalar head is kept. Over a causal checkpoint, the new head is all zeros: it needs no
+    random numbers, and the first loss over pairs is exactly ln 2.
 
     Args:
         folder: A transformers folder of either kind, with its tokenizer.
-        weights: Other than `full`, quantized while they are read.
+        weights: Quantized while reading, unless `full`.
 
     Returns:
         An `AutoModelForSequenceClassification` with float32 parameters on the CPU, in
         evaluation mode.
 
     Raises:
-        ModelError: If the architecture has no scalar head without bias, if the folder holds a
-            classifier of several labels, lacks other weights than those of a new head, has others
-            than those of a language model's head, or any that are not finite.
+        ModelError: If the architecture has no scalar head without bias; if the folder holds a
+            classifier of several labels, lacks weights besides a new head, has surplus weights
+            besides a language model's head, or has weights that are not finite.
     """
     config = _scalar_config(folder)
     model, missing = load_pretrained(
@@ -112,26 +112,26 @@ def empty_model(folder: Path, head: Head) -> Any:
     kind = _scalar_class(folder, config) if is_scalar else _causal_class(folder)
     with init_empty_weights():
         model = kind.from_config(config, dtype=torch.float32)
-    model.tie_weights()  # accelerate makes a parameter anew wherever it is put
+    model.tie_weights()  # accelerate creates a new parameter at each use
     if is_scalar:
         _refuse_other_heads(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    # Made here: by its classes' names, which FSDP2 changes.
+    # Created here, by class names, since FSDP2 changes them.
     model._weight_conversions = get_model_conversion_mapping(model)
     return model.eval()
 
 
 def finish_loading(model: Any, missing: set[str], folder: Path) -> Any:
-    """A loaded model in evaluation mode, a new scalar head all zeros.
+    """Puts a loaded model in evaluation mode and zeroes a new scalar head.
 
     Args:
-        model: Sharded or whole, all of it but `missing` filled.
+        model: Sharded or whole, filled except for `missing`.
         missing: Names of weights that the folder lacks.
-        folder: What it was loaded from.
+        folder: The source folder.
 
     Raises:
-        ModelError: If other weights are missing than those of a new scalar head.
+        ModelError: If weights besides a new scalar head are missing.
     """
     refuse_wrong_weights(called(folder), missing=missing - head_to_train(folder))
     if missing:
@@ -170,10 +170,10 @@ def _refuse_other_heads(model: Any, folder: Path) -> None:
 
 
 def scoring_pad_token_id(folder: Path) -> int:
-    """The padding token of a model that scores sequences: one that ends none.
+    """Returns the padding token of a scoring model, which must not end sequences.
 
-    Transformers reads the score off the last token that is not padding. Where the padding token is
-    the end-of-sequence token, as in many causal checkpoints, that is not the sequence's last token.
+    Transformers takes the score at the last token that is not padding. If the padding token is the
+    end-of-sequence token, as in many causal checkpoints, that is not the sequence's last token.
 
     Raises:
         ModelError: If every special token of the tokenizer ends a sequence.
@@ -186,7 +186,7 @@ def scoring_pad_token_id(folder: Path) -> int:
         if candidate is not None and candidate not in stops:
             return int(candidate)
     raise ModelError(
-        f"the tokenizer in {folder.name!r} has no token to pad with that ends no sequence",
+        f"the tokenizer in {folder.name!r} has no padding token besides end-of-sequence tokens",
         expected="a padding token other than the end-of-sequence token",
         got=f"special tokens {tokenizer.all_special_tokens}",
         fix="give the tokenizer a padding token of its own before training a scalar head",
@@ -194,9 +194,9 @@ def scoring_pad_token_id(folder: Path) -> int:
 
 
 def shared_vocabulary_size(student: Path, teacher: Path) -> int:
-    """How many ids the tokenizers of both folders give the same tokens: all, or it is an error.
+    """Returns the vocabulary size of two folders after checking that their tokenizers agree.
 
-    Heads are not compared: of one family, larger models often have more unused rows in them.
+    Heads are not compared: larger models of a family often have more unused rows.
 
     Raises:
         ModelError: If any token has another id, or is missing in one of them.
@@ -218,7 +218,7 @@ def _architecture(folder: Path) -> str:
 
 
 def _refuse_several_labels(folder: Path) -> None:
-    # Transformers writes labels down unless there are two.
+    # Transformers writes labels unless there are two.
     num_labels = len(described(folder).get("id2label", ["", ""]))
     if _architecture(folder).endswith(_CLASSIFIER) and num_labels != 1:
         raise ModelError(
@@ -231,7 +231,7 @@ def _refuse_several_labels(folder: Path) -> None:
 
 def _no_scalar_head(folder: Path, name: str) -> ModelError:
     return ModelError(
-        f"the model in {folder.name!r} has no form with a scalar head in transformers",
+        f"the model in {folder.name!r} has no class with a scalar head in transformers",
         expected=f"a decoder for sequence classification with a linear {SCALAR_HEAD!r} and no bias",
         got=name,
         fix="choose another model, such as one of the Qwen or Llama type",

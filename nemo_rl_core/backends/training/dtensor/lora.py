@@ -1,4 +1,4 @@
-"""Low-rank adapters over frozen weights, by `peft`: trained, merged, saved, switched off."""
+"""Low-rank adapters over frozen weights with `peft`: training, merging, saving, disabling."""
 
 import json
 import os
@@ -26,13 +26,13 @@ _ADAPTER = "default"
 class Adapters:
     """The adapters of one model: `W + alpha / rank * B A` for every targeted `W`.
 
-    `B` begins as zeros, so that the model computes what it did. Every weight of the model itself is
-    frozen but a scalar head, which is new as a rule and trained whole.
+    `B` starts as zeros, so that the model's outputs are unchanged. All weights of the model are
+    frozen except a scalar head, which is usually new and fully trained.
 
     Args:
-        model: A transformers model, not sharded yet; changed in place.
+        model: A transformers model before sharding; changed in place.
         config: Rank, alpha and targets.
-        base_folder: What the model was loaded from.
+        base_folder: The folder of the base model.
 
     Raises:
         ConfigError: If the model has no module of a target's name.
@@ -47,12 +47,12 @@ class Adapters:
         head = getattr(model, SCALAR_HEAD, None)
         self._config = LoraConfig(
             r=config.rank,
-            lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number does
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it; any number is valid
             target_modules=config.target_modules,
             task_type=TaskType.CAUSAL_LM if head is None else TaskType.SEQ_CLS,
         )
         try:
-            with standing_in(model):  # peft puts adapters where the weights are
+            with standing_in(model):  # peft puts adapters on the device of the weights
                 inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ConfigError(
@@ -67,12 +67,12 @@ class Adapters:
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Adapters and scalar head by name: all that takes gradients, sharded or not."""
+        """Adapters and scalar head by name: all trained parameters, sharded or not."""
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it, the model computes what it did before it had adapters; not for training."""
+        """Context in which adapters are disabled; not for training."""
         for layer in self._layers:
             layer.enable_adapters(False)
         try:
@@ -84,20 +84,20 @@ class Adapters:
     def merged(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under their plain names with the adapters merged in, one at a time.
+        """Yields the merged weights under their names without adapters, one at a time.
 
         Args:
-            named_tensors: Whole tensors in the order of the model's `state_dict`, where a layer's
-                own weight comes before its `lora_A [r, in]` and `lora_B [out, r]`.
+            named_tensors: Whole tensors in the order of the model's `state_dict`, with a layer's
+                own weight before its `lora_A [r, in]` and `lora_B [out, r]`.
         """
         return merged(named_tensors, scaling=self._scaling)
 
     def save(self, folder: Path) -> None:
-        """Writes `adapter/` as peft's `from_pretrained` reads it, and `base/` with what is frozen.
+        """Writes `adapter/` in peft's format, and `base/` with the frozen weights.
 
-        The base's files are linked where the disk can: they are what a resumed run adds adapters
-        to, since the merged weights beside them have lost the last bits of the base's. Every rank
-        calls this, and rank 0 writes.
+        The base's files are hard-linked if possible. A resumed run adds the adapters to them, since
+        merged weights have lost the last bits of the base. Every rank calls this, and rank 0
+        writes.
         """
         tensors = {_peft_name(name): whole(p.detach()) for name, p in self.trained.items()}
         if rank() != 0:
@@ -105,29 +105,29 @@ class Adapters:
         adapter, base = folder / "adapter", folder / "base"
         adapter.mkdir()
         save_tensors(adapter / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
-        described: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
-        described["inference_mode"] = True
+        adapter_config: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
+        adapter_config["inference_mode"] = True
         if hasattr(self._model, SCALAR_HEAD):
-            described["modules_to_save"] = [SCALAR_HEAD]
+            adapter_config["modules_to_save"] = [SCALAR_HEAD]
         (adapter / "adapter_config.json").write_text(
-            json.dumps(described, indent=1, sort_keys=True, default=sorted)
+            json.dumps(adapter_config, indent=1, sort_keys=True, default=sorted)
         )
         base.mkdir()
         for name in _model_files(self._base_folder):
             _link(self._base_folder / name, base / name)
 
     def base_is(self, folder: Path) -> bool:
-        """Whether a folder has the very weights that the adapters are added to.
+        """Returns whether a folder has the base weights of the adapters.
 
         Raises:
             StoreError: If there is no such folder.
         """
         ours, theirs = self._base_folder, folder
-        for there in (ours, theirs):
-            if not there.is_dir():
+        for folder_at in (ours, theirs):
+            if not folder_at.is_dir():
                 raise StoreError(
                     "the weights under the adapters cannot be compared",
-                    expected=f"a transformers folder at {there}",
+                    expected=f"a transformers folder at {folder_at}",
                     got="no such folder",
                     fix="give the checkpoint its trainer/base again (the model that the adapters "
                     "were trained over), or start a new run",
@@ -142,7 +142,7 @@ class Adapters:
         )
 
     def replace_base(self, folder: Path) -> None:
-        """Puts other frozen weights, those of a folder, under the adapters.
+        """Replaces the frozen weights under the adapters by those of a folder.
 
         Raises:
             ModelError: If they do not fit.
@@ -154,11 +154,11 @@ class Adapters:
 def merged(
     named_tensors: Iterable[tuple[str, torch.Tensor]], *, scaling: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`W + scaling * B A` for every `W` that is followed by its `A` and `B`; all under plain names.
+    """Yields `W + scaling * B A` for every `W` followed by its `A` and `B`, under its plain name.
 
     Args:
         named_tensors: A layer's `...base_layer.weight`, then `lora_A [r, in]`, `lora_B [out, r]`
-            by names that hold these words; others pass.
+            with these strings in their names; other weights pass unchanged.
         scaling: alpha / rank.
     """
     weight: tuple[str, torch.Tensor] | None = None
@@ -178,7 +178,7 @@ def merged(
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or all of a sharded one, which every rank must ask for."""
+    """The tensor itself, or the gathered tensor if sharded; a collective of all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -191,7 +191,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _model_files(folder: Path) -> list[str]:
-    """All a model is loaded from; other weights (a whole copy in another format) stay behind."""
+    """The files that a model is loaded from; weights in other formats are left out."""
     wanted = (*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja"))
     return sorted({path.name for path in wanted} | {p.name for p in folder.glob("tokenizer*")})
 
@@ -199,5 +199,5 @@ def _model_files(folder: Path) -> list[str]:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source.resolve(), target)
-    except OSError:  # another disk, or one without links
+    except OSError:  # another disk, or no support for links
         shutil.copyfile(source, target)

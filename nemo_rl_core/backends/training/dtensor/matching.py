@@ -1,6 +1,7 @@
-"""Which tensor of a checkpoint each weight of a model is, by transformers' own rules.
+"""Matching of checkpoint tensors to model weights, by the rules of transformers.
 
-So names and shapes are held against a model before a value is read: a model without memory will do.
+Names and shapes are checked against a model before values are read; a model without memory
+suffices.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,28 +19,28 @@ from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.checkpoints.weights import Shape, open_weights, refuse_wrong_weights, weight_files
 
 BASE_LAYER = ".base_layer."
-"""Stands in the names of weights that have adapters."""
+"""Part of the names of weights with adapters."""
 _ADAPTER = ".lora_"
 
 
 def plain_name(name: str) -> str:
-    """What a weight is called in the model without adapters."""
+    """Name of a weight in the model without adapters."""
     return name.replace(BASE_LAYER, ".")
 
 
 def check_weights(model: Any, shapes: Mapping[str, Shape], source: str) -> None:
-    """Holds the names and shapes of whole tensors against those of a model.
+    """Checks the names and shapes of whole tensors against a model.
 
-    By the rules of transformers' `from_pretrained`: tied weights may come once or twice, and what
-    an architecture is known to ignore may be there. No value is read.
+    By the rules of transformers' `from_pretrained`: tied weights may come once or twice, and
+    weights that the architecture ignores are allowed. No value is read.
 
     Args:
-        model: As `empty_model` gives it; it stays as it is.
-        shapes: By the names that checkpoints of the architecture have.
-        source: What error messages call the tensors' origin.
+        model: As `empty_model` returns it; unchanged.
+        shapes: Shapes by the names in the architecture's checkpoints.
+        source: Name of the tensors' source in error messages.
 
     Raises:
-        ModelError: Naming what is missing, surplus or of another shape.
+        ModelError: Names weights that are missing, surplus or of another shape.
     """
     rules = model._weight_conversions
     refuse_wrong_weights(source, missing=missing_weights(model, shapes, source))
@@ -60,23 +61,24 @@ def missing_weights(
     *,
     may_have: Callable[[str], bool] = lambda _: False,
 ) -> set[str]:
-    """The model's own weights that are missing, once nothing else is found wrong.
+    """Returns the missing weights of a model after checking all others.
 
     Args:
-        model: With the conversions that it would be loaded with; those that hold are left with it.
-        shapes: By the names that checkpoints of the architecture have.
-        source: What error messages call the tensors' origin.
-        may_have: Whether a surplus weight is expected.
+        model: A model with its loading conversions; applicable ones stay attached.
+        shapes: Shapes by the names in the architecture's checkpoints.
+        source: Name of the tensors' source in error messages.
+        may_have: Returns whether a surplus weight is expected.
 
     Raises:
-        ModelError: Naming what is surplus, of another shape, or a missing piece of a weight; then
-            also what is missing.
+        ModelError: Names weights that are surplus, of another shape, or incomplete; then also
+            missing ones.
     """
     own = own_weights(model)
     named, merged, surplus = plan(model, own, {n: torch.empty(0, device="meta") for n in shapes})
     found = {id(own[name]) for name in (*named, *merged)}
     expected = {key: tuple(own[name].shape) for name, key in named.items()}
-    # The experts of a layer are one weight here and many tensors there, of which one may be gone.
+    # The experts of a layer are one weight in the model and many tensors in the checkpoint, of
+    # which one may be missing.
     whole = ((name, torch.empty(own[name].shape, device="meta")) for name in merged)
     expected |= {name: tuple(piece.shape) for name, piece in as_published(model, whole)}
     missing = {name for name, tensor in own.items() if id(tensor) not in found}
@@ -112,10 +114,10 @@ def stored_slices(folder: Path, files: ExitStack) -> dict[str, Any]:
 def plan(
     model: Any, own: Mapping[str, torch.Tensor], stored: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any], set[str]]:
-    """Which stored tensor each of a model's own is, what makes the others, and what is left over.
+    """Returns stored tensors by model weight, converters of other weights, and unused tensors.
 
-    By the rules of transformers' `from_pretrained`; those that held are left with the model, which
-    is saved under the same names then.
+    By the rules of transformers' `from_pretrained`; applied rules stay attached to the model, which
+    is then saved under the same names.
     """
     from transformers.core_model_loading import (
         WeightConverter,

@@ -1,4 +1,4 @@
-"""Which rank does what: the axes of a `DTensorTraining`, and sums over its data ranks."""
+"""Mesh of ranks over the axes of a `DTensorTraining`, and sums over its data ranks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class RankMesh:
     """The ranks as a grid, `rank = (data * context_size + context) * tensor_size + tensor`.
 
     Attributes:
-        parameters: Axes `replica`, `shard` and `tensor`: how weights are spread. Ranks of the
-            context axis hold shards as data ranks do, so `shard` counts both.
-        tokens: Axes `data`, `context` and `tensor`: how rows and their tokens are spread.
-        row_multiple: What the length of every row must be a multiple of, to be split evenly.
+        parameters: Axes `replica`, `shard` and `tensor`: sharding of weights. Context ranks hold
+            shards like data ranks, so `shard` counts both.
+        tokens: Axes `data`, `context` and `tensor`: distribution of rows and tokens.
+        row_multiple: Divisor of every row length, for an even split.
     """
 
     parameters: DeviceMesh
@@ -75,10 +75,10 @@ class RankMesh:
 
 
 def join_mesh(training: DTensorTraining) -> RankMesh | None:
-    """Joins the other ranks and lays the grid; None where one rank trains whole weights.
+    """Joins the process group and builds the mesh; None if one rank trains whole weights.
 
     Raises:
-        ConfigError: If the number of ranks is not a multiple of what one replica needs.
+        ConfigError: If the number of ranks is not a multiple of a replica's ranks.
     """
     num_ranks = world_size()
     check_sizes(training, num_ranks)
@@ -96,10 +96,10 @@ def join_mesh(training: DTensorTraining) -> RankMesh | None:
 def _grids(
     world: dist.ProcessGroup, device_type: str, replicas: int, context: int, tensor: int
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """The ranks over the axes of `RankMesh.parameters`, and over those of `RankMesh.tokens`.
+    """The meshes `RankMesh.parameters` and `RankMesh.tokens`.
 
-    Kept, since workers are set up again for every stage: the groups behind a mesh, with their
-    connections, threads and buffers, last as long as the process does.
+    Cached, since workers are set up again for every stage, and the process groups of a mesh, with
+    their connections, threads and buffers, exist until the process ends.
     """
     ranks = torch.arange(world.size())
     return (
@@ -117,10 +117,10 @@ def _grids(
 
 
 def check_sizes(training: DTensorTraining, num_ranks: int) -> None:
-    """Refuses axes that do not divide the ranks.
+    """Raises if the axes do not divide the ranks.
 
     Raises:
-        ConfigError: Naming the sizes.
+        ConfigError: Names the sizes.
     """
     needed = training.ranks_per_replica * training.data_parallel_replicas
     if num_ranks % needed:

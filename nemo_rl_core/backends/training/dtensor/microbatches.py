@@ -1,4 +1,4 @@
-"""A rank's rows as micro-batches: planned under the token budget, as many on every data rank."""
+"""Micro-batches of a rank's rows within the token budget, as many on every data rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class MicrobatchPart:
 
     Attributes:
         batch: Its rows, in the plan's order.
-        plan: Which of the shard's rows they are, and how they share rows.
-        is_filler: Whether it is there only so that all data ranks take part in the collectives.
+        plan: Indices of the shard's rows, and their packing.
+        is_filler: Whether it only serves to join the collectives of other data ranks.
     """
 
     batch: BatchedDataDict
@@ -31,11 +31,11 @@ class MicrobatchPart:
 
 
 class Microbatches:
-    """Plans, and remembers the last plan.
+    """Plans micro-batches and caches the last plan.
 
     Args:
         max_tokens: The budget of one micro-batch, filler included.
-        mesh: The ranks, or None where this one is alone.
+        mesh: The ranks, or None for a single rank.
     """
 
     def __init__(self, max_tokens: int, mesh: RankMesh | None) -> None:
@@ -45,21 +45,21 @@ class Microbatches:
     def of(
         self, batch: BatchedDataDict, *, share_rows: bool, device: torch.device
     ) -> Iterator[MicrobatchPart]:
-        """The micro-batches of a shard, on a device.
+        """Yields the micro-batches of a shard, on a device.
 
-        Behind its own, a rank gets fillers until it has as many as the data rank with most: a
-        filler is one sequence of two tokens, none of them wanted.
+        After its own, a rank yields fillers until it has as many as the data rank with most: a
+        filler is one sequence of two masked tokens.
 
         Args:
-            batch: `input_ids [B, T]`, `input_lengths [B]`, maybe `pair_ids [B]` that keep rows
-                together; B may be 0. Where it carries its plan, that is used, unless it shares rows
-                and this model must not: who planned had another one in mind.
+            batch: `input_ids [B, T]`, `input_lengths [B]`, optionally `pair_ids [B]` that keep rows
+                together; B may be 0. Its own plan is used if it has one, unless that packs rows and
+                this model must not.
             share_rows: Whether a row may hold several sequences.
-            device: Where the tensors are wanted.
+            device: Device of the returned tensors.
 
         Raises:
-            DataError: If a sequence of any data rank does not fit; on every one of them, since the
-                others would wait for it.
+            DataError: If a sequence of any data rank does not fit; raised on all ranks, since the
+                others would wait.
         """
         plan, most = self._agreed_plan(batch, share_rows)
         for microbatch in plan:
@@ -71,7 +71,7 @@ class Microbatches:
     def _agreed_plan(
         self, batch: BatchedDataDict, share_rows: bool
     ) -> tuple[list[Microbatch], int]:
-        """This rank's micro-batches, and how many the data rank with most has."""
+        """This rank's micro-batches, and the largest number on any data rank."""
         try:
             plan = batch.microbatches
             shared = any(len(row) > 1 for part in plan or () for row in part.rows)
@@ -94,7 +94,7 @@ class Microbatches:
         pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
         key = lengths, pairs, share_rows
         if key not in self._plans:
-            # A step asks three times with the same lengths: old logprobs, reference, training.
+            # A step plans three times with the same lengths: old logprobs, reference, training.
             plan = plan_microbatches(
                 lengths, max_tokens=self._max_tokens, bundles=pairs, share_rows=share_rows
             )

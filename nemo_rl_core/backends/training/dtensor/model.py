@@ -1,4 +1,4 @@
-"""What is read off packed sequences: logprobs of next tokens, or a value for every prefix."""
+"""Outputs of packed sequences: logprobs of next tokens, or a value per prefix."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
-from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
+from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
@@ -21,13 +21,13 @@ _LOGPROB_CHUNK_TOKENS = 1024
 
 
 class LogprobModel(PackedModel):
-    """Next-token logprobs of packed sequences, `[N, V]` logits never being made whole.
+    """Next-token logprobs of packed sequences, without materializing `[N, V]` logits.
 
     Args:
         model: A transformers causal model.
-        temperature: What logits are divided by.
+        temperature: Divisor of the logits.
         dtype: Type of the matrix products.
-        mesh: The ranks that the model is spread over; None where this one has all of it.
+        mesh: The ranks that shard the model; None for one rank with all of it.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class LogprobModel(PackedModel):
     def loss_inputs(
         self, batch: BatchedDataDict, microbatch: Microbatch
     ) -> tuple[torch.Tensor, BatchedDataDict]:
-        """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` where it has any.
+        """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` if it has any.
 
-        These join the batch as `current_topk_logprobs [B, T-1, K]`.
+        The latter are added to the batch as `current_topk_logprobs [B, T-1, K]`.
         """
         if "topk_ids" not in batch:
             return self.logprobs(batch, microbatch), batch
-        # Both in one pass, which then makes each chunk of logits once.
+        # Both in one pass, which computes each chunk of logits once.
         token_ids = torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1)
         logprobs = self._token_logprobs(batch, microbatch, token_ids)
         current = {"current_topk_logprobs": logprobs[..., 1:]}
         return logprobs[..., 0], BatchedDataDict({**batch, **current})
 
     def logprobs(self, batch: BatchedDataDict, microbatch: Microbatch) -> torch.Tensor:
-        """Logprobs of each next token where `token_mask [B, T-1]` asks for one.
+        """Logprobs of next tokens where `token_mask [B, T-1]` is set.
 
         Returns:
             `[B, T-1]` in nats, float32; 0 where the mask is not set.
@@ -72,7 +72,7 @@ class LogprobModel(PackedModel):
     def topk_logprobs(
         self, batch: BatchedDataDict, microbatch: Microbatch, *, k: int, num_ids: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k likeliest next tokens where `token_mask [B, T-1]` asks for them.
+        """The k most likely next tokens where `token_mask [B, T-1]` is set.
 
         Returns:
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
@@ -80,12 +80,12 @@ class LogprobModel(PackedModel):
         """
         wanted = wanted_positions(batch)
 
-        def likeliest(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def most_likely(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
                 return topk_logprobs(hidden, self._head, k=k, num_ids=num_ids, **self._options)
 
-        ids, logprobs = self._read(batch, microbatch, wanted, likeliest)
-        return spread(ids, wanted), spread(logprobs, wanted)
+        ids, logprobs = self._read(batch, microbatch, wanted, most_likely)
+        return scatter(ids, wanted), scatter(logprobs, wanted)
 
     def _token_logprobs(
         self, batch: BatchedDataDict, microbatch: Microbatch, token_ids: torch.Tensor
@@ -98,14 +98,14 @@ class LogprobModel(PackedModel):
             with self._autocast():
                 return (token_logprobs(hidden, self._head, wanted_ids[numbers], **self._options),)
 
-        return spread(self._read(batch, microbatch, wanted, chosen)[0], wanted)
+        return scatter(self._read(batch, microbatch, wanted, chosen)[0], wanted)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
         """Compares packed, chunked logprobs with the model's own logits on three short sequences.
 
-        A model that scales or caps its logits, or whose attention looks across packed sequences,
-        would be trained on wrong numbers in silence; it is refused instead.
+        A model that scales or caps its logits, or attends across packed sequences, would silently
+        be trained on wrong values.
 
         Raises:
             ModelError: If they differ.
@@ -123,13 +123,13 @@ class LogprobModel(PackedModel):
 
 
 class ScoreModel(PackedModel):
-    """A scalar for every prefix of packed sequences: the model of rewards and of values.
+    """Scalars for every prefix of packed sequences, for reward models and critics.
 
     Args:
         model: A transformers model for sequence classification with one label.
-        dtype: Type of the matrix products before the head, which is float32 always: a margin
-            between two scores is small beside them.
-        mesh: The ranks that the model is spread over; None where this one has all of it.
+        dtype: Dtype of the matrix products before the head; the head is float32, since margins are
+            small relative to scores.
+        mesh: The ranks that shard the model; None for one rank with all of it.
     """
 
     def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
@@ -153,12 +153,12 @@ class ScoreModel(PackedModel):
         def score(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (self._head(hidden.float())[:, 0],)
 
-        return spread(self._read(batch, microbatch, valid, score)[0], valid)
+        return scatter(self._read(batch, microbatch, valid, score)[0], valid)
 
     def save(
         self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Writes the transformers folder, its tokenizer padding with what the model skips."""
+        """Writes the transformers folder, with the padding token that the model ignores."""
         pad = self.model.config.get_text_config().pad_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
         super().save(folder, tokenizer, named_weights)
@@ -167,8 +167,7 @@ class ScoreModel(PackedModel):
     def refuse_unless_faithful(self) -> None:
         """Compares packed scores with the model's own on three short sequences.
 
-        A head of zeros would agree with anything, so the comparison is made under random weights
-        in the head, which get their own back.
+        A head of zeros would always agree, so the head has random weights during the comparison.
 
         Raises:
             ModelError: If they differ.

@@ -1,4 +1,4 @@
-"""Hidden states of sequences that share rows: what every head reads."""
+"""Hidden states of packed sequences, the input of every head."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from nemo_rl_core.errors import ModelError
 
 
 class PackedModel(ABC):
-    """What a head reads: hidden states of sequences that share rows.
+    """Base of models that compute on packed sequences.
 
     In all methods, `batch` is a micro-batch with `input_ids [B, T]` padded on the right and
     `input_lengths [B]`, its sequences in `microbatch.indices` order.
@@ -35,10 +35,10 @@ class PackedModel(ABC):
     Args:
         model: A transformers model around a decoder.
         dtype: Type of the matrix products.
-        mesh: The ranks that the model is spread over; None where this one has all of it.
+        mesh: The ranks that shard the model; None for one rank with all of it.
 
     Attributes:
-        shares_rows: Whether several sequences may lie in one row.
+        shares_rows: Whether several sequences may be packed into one row.
     """
 
     def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
@@ -52,11 +52,11 @@ class PackedModel(ABC):
     def loss_inputs(
         self, batch: BatchedDataDict, microbatch: Microbatch
     ) -> tuple[torch.Tensor, BatchedDataDict]:
-        """The first argument of the loss, with gradients, and the batch with what it reads."""
+        """Returns the first argument of the loss, with gradients, and the batch for the loss."""
 
     @abstractmethod
     def refuse_unless_faithful(self) -> None:
-        """Compares what packed rows give with the model's own forward pass.
+        """Compares packed outputs with the model's own forward pass.
 
         Raises:
             ModelError: If they differ.
@@ -65,7 +65,7 @@ class PackedModel(ABC):
     def save(
         self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Writes the transformers folder that the model is loaded from again; see `save_model`."""
+        """Writes the model as a transformers folder; see `save_model`."""
         save_model(folder, self.model, tokenizer, named_weights)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -80,17 +80,17 @@ class PackedModel(ABC):
         wanted: torch.Tensor,
         head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        """What a head reads off the hidden states of tokens; the same on all ranks of a replica.
+        """Applies a head to hidden states of tokens; the same result on all ranks of a replica.
 
         Args:
             batch: The micro-batch.
             microbatch: Its plan.
             wanted: `[B, T' <= T]` bool, set for N tokens.
-            head: Called with `[N, D]` hidden states and `[N]` indices of the tokens among those
-                wanted; under context parallelism, only with those of this rank.
+            head: Called with `[N, D]` hidden states and `[N]` indices among the N tokens; under
+                context parallelism, only with this rank's tokens.
 
         Returns:
-            What the head gives, each `[N, ...]`.
+            The head's outputs, each `[N, ...]`.
         """
 
         def read() -> tuple[torch.Tensor, ...]:
@@ -111,7 +111,7 @@ class PackedModel(ABC):
     def _hidden_of_text(
         self, batch: BatchedDataDict, microbatch: Microbatch, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[N, D]` hidden states; or those of the n tokens of this rank, and `[N]` which it has."""
+        """`[N, D]` hidden states; or those of this rank's n tokens, and an `[N]` mask of them."""
         mesh = self._mesh
         if mesh is not None:
             length = -(-microbatch.row_length // mesh.row_multiple) * mesh.row_multiple
@@ -120,8 +120,8 @@ class PackedModel(ABC):
         split = mesh is not None and mesh.context_size > 1
         mask = packed_causal_mask(rows.position_ids, mesh.context_group) if mesh and split else None
         with self._autocast():
-            # Without a cache, transformers reads the borders of packed sequences off position ids
-            # that restart; with one it would let them see each other.
+            # Without a cache, transformers derives sequence boundaries from position ids that
+            # restart; with a cache sequences would attend to each other.
             hidden = self._decoder(
                 input_ids=rows.input_ids,
                 position_ids=rows.position_ids,
@@ -132,8 +132,8 @@ class PackedModel(ABC):
         row, column = rows.row[:, :width][wanted], rows.column[:, :width][wanted]
         if mesh is None or not split:
             return hidden[row, column], None
-        places = own_part(torch.arange(microbatch.row_length), mesh.context_group, dim=0)
-        first, last = int(places[0]), int(places[-1])
+        positions = own_part(torch.arange(microbatch.row_length), mesh.context_group, dim=0)
+        first, last = int(positions[0]), int(positions[-1])
         own = (column >= first) & (column <= last)
         return hidden[row[own], column[own] - first], own
 
@@ -147,8 +147,8 @@ class PackedModel(ABC):
     def _hidden_with_images(
         self, batch: BatchedDataDict, images: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """`[B, T, D]` of the whole model, one sequence a row: it puts images and positions in."""
-        if self.shares_rows:  # a text decoder would take them as options it does not know
+        """`[B, T, D]` of the whole model, which inserts images and positions; unpacked rows."""
+        if self.shares_rows:  # a text decoder would pass them on as unknown options
             raise ModelError(
                 f"the batch has images, but {type(self.model).__name__} reads text alone",
                 expected="a vision-language model",
@@ -167,8 +167,8 @@ class PackedModel(ABC):
     def _plain_logits(self, sequence: torch.Tensor) -> torch.Tensor:
         """The model's own `[1, T, V]` logits, or `[1, 1]` scores, of one sequence `[1, T]` alone.
 
-        Where ranks split rows, the sequence is filled up to a length that divides evenly; a causal
-        model's outputs before the filler are the same.
+        If ranks split rows, the sequence is padded to a divisible length, which does not change a
+        causal model's outputs before the padding.
         """
         options: dict[str, Any] = {"use_cache": False}
         group = None
@@ -187,7 +187,7 @@ class PackedModel(ABC):
     def _probe(
         self, vocab_size: int, without: int | None = None
     ) -> tuple[BatchedDataDict, Microbatch]:
-        """Three sequences, every token wanted; the id `without` does not occur."""
+        """Three sequences without the id `without`, with all tokens unmasked."""
         generator = torch.Generator().manual_seed(0)
         num_ids = vocab_size if without is None else vocab_size - 1
         ids = torch.randint(0, num_ids, (3, 9), generator=generator)
@@ -202,7 +202,7 @@ class PackedModel(ABC):
         bound = 1e-3 if self._dtype == "float32" else 0.3
         if not difference < bound:
             raise ModelError(
-                f"{type(self.model).__name__} computes other {what} packed than alone",
+                f"{type(self.model).__name__} computes different {what} for packed sequences",
                 expected=f"a difference below {bound}",
                 got=f"{difference:.3g}",
                 fix="this model changes its outputs after the head, or does not keep packed "
@@ -211,12 +211,12 @@ class PackedModel(ABC):
 
 
 def valid_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[B, T]` bool: every token up to its sequence's end."""
+    """`[B, T]` bool mask of tokens before the padding."""
     ids, lengths = batch["input_ids"], batch["input_lengths"]
     valid: torch.Tensor = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return valid
 
 
 def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
-    """What the model is given besides tokens, such as `pixel_values`; empty for text."""
+    """Model inputs besides tokens, such as `pixel_values`; empty for text."""
     return batch.get_multimodal_dict()

@@ -1,4 +1,4 @@
-"""One ordered function that spreads a model written for one device over the ranks."""
+"""Parallelization of a single-device model over the ranks, in one ordered function."""
 
 from functools import partial
 from types import MethodType
@@ -33,21 +33,21 @@ def parallelize(
 ) -> Any:
     """Splits the model over context and tensor ranks, then shards it over data ranks, in place.
 
-    The order matters: what is recomputed and compiled is the layer as it is split, and FSDP2 shards
-    what is left of each weight.
+    The order matters: recomputation and compilation apply to split layers, and FSDP2 shards the
+    remaining dimensions of each weight.
 
     Args:
-        model: A transformers model on the CPU, whole; or, for ranks that share it, without weights
+        model: A whole transformers model on the CPU; or, for several ranks, one without weights
             (`empty_model`), to be filled afterwards.
-        training: How.
+        training: Sizes and options of the axes.
         mesh: The ranks, or None for one rank with whole weights.
-        dtype: Type that sharded weights are gathered in for the matrix products.
+        dtype: Dtype of gathered weights in matrix products.
 
     Returns:
         The model, on this rank's device.
     """
     if mesh is not None and training.context_parallel_size > 1:
-        # First, so that what sequence parallelism splits further is a part of the row.
+        # First, so that sequence parallelism splits a part of the row further.
         apply_context_parallel(model, mesh.context_group)
     if mesh is not None and training.tensor_parallel_size > 1:
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
@@ -73,7 +73,7 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype == "float32" else getattr(torch, dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
-            cast_forward_inputs=False,  # autocast sees to it, and leaves the residual as it is
+            cast_forward_inputs=False,  # autocast casts, and keeps the residual's dtype
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if training.cpu_offload
@@ -82,13 +82,13 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
     for layer in model.get_decoder().layers:
         fully_shard(layer, **options)
     if (scalar := getattr(model, SCALAR_HEAD, None)) is not None:
-        # Its products are float32 always.
+        # The scalar head is always float32.
         exact = MixedPrecisionPolicy(reduce_dtype=options["mp_policy"].reduce_dtype)
         fully_shard(scalar, **{**options, "mp_policy": exact})
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the numbers of the whole step: gradients add up.
+            # The loss is divided by counts of the whole step, so gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     allocate(model, torch.device("cpu") if training.cpu_offload else local_device())
@@ -98,31 +98,31 @@ def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) 
 
 
 def _within(_: Any, function: Any) -> Any:
-    """Calls `function` while the weights outside the layers (embedding, head) are whole."""
+    """Calls `function` while the weights outside the layers (embedding, head) are gathered."""
     return function()
 
 
 def run_within(model: Any, function: Any) -> Any:
-    """Calls a function of no arguments that uses parts of the model, such as decoder and head.
+    """Calls a function that uses parts of the model, such as decoder and head.
 
-    Under FSDP2 only modules that are called have whole weights; `function` may use those of all
-    modules outside the decoder's layers. What it returns must be one tensor or a tuple of them.
+    Under FSDP2 only called modules have whole weights; `function` may use all modules outside the
+    decoder's layers. It must return one tensor or a tuple of tensors.
     """
     return getattr(model, _WITHIN)(function) if isinstance(model, FSDPModule) else function()
 
 
 def release(model: Any) -> None:
-    """Drops what a forward pass without a backward pass has left gathered."""
+    """Frees weights that a forward pass without a backward pass left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded; a collective of all ranks if it is."""
+    """Gathers a tensor if it is sharded; a collective of all ranks then."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    # Shards kept on the CPU travel over the mesh's own device.
+    # Shards on the CPU are sent through the mesh's device.
     shards = tensor.detach().to(tensor.device_mesh.device_type)
     assert isinstance(shards, DTensor)
     return shards.full_tensor()

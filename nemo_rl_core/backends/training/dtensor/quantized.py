@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits, by bitsandbytes: how they are loaded, and made whole again."""
+"""Loading and dequantization of frozen 8- or 4-bit weights with bitsandbytes."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -13,13 +13,13 @@ Precision = Literal["full", "8bit", "4bit"]
 
 
 def loading_options(weights: Precision) -> dict[str, Any]:
-    """What `from_pretrained` is told besides; nothing for full weights.
+    """Options of `from_pretrained` for quantization; empty for full weights.
 
     Four bits are NormalFloat with the quantization constants quantized as well: Dettmers et al.
     (2023), "QLoRA".
 
     Raises:
-        ResourceError: If bitsandbytes or a GPU is missing; nothing has been loaded then.
+        ResourceError: If bitsandbytes or a GPU is missing, before loading.
         ConfigError: If there are several ranks.
     """
     if weights == "full":
@@ -41,14 +41,14 @@ def loading_options(weights: Precision) -> dict[str, Any]:
         "bnb_4bit_compute_dtype": torch.bfloat16,
     }
     config = BitsAndBytesConfig(**(four_bits if weights == "4bit" else {"load_in_8bit": True}))
-    # Quantized while being read: such a model cannot be moved afterwards.
+    # Quantized while reading: such a model cannot be moved afterwards.
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
 
 
 def dequantized_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's parameters and saved buffers in the order of its `state_dict`, in float32.
 
-    What only says how weights were quantized is left out. One weight is whole at a time.
+    Quantization metadata is left out. Only one weight is dequantized at a time.
     """
     from peft.utils.integrations import dequantize_module_weight
 

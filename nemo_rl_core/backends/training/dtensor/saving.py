@@ -1,4 +1,4 @@
-"""Trained models as transformers folders."""
+"""Saving of trained models as transformers folders."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,25 +14,25 @@ from nemo_rl_core.distributed.process_group import rank
 def save_model(
     folder: Path, model: Any, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Writes config, tokenizer and weights as `from_pretrained` reads them.
+    """Writes config, tokenizer and weights in the layout of `from_pretrained`.
 
-    Not by the model's own `save_pretrained`, which gathers all weights before it writes the first.
+    The model's `save_pretrained` is not used, since it gathers all weights before writing.
 
     Args:
-        folder: Made by rank 0, which alone writes.
+        folder: Created by rank 0, the only writer.
         model: A transformers model, sharded or not.
-        tokenizer: That of the model.
-        named_weights: Whole tensors as `as_published` names them, tied ones once. Every rank reads
-            the stream to its end, since making one tensor whole may take them all.
+        tokenizer: The model's tokenizer.
+        named_weights: Whole tensors under the names of `as_published`, tied ones once. Every rank
+            iterates to the end, since gathering is a collective.
 
     Raises:
-        StoreError: If the disk refuses.
+        StoreError: If writing fails.
     """
     if rank() != 0:
         deque(named_weights, maxlen=0)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # FSDP2 changes the class of what it shards; the name is what loads the folder again.
+    # FSDP2 changes class names, which are needed to load the folder again.
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.dtype = "float32"
     model.config.save_pretrained(folder)
@@ -45,10 +45,10 @@ def save_model(
 def as_published(
     model: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and shapes that the architecture was published with, where transformers' differ.
+    """Converts weights to the names and shapes of the published architecture.
 
-    Undone tensor by tensor: transformers keeps several published tensors as one (the experts of a
-    layer), never one as several.
+    Converted tensor by tensor: transformers merges several published tensors into one (the experts
+    of a layer), but never splits one.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,10 +1,10 @@
-"""Weights read from safetensors files, of which each rank takes the slices that it keeps.
+"""Reading of weights from safetensors files, each rank its own slices.
 
-A model that several ranks share is made without weights (its parameters are on torch's meta
-device), spread as it is, given memory for each rank's shards alone, and filled from the files. So
-no rank holds more than its shards and the tensor that is being read: a slice, or, where
-transformers keeps several published tensors as one (the experts of a layer), that one whole.
-Weights drawn from a config are no case of their own: the stage that draws them writes a folder.
+A model for several ranks is created without weights (on torch's meta device), sharded, allocated
+for each rank's shards only, and filled from the files. No rank holds more than its shards and the
+tensor being read: a slice, or a whole tensor if transformers merges several published tensors (the
+experts of a layer). Random weights need no special case: the stage that samples them writes a
+folder.
 """
 
 from collections import defaultdict
@@ -29,14 +29,14 @@ from nemo_rl_core.errors import ModelError
 
 
 def allocate(model: Any, device: torch.device) -> None:
-    """Gives memory on a device to parameters that have none, shared ones staying shared.
+    """Allocates parameters without memory on a device; shared ones stay shared.
 
-    What they hold is undefined until they are filled; all else stays as it is.
+    Their values are undefined until they are filled.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    # FSDP2 takes up other parameters than those it was given in this method alone.
+    # Only in this method does FSDP2 accept replaced parameters.
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     for first, *others in names.values():
         for name in others:
@@ -46,10 +46,10 @@ def allocate(model: Any, device: torch.device) -> None:
 
 @contextmanager
 def standing_in(model: Any) -> Iterator[None]:
-    """Within it, parameters without memory are zeros on the CPU, which take none either.
+    """Context in which parameters without memory are expanded zeros on the CPU.
 
-    For code that puts new parameters beside old ones, on the old ones' device. Whether they take
-    gradients may be changed within.
+    For code that creates new parameters on the device of existing ones. `requires_grad` may be
+    changed within.
     """
     empty: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = [
         (module._parameters, name, parameter)
@@ -75,15 +75,15 @@ def fill_from_folder(model: Any, folder: Path) -> set[str]:
     """Fills a model, sharded or whole, from a transformers folder; adapters stay as they are.
 
     Args:
-        model: Loaded by transformers, or with the conversions that it would be loaded with.
-        folder: With `model.safetensors`, or several files and their index.
+        model: Loaded by transformers, or with its loading conversions.
+        folder: A folder with `model.safetensors`, or several files and their index.
 
     Returns:
-        Names of parameters and buffers that the folder lacks; they are as they were.
+        Names of parameters and buffers that the folder lacks; they are unchanged.
 
     Raises:
-        ModelError: If it has no such files, or weights that are surplus, of another shape or, where
-            they are this rank's, not finite.
+        ModelError: If it has no such files, or weights that are surplus, of another shape or, in
+            this rank's shards, not finite.
     """
     own = own_weights(model)
     filled: dict[int, str] = {}
@@ -111,8 +111,8 @@ def fill_parameter(parameter: torch.Tensor, values: Any) -> None:
 
     Args:
         parameter: `[...]`, a DTensor or not.
-        values: Of the same shape; a tensor, or a slice of a safetensors file, of which only this
-            part is read.
+        values: Values of the same shape; a tensor, or a safetensors slice, of which only this part
+            is read.
     """
     own = local(parameter)
     if own.numel():
@@ -125,19 +125,19 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Where this rank's part lies in the whole tensor; it is not empty."""
+    """Slices of this rank's part in the whole tensor; not empty."""
     bounds = [(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        # `distribute_tensor` cannot split what tensor parallelism has split along the same
-        # dimension. The last axis of the mesh, tensor, comes first: FSDP2 shards what it leaves.
+        # `distribute_tensor` cannot split a dimension that tensor parallelism has split. The tensor
+        # axis, last in the mesh, comes first: FSDP2 shards the result.
         for axis in reversed(range(mesh.ndim)):
             placement = parameter.placements[axis]
             if isinstance(placement, Replicate):
                 continue
             dim = placement.dim  # type: ignore[attr-defined]
             start, stop = bounds[dim]
-            size = -(-(stop - start) // mesh.size(axis))  # as `torch.chunk` deals
+            size = -(-(stop - start) // mesh.size(axis))  # as in `torch.chunk`
             start = min(start + mesh.get_local_rank(axis) * size, stop)
             bounds[dim] = start, min(start + size, stop)
     return tuple(slice(*bound) for bound in bounds) or (...,)

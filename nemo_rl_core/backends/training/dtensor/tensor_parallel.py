@@ -1,8 +1,8 @@
-"""Tensor parallelism of a transformers decoder: which module is split how.
+"""Tensor parallelism of a transformers decoder: the split of each module.
 
-Every parameter becomes a DTensor over the tensor axis, split or whole, so that all have one mesh:
-sharding, the norm of gradients and fused optimizers then take them together. Gradients of whole
-parameters that each rank sees a part of (norms over split tokens or heads) are summed by DTensor.
+Every parameter becomes a DTensor over the tensor axis, split or whole, so that all have one mesh,
+as sharding, gradient norms and fused optimizers require. DTensor sums gradients of replicated
+parameters over split activations (norms over split tokens or heads).
 """
 
 from fnmatch import fnmatch
@@ -35,16 +35,16 @@ _LINEAR_LAYERS: dict[str, Direction] = {
     "*.mlp.up_proj": "colwise",
     "*.mlp.down_proj": "rowwise",
 }
-"""Blocks of the Llama, Mistral, Qwen2, Qwen3 and Gemma types, which name them alike."""
+"""Blocks of the Llama, Mistral, Qwen2, Qwen3 and Gemma types, which share these names."""
 _TOKENS, _HEADS = Shard(1), Shard(2)
 
 
 class _WholeWeights(ParallelStyle):
-    """A module whose weights every rank holds, over activations that may be split.
+    """A module with replicated weights and possibly split activations.
 
     Args:
-        layout: How the module's first input, and its output, is split over the ranks.
-        output: How the output is wanted; as it comes where None.
+        layout: Placement of the module's first input and of its output.
+        output: Required placement of the output; unchanged for None.
     """
 
     def __init__(self, layout: Placement, output: Placement | None = None) -> None:
@@ -64,10 +64,10 @@ class _WholeWeights(ParallelStyle):
 
 
 def check_tensor_parallel(folder: Path, training: DTensorTraining) -> None:
-    """Refuses, before weights are read, a model whose heads the ranks cannot divide evenly.
+    """Raises before weights are read if the ranks cannot divide the model's heads evenly.
 
     Raises:
-        ConfigError: Naming the number of heads; or if adapters are trained.
+        ConfigError: Names the number of heads; also if adapters are trained.
     """
     from transformers import AutoConfig
 
@@ -97,18 +97,18 @@ def apply_tensor_parallel(model: Any, training: DTensorTraining, mesh: DeviceMes
     """Splits a transformers model over the ranks of one axis, in place.
 
     Args:
-        model: With a decoder of `layers`, and a head or a scalar head.
+        model: A model with a decoder of `layers`, and a language model's or scalar head.
         training: Sizes; `tensor_parallel_plan` in place of the built-in one for linear layers.
         mesh: The tensor axis alone.
 
     Raises:
-        ConfigError: If a layer is of no known style, so that splitting its neighbours would make
-            its results wrong in silence.
+        ConfigError: If a layer has no known style, since splitting its neighbours would silently
+            change its results.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     plan = _plan(model, training)
-    # Every rank has read the same weights: nothing needs to be sent.
+    # Every rank has read the same weights, so no broadcast is needed.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if tied:
         head.weight = embedding.weight
@@ -141,7 +141,7 @@ def _plan(model: Any, training: DTensorTraining) -> dict[str, ParallelStyle]:
 
 
 def _outside_layers(model: Any, residual: Placement) -> dict[nn.Module | None, ParallelStyle]:
-    """Embedding and head over the vocabulary; what the head reads is whole again."""
+    """Styles of embedding and head, split over the vocabulary; the head's input is replicated."""
     whole = Replicate()
     return {
         model.get_output_embeddings(): ColwiseParallel(output_layouts=whole),
@@ -152,7 +152,7 @@ def _outside_layers(model: Any, residual: Placement) -> dict[nn.Module | None, P
 
 
 def _inside_layer(name: str, module: nn.Module, residual: Placement) -> ParallelStyle | None:
-    """The style of what is no linear layer, or None where there is nothing to do, or no known."""
+    """The style of a module that is not a linear layer, or None if there is no known style."""
     whole = Replicate()
     match name.rpartition(".")[2]:
         case "self_attn":
@@ -169,7 +169,7 @@ def _inside_layer(name: str, module: nn.Module, residual: Placement) -> Parallel
 
 
 def _is_layer_norm(name: str, module: nn.Module) -> bool:
-    """Whether the module is a direct child of a decoder layer with vectors for weights."""
+    """Returns whether the module is a direct child of a decoder layer with 1-D weights."""
     parameters = list(module.parameters(recurse=False))
     in_layer = name.split(".")[-3:-2] == ["layers"]
     return in_layer and bool(parameters) and all(weight.dim() == 1 for weight in parameters)
@@ -177,7 +177,7 @@ def _is_layer_norm(name: str, module: nn.Module) -> bool:
 
 def _unknown_layers(model: str, names: list[str]) -> ConfigError:
     return ConfigError(
-        f"tensor parallelism does not know how to split {model}",
+        f"tensor parallelism has no plan to split {model}",
         expected="attention and MLP of the Llama, Qwen2, Qwen3 or Gemma type",
         got=f"{len(names)} other modules with weights, such as {', '.join(names[:3])}",
         fix="name a style for each linear layer in tensor_parallel_plan, such as "
@@ -192,7 +192,7 @@ def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`[R, L, D]` that every rank has, to each rank's `[R, L / ranks, D]`."""
+    """Splits a replicated `[R, L, D]` into each rank's `[R, L / ranks, D]`."""
     whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     local: Tensor = whole.redistribute(mesh, [_TOKENS]).to_local()
     return local

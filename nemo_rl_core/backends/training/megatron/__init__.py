@@ -2,5 +2,5 @@
 
 from nemo_rl_core.backends.training.megatron.cpu import import_uncompiled_where_cuda_is_absent
 
-# Before any module of this package, and so before any of Megatron's.
+# Before all modules of this package, and therefore before Megatron's.
 import_uncompiled_where_cuda_is_absent()

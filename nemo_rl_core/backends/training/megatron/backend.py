@@ -1,4 +1,4 @@
-"""The training worker over Megatron-core."""
+"""Training backend with Megatron-core."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,11 +41,11 @@ class MegatronBackend(SendsWeights):
     """
 
     def setup(self, setup: TrainingSetup) -> None:
-        """Joins the ranks, builds this rank's part of the model and makes an optimizer.
+        """Joins the ranks, builds this rank's part of the model and creates the optimizer.
 
         Raises:
-            ConfigError: If the head is not that of a language model, or the ranks or the model
-                do not divide into the layout.
+            ConfigError: If the head is scalar, or the layout does not divide the ranks or the
+                model.
             ModelError: If Megatron-core cannot hold the architecture.
         """
         training = setup.training
@@ -73,7 +73,7 @@ class MegatronBackend(SendsWeights):
         refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
 
     def _finish_earlier(self) -> None:
-        """Waits for what an earlier set-up still writes."""
+        """Waits for a save of an earlier set-up."""
         if "_writing" in self.__dict__:
             self.finish_checkpoint()
 
@@ -85,17 +85,17 @@ class MegatronBackend(SendsWeights):
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, `token_mask [B, T-1]`,
-                `sample_mask [B]`, and whatever the loss reads; this rank's rows, perhaps none.
-                Rows of equal `pair_ids [B]` stay in one micro-batch. With
-                `topk_ids [B, T-1, K]` the loss is also given `current_topk_logprobs [B, T-1, K]`.
-            loss_fn: The loss; its values over micro-batches and ranks sum to that of the step.
+                `sample_mask [B]`, and the columns that the loss reads; this rank's rows, possibly
+                none. Rows of equal `pair_ids [B]` stay in one micro-batch. With `topk_ids [B, T-1,
+                K]` the loss also gets `current_topk_logprobs [B, T-1, K]`.
+            loss_fn: The loss; its sum over micro-batches and ranks is the loss of the step.
 
         Returns:
-            The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`: those of the
-            whole step, on every rank.
+            The loss's metrics, and `grad_norm`, `learning_rate`, `num_valid_tokens`, for the whole
+            step, on every rank.
 
         Raises:
-            ConsistencyError: If the gradient is not finite; the weights stay as they were.
+            ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
         valid_tokens, valid_seqs = self._global_numbers(batch)
 
@@ -131,7 +131,7 @@ class MegatronBackend(SendsWeights):
     def _update(self) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(self._num_updates + 1, self._setup.optimizer)
-        # Looked at before the step, which clips by the norm and does not look at it.
+        # Checked before the step, which clips by the norm without checking it.
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not norm < float("inf"):
@@ -139,7 +139,7 @@ class MegatronBackend(SendsWeights):
                 f"the gradient of optimizer step {self._num_updates + 1} is not finite",
                 expected="a finite norm",
                 got=str(norm),
-                fix="lower learning_rate, or look at the completions of this step for a reward or "
+                fix="lower learning_rate, or check the completions of this step for a reward or "
                 "logprob that is not finite",
             )
         self._optimizer.step()
@@ -159,17 +159,17 @@ class MegatronBackend(SendsWeights):
         return logprobs
 
     def get_reference_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[B, T-1]` logprobs under the reference policy, loaded when first asked for."""
+        """`[B, T-1]` logprobs under the reference policy, loaded on first use."""
         with self._loaded_reference().swapped_in():
             return self.get_logprobs(batch)
 
     def get_reference_topk_logprobs(
         self, batch: BatchedDataDict, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k likeliest next tokens under the reference.
+        """The k most likely next tokens under the reference.
 
         Returns:
-            `[B, T-1, k]` int64 ids, likeliest first, and `[B, T-1, k]` logprobs in nats under the
+            `[B, T-1, k]` int64 ids, most likely first, and `[B, T-1, k]` logprobs in nats under the
             temperature; both 0 where `token_mask` is not set.
 
         Raises:
@@ -179,7 +179,7 @@ class MegatronBackend(SendsWeights):
         num_ids = min(reference.vocabulary_size, self._models[-1].hf_config.vocab_size)
         if not 1 <= k <= num_ids:
             raise ConfigError(
-                f"the {k} likeliest tokens cannot be chosen",
+                f"the {k} most likely tokens cannot be chosen",
                 expected=f"k from 1 to the vocabulary's {num_ids} tokens",
                 got=str(k),
                 fix="change k",
@@ -196,7 +196,7 @@ class MegatronBackend(SendsWeights):
         return ids, logprobs
 
     def get_values(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Refused: there is no scalar head."""
+        """Raises: there is no scalar head."""
         raise _no_scalar_head()
 
     def _compute(
@@ -206,7 +206,7 @@ class MegatronBackend(SendsWeights):
         *,
         into: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """What each micro-batch gives, written into tensors `[B, ...]` on the CPU of every rank."""
+        """Writes the results of each micro-batch into `[B, ...]` CPU tensors of every rank."""
 
         def consume(hidden: torch.Tensor, part: MegatronMicrobatch) -> tuple[torch.Tensor, Any]:
             return hidden.new_zeros(()), values(hidden, part)
@@ -239,7 +239,7 @@ class MegatronBackend(SendsWeights):
         return self._reference
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights as the transformers checkpoint names them; every rank iterates."""
+        """Yields whole weights under transformers' names; every rank iterates."""
         return iter_hf_weights(self._models)
 
     def save_checkpoint(self, path: Path) -> None:
@@ -248,7 +248,7 @@ class MegatronBackend(SendsWeights):
         self.finish_checkpoint()
 
     def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, but the trainer's state is written while training goes on."""
+        """As `save_checkpoint`, but the trainer's state is written while training continues."""
         self.finish_checkpoint()
         checkpoint.save_model(
             path / "model",
@@ -261,33 +261,33 @@ class MegatronBackend(SendsWeights):
         )
 
     def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would not have to wait for this rank."""
+        """Returns True if `finish_checkpoint` would not wait for this rank."""
         return self._writing is None or self._writing.is_done()
 
     def finish_checkpoint(self) -> None:
-        """Waits for what `start_checkpoint` began; the folder is whole then.
+        """Waits for the save of `start_checkpoint`, after which the folder is complete.
 
         Raises:
-            StoreError: If the disk of any rank refused.
+            StoreError: If writing failed on any rank.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.finish()
 
     def load_checkpoint(self, path: Path) -> None:
-        """Goes on from what `save_checkpoint` wrote, perhaps over another layout.
+        """Restores a checkpoint of `save_checkpoint`, at any layout.
 
         Raises:
-            StoreError: If the folder is not such a checkpoint, or not one of this model.
+            StoreError: If the folder is not such a checkpoint, or of another model.
         """
         self._num_updates = checkpoint.load_trainer(path / "trainer", self._chunks, self._optimizer)
 
     def peak_memory_gib(self) -> float:
-        """The most memory this process has held."""
+        """Returns the peak memory of this process."""
         return peak_memory_gib()
 
     def shutdown(self) -> None:
-        """Frees the model and the optimizer once all is written, and leaves Megatron's groups."""
+        """Frees the model and the optimizer after pending saves, and leaves Megatron's groups."""
         self._finish_earlier()
         self.__dict__.clear()
         tear_down_topology()
@@ -299,7 +299,7 @@ def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, floa
     for part in metrics:
         for name, value in part.items():
             own[name] = own[name] + value if name in own else value
-    # Only last stages have metrics, and of these only ranks that had rows.
+    # Only last stages have metrics, and only ranks with rows.
     group = parallel_state.get_data_parallel_group()
     gathered: list[dict[str, float]] = [{}] * group.size()
     dist.all_gather_object(gathered, {key: value.item() for key, value in own.items()}, group=group)

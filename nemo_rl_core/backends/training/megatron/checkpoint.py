@@ -1,13 +1,13 @@
-"""Checkpoints of the Megatron backend: `model/` for everyone, `trainer/` to go on from.
+"""Checkpoints of the Megatron backend: `model/` in transformers' layout, `trainer/` to resume.
 
 `trainer/` is Megatron's own distributed format: each rank writes its shards, under names that do
-not depend on the layout, so that another layout can read them. Nothing random is kept: the models
-have no dropout, and draw nothing.
+not depend on the layout, so that another layout can read them. There is no random state: the models
+have no dropout.
 
-Of the files that a load reads, two are pickles: `.metadata` and `common.pt`. The first is read once
-here with a list of the only things that it may name, before Megatron reads it; the second Megatron
-itself reads with torch's restricted unpickler. Objects inside the tensor files would be unpickled
-without restriction, so none are written, and none are asked for.
+Two of the files that a load reads are pickles: `.metadata` and `common.pt`. The first is checked
+against a list of allowed names before Megatron reads it; Megatron reads the second with torch's
+restricted unpickler. Objects inside the tensor files would be unpickled without restriction, so
+none are written or read.
 """
 
 import pickle
@@ -32,14 +32,14 @@ from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
 
-# The distributed optimizer's state by parameter, not by buffer, as no layout of ranks decides.
+# The distributed optimizer's state by parameter, not by buffer, which depends on the layout.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": False,
 }
 
 _FROM_CONFIG = ("betas", "eps", "weight_decay")
-"""Settings of a parameter group that a load leaves as the config has them."""
+"""Settings of a parameter group that a load does not change."""
 
 _UNREADABLE = (
     OSError,
@@ -54,16 +54,16 @@ _UNREADABLE = (
 def start_saving_trainer(
     folder: Path, chunks: list[Any], optimizer: Any, num_updates: int
 ) -> Writing:
-    """Writes weights and optimizer as they are now, each rank its shards, in the background.
+    """Writes the current weights and optimizer state in the background, each rank its shards.
 
     Args:
-        folder: Seen by all ranks, and made; whole once the result is finished.
+        folder: A path that all ranks share; created, and complete after `finish`.
         chunks: This rank's wrapped chunks.
-        optimizer: Megatron's.
-        num_updates: Optimizer steps so far, off which the warm-up goes on.
+        optimizer: Megatron's optimizer.
+        num_updates: Optimizer steps so far, from which the warm-up continues.
 
     Raises:
-        StoreError: If the folder cannot be made.
+        StoreError: If the folder cannot be created.
     """
 
     def begin() -> None:
@@ -71,12 +71,12 @@ def start_saving_trainer(
         write_state(folder, backend="megatron", num_updates=num_updates)
 
     on_rank_0(begin)
-    _allocate_state(optimizer)  # which it has not before its first step
+    _allocate_state(optimizer)  # missing before the first step
     return Writing(folder, _sharded_state(chunks, optimizer, is_loading=False))
 
 
 def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
-    """Reads what `start_saving_trainer` wrote, over any layout, to the bit.
+    """Restores a save of `start_saving_trainer` bit-identically, at any layout.
 
     Returns:
         Optimizer steps so far.
@@ -110,14 +110,14 @@ def load_trainer(folder: Path, chunks: list[Any], optimizer: Any) -> int:
 
 
 def save_native_weights(folder: Path, models: list[Any]) -> None:
-    """Writes the weights alone, laid out as a trainer's; no training can go on from them.
+    """Writes only the weights in the trainer's layout; training cannot resume from them.
 
     Args:
-        folder: Seen by all ranks, and made.
-        models: This rank's chunks, as `build_model` gives them.
+        folder: A path that all ranks share; created.
+        models: This rank's chunks, as `build_model` returns them.
 
     Raises:
-        StoreError: If the disk refuses.
+        StoreError: If writing fails.
     """
     on_rank_0(lambda: folder.mkdir(parents=True))
     Writing(folder, _sharded_weights(models)).finish()
@@ -127,8 +127,8 @@ def load_native_weights(folder: Path, models: list[Any]) -> None:
     """Fills the chunks with the weights of a `trainer` folder; the optimizer's state is not read.
 
     Args:
-        folder: By `start_saving_trainer` or `save_native_weights`, at any layout.
-        models: This rank's chunks, as `build_model` gives them.
+        folder: Written by `start_saving_trainer` or `save_native_weights`, at any layout.
+        models: This rank's chunks, as `build_model` returns them.
 
     Raises:
         StoreError: If a file is missing, names something that a checkpoint need not name, or is
@@ -151,10 +151,10 @@ def _take_weights(model: Any, weights: dict[str, Any], folder: Path) -> None:
 
 
 def dtype_of(folder: Path) -> str:
-    """Of the weights in a `trainer` folder: `float32`, `bfloat16` or another of torch's names.
+    """Returns the dtype of the weights in a `trainer` folder, such as `float32`.
 
     Raises:
-        StoreError: If its description is damaged, or has no embedding.
+        StoreError: If its metadata is damaged, or has no embedding.
     """
     try:
         described = read_metadata(folder).state_dict_metadata[EMBEDDING.megatron]
@@ -166,13 +166,13 @@ def dtype_of(folder: Path) -> str:
 def save_model(
     folder: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, *, dtype: DType
 ) -> None:
-    """Writes the transformers folder, a shard at a time.
+    """Writes the transformers folder, one shard at a time.
 
     Args:
-        folder: Seen by all ranks, and made.
-        weights: Of all ranks together; every rank iterates.
+        folder: A path that all ranks share; created.
+        weights: Whole weights; every rank iterates.
         source: The folder that the model was built from, for config and tokenizer.
-        dtype: Of the weights, which the source's config may not be.
+        dtype: Dtype of the weights, which may differ from the source's config.
     """
     on_rank_0(lambda: folder.mkdir(parents=True))
     if dist.get_rank() > 0:
@@ -185,7 +185,7 @@ def save_model(
 
 def _sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     state = _sharded_weights([chunk.module for chunk in chunks])
-    # The optimizer reads off the model's shards how its own lie in the whole.
+    # The optimizer derives the layout of its shards from the model's.
     state["optimizer"] = optimizer.sharded_state_dict(
         state, is_loading=is_loading, metadata=dict(_METADATA)
     )
@@ -204,7 +204,7 @@ def _sharded_weights(models: list[Any]) -> dict[str, Any]:
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Makes the state that AdamW would make in its first step, for the loaded one to go into."""
+    """Allocates the state that AdamW creates in its first step, as the target of a load."""
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         for parameter in (p for group in inner.param_groups for p in group["params"]):
@@ -214,15 +214,15 @@ def _allocate_state(optimizer: Any) -> None:
 
 
 def _keep_steps(part: Any) -> None:
-    """Mends Megatron's loading into torch's AdamW, which counts steps by parameter.
+    """Fixes Megatron's loading into torch's AdamW, which counts steps per parameter.
 
-    Megatron has set the counts by then, leaves them out of what it copies, and then misses them.
+    Megatron sets the counts before, but does not copy them and then raises for missing keys.
     """
     copy_states = type(part)._set_main_param_and_optimizer_states
 
     def copy_with_step(model_parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = part.model_param_group_index_map[model_parameter]
-        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        group, index = part.model_param_group_index_map[model_parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][index]]
         count = {"step": state["step"]} if "step" in state else {}
         copy_states(part, model_parameter, count | tensors)
 
@@ -230,9 +230,9 @@ def _keep_steps(part: Any) -> None:
 
 
 def _part_steps(part: Any) -> None:
-    """Gives each parameter a count of its own: Megatron loads one tensor for all of them.
+    """Gives each parameter a separate step count: Megatron loads one tensor for all of them.
 
-    AdamW would count it up once for every parameter.
+    AdamW would increment it once per parameter.
     """
     for state in part.optimizer.state.values():
         if "step" in state:
@@ -241,8 +241,8 @@ def _part_steps(part: Any) -> None:
 
 def _unreadable(folder: Path, error: Exception) -> StoreError:
     return StoreError(
-        f"cannot go on from {folder}",
+        f"cannot resume from {folder}",
         expected="the trainer folder of a megatron checkpoint of the same model",
         got=f"{type(error).__name__}: {error}",
-        fix="resume from an older checkpoint, with the model config that it was made with",
+        fix="resume from an older checkpoint, with its model config",
     )

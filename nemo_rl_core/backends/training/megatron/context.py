@@ -1,7 +1,7 @@
-"""Context parallelism over Megatron's local layers, which see one rank's part of a row only.
+"""Context parallelism for Megatron's local layers, which compute one rank's part of a row.
 
-Queries stay where they are; attention gathers the keys and values of the whole row, as the dtensor
-backend does it. Where Transformer Engine is installed, its ring attention takes this place.
+Queries stay on their rank; attention gathers the keys and values of the whole row, as in the
+dtensor backend. If Transformer Engine is installed, its ring attention is used instead.
 """
 
 from copy import copy
@@ -22,7 +22,9 @@ class AttentionToWholeRows(DotProductAttention):  # type: ignore[misc]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         alone = copy(config)
-        alone.context_parallel_size = 1  # else refused, for what `forward` does not leave to it
+        alone.context_parallel_size = (
+            1  # else refused, although `forward` handles context parallelism
+        )
         super().__init__(alone, *args, **options)
         self.config = config
 
@@ -42,6 +44,6 @@ class AttentionToWholeRows(DotProductAttention):  # type: ignore[misc]
 
 
 def attend_to_whole_rows(block_spec: Any) -> None:
-    """Puts that attention into every layer of a specification of local layers."""
+    """Uses `AttentionToWholeRows` in every layer of a specification of local layers."""
     for layer in block_spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = AttentionToWholeRows

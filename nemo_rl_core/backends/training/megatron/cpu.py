@@ -1,8 +1,8 @@
 """Megatron-core without CUDA: each of its assumptions about a GPU, redirected to the CPU.
 
-Nothing here changes a machine that has CUDA. What is redirected is either of no meaning without
-CUDA (it would raise), or the name `torch` inside those Megatron modules that write `device="cuda"`,
-so that code of other libraries in the same process runs as before, in every thread.
+Machines with CUDA are not affected. Redirected are functions that raise without CUDA, and the name
+`torch` inside Megatron modules that use `device="cuda"`, so that other libraries in the same
+process are not affected, in any thread.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ import torch
 
 _CPU = torch.device("cpu")
 
-# Modules that make tensors with the words device="cuda", or sort parameters by a CUDA type's name.
+# Modules that create tensors with device="cuda", or sort parameters by a CUDA type's name.
 _MODULES_THAT_NAME_CUDA = (
     "distributed.param_and_grad_buffer",  # warm-up of a communicator
     "optimizer.clip_grads",  # overflow flags and norms
     "optimizer.distrib_optimizer",  # buffers of the sharded state
-    "optimizer.optimizer",  # the loss scale, and flags of what is not finite
+    "optimizer.optimizer",  # the loss scale, and flags of non-finite values
     "pipeline_parallel.schedules",  # the count of tokens in a step
-    "tensor_parallel.data",  # sizes of what is broadcast
+    "tensor_parallel.data",  # sizes of broadcast tensors
     "transformer.moe.moe_utils",  # the log of auxiliary losses
     "utils",  # the norm of all gradients
 )
@@ -32,9 +32,9 @@ _applied = False
 
 
 def run_on_cpu_where_cuda_is_absent() -> None:
-    """Redirects Megatron-core's CUDA assumptions in this process; again, or with CUDA: nothing.
+    """Redirects Megatron-core's CUDA assumptions in this process; no-op if repeated or with CUDA.
 
-    To be called before the first Megatron object is made.
+    Call before creating the first Megatron object.
     """
     global _applied  # noqa: PLW0603  (a process is either redirected or it is not)
     if _applied or torch.cuda.is_available():
@@ -45,20 +45,20 @@ def run_on_cpu_where_cuda_is_absent() -> None:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCPU()
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    # Asked for by the router of experts even where Transformer Engine, which has it, is absent.
+    # The router of experts needs it even without Transformer Engine, which has it.
     moe_utils.te_general_gemm = None
-    # How many tokens go to which rank must leave the tensor before tokens are sent; what is no
-    # CUDA tensor is taken to have done so.
+    # Token counts per rank must be on the host before tokens are sent; tensors that are not on CUDA
+    # are assumed to be.
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
     _applied = True
 
 
 def import_uncompiled_where_cuda_is_absent() -> None:
-    """Imports Megatron-core's decorator for small functions so that it compiles none of them.
+    """Patches Megatron-core's decorator for small functions to compile none of them.
 
-    It hands them to `torch.compile` as their modules are imported: on a CPU that needs a C++
-    compiler when they are called, and loads the compiler's modules, most of the import.
+    It applies `torch.compile` on import, which needs a C++ compiler on a CPU and takes most of the
+    import time.
     """
     if torch.cuda.is_available():
         return
@@ -77,9 +77,9 @@ def _uncompiled(function: Any) -> Any:
 def _redirect_torch() -> None:
     cuda: Any = torch.cuda
     # Rotary embeddings, sequence-parallel buffers, DDP's gradient buffers, pipeline receives and
-    # the router of experts ask for it where they put a tensor.
+    # the router of experts call it to place tensors.
     cuda.current_device = lambda: _CPU
-    # Pipeline communication and DDP wait for kernels that are still running; there are none.
+    # Pipeline communication and DDP synchronize kernels; there are none on a CPU.
     cuda.synchronize = lambda device=None: None
     # Recomputation of activations and the random tracker read and keep the device's generator.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -100,17 +100,17 @@ def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 class _NoStream:
-    """A stream of work on the CPU: all of it is done when the call returns."""
+    """A stream on the CPU: all work is done when the call returns."""
 
     def wait_stream(self, stream: "_NoStream") -> None:
-        """Nothing is left to wait for."""
+        """No-op: all work is done."""
 
     def record_event(self, event: Any = None) -> "_NoStream":
-        """The event is over already."""
+        """Returns the stream, since the event has passed."""
         return self
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """No-op: all work is done."""
 
 
 def _itself(tensor_or_module: Any, *_: Any, **__: Any) -> Any:
@@ -128,8 +128,8 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _redirect_random_state() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    # A fork swaps the GPU's generator for one that differs over tensor ranks, for dropout inside
-    # tensor-parallel regions. Dropout is always 0 here, so that nothing is ever drawn in one.
+    # A fork replaces the GPU's generator by one per tensor rank, for dropout inside tensor-parallel
+    # regions. Dropout is always 0, so none is used.
     random.CudaRNGStatesTracker.fork = _no_fork
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: None
@@ -141,7 +141,7 @@ def _no_fork(tracker: Any, name: str = "") -> Iterator[None]:
 
 
 class _TorchOnCPU(types.ModuleType):
-    """`torch`, but what is made on "cuda" is made on the CPU."""
+    """`torch`, except that tensors for "cuda" are created on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")

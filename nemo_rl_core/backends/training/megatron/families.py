@@ -1,4 +1,4 @@
-"""What Megatron-core is told of a transformers config, for the model types that it can hold."""
+"""Model families of transformers that Megatron-core supports, and their settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Experts:
-    """How a family's mixture of experts is configured, and named in a transformers checkpoint.
+    """Config fields and weight names of a family's mixture of experts.
 
     Attributes:
         block: The module of a layer that holds router and experts.
         gate: Name of an expert's projection that passes the activation function.
-        up: Name of the one that is multiplied by it.
-        down: Name of the one back to the hidden size.
-        num_experts: The config's field for their number.
-        intermediate_size: The config's field for the width of one.
+        up: Name of the projection that is multiplied by it.
+        down: Name of the projection back to the hidden size.
+        num_experts: The config's field for the number of experts.
+        intermediate_size: The config's field for the width of an expert.
     """
 
     block: str = "mlp"
@@ -35,13 +35,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class Family:
-    """One type of decoder: where it differs from Llama.
+    """A decoder type by its differences from Llama.
 
     Attributes:
         qkv_bias: Queries, keys and values have biases.
         qk_norm: Queries and keys are normalized, head by head.
-        experts: Of a mixture of experts, else None.
-        unset: Fields of the config that must be false or None: Megatron-core has no such part.
+        experts: Settings of a mixture of experts, else None.
+        unset: Fields of the config that must be false or None, since Megatron-core does not support
+            them.
     """
 
     qkv_bias: bool = False
@@ -83,7 +84,7 @@ def family_of(folder: Path) -> tuple[Family, Any]:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ModelError(
-            f"the megatron backend does not know the architecture of {folder.name!r}",
+            f"the megatron backend does not support the architecture of {folder.name!r}",
             expected=f"one of the types {', '.join(sorted(FAMILIES))}",
             got=str(config.model_type),
             fix="use the dtensor backend, which trains any causal model of transformers",
@@ -106,7 +107,7 @@ def family_of(folder: Path) -> tuple[Family, Any]:
 
 
 def is_sparse(hf_config: Any, layer: int) -> bool:
-    """Whether this layer of a mixture of experts has experts, rather than one dense block."""
+    """Returns whether a layer of a mixture of experts has experts, not one dense block."""
     return layer not in (getattr(hf_config, "mlp_only_layers", None) or []) and (
         (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
     )

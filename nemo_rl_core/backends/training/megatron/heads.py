@@ -1,4 +1,4 @@
-"""Logprobs out of the final hidden states, over the ranks that share the vocabulary."""
+"""Logprobs from final hidden states, over the ranks that split the vocabulary."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.context_parallel import sum_parts
-from nemo_rl_core.backends.training.megatron.packed import output_weight, own_places
-from nemo_rl_core.backends.training.padded import next_tokens, spread, wanted_positions
+from nemo_rl_core.backends.training.megatron.packed import output_weight, own_positions
+from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
@@ -20,12 +20,12 @@ _LOGPROB_CHUNK_TOKENS = 1024
 
 
 class LogprobHead:
-    """The head of the last pipeline stage; `[N, V]` logits are never made whole.
+    """The head of the last pipeline stage; `[N, V]` logits are never materialized.
 
     Args:
         model: The last chunk of the model, not wrapped.
         vocab_size: Rows of the transformers head.
-        temperature: What logits are divided by.
+        temperature: Divisor of the logits.
     """
 
     def __init__(self, model: Any, *, vocab_size: int, temperature: float) -> None:
@@ -34,13 +34,13 @@ class LogprobHead:
     def loss_inputs(
         self, hidden: torch.Tensor, batch: BatchedDataDict, rows: PackedRows
     ) -> tuple[torch.Tensor, BatchedDataDict]:
-        """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` where it has any.
+        """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` if it has any.
 
-        These join the batch as `current_topk_logprobs [B, T-1, K]`.
+        The latter are added to the batch as `current_topk_logprobs [B, T-1, K]`.
         """
         if "topk_ids" not in batch:
             return self.logprobs(hidden, batch, rows), batch
-        # Both in one pass, which then makes each chunk of logits once.
+        # Both in one pass, which computes each chunk of logits once.
         token_ids = torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1)
         logprobs = self._token_logprobs(hidden, batch, rows, token_ids)
         current = {"current_topk_logprobs": logprobs[..., 1:]}
@@ -61,7 +61,7 @@ class LogprobHead:
         k: int,
         num_ids: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k likeliest next tokens where `token_mask [B, T-1]` asks for them.
+        """The k most likely next tokens where `token_mask [B, T-1]` is set.
 
         Returns:
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
@@ -70,7 +70,7 @@ class LogprobHead:
         wanted = wanted_positions(batch)
         weight, start = output_weight(self._model, self._vocab_size)
 
-        def likeliest(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def most_likely(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return vocab_parallel_topk_logprobs_from_hidden(
                 picked,
                 weight,
@@ -82,8 +82,8 @@ class LogprobHead:
                 chunk_size=_LOGPROB_CHUNK_TOKENS,
             )
 
-        ids, logprobs = _read(hidden, rows, wanted, likeliest)
-        return spread(ids, wanted), spread(logprobs, wanted)
+        ids, logprobs = _read(hidden, rows, wanted, most_likely)
+        return scatter(ids, wanted), scatter(logprobs, wanted)
 
     def _token_logprobs(
         self,
@@ -109,7 +109,7 @@ class LogprobHead:
             )
             return (logprobs,)
 
-        return spread(_read(hidden, rows, wanted, chosen)[0], wanted)
+        return scatter(_read(hidden, rows, wanted, chosen)[0], wanted)
 
 
 def _read(
@@ -118,30 +118,30 @@ def _read(
     wanted: torch.Tensor,
     head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, ...]:
-    """What a head reads off the hidden states of tokens; the same on all context ranks.
+    """Applies a head to hidden states of tokens; the same result on all context ranks.
 
     Args:
-        hidden: `[M, D]` at this rank's `own_places`.
-        rows: Where tokens lie.
+        hidden: `[M, D]` at this rank's `own_positions`.
+        rows: Positions of the tokens.
         wanted: `[B, T' <= T]` bool, set for N tokens.
-        head: Called with the hidden states of those of the N that lie here, and their numbers.
+        head: Called with the hidden states and indices of this rank's tokens among the N.
 
     Returns:
-        What the head gives, each `[N, ...]`.
+        The head's outputs, each `[N, ...]`.
     """
     width, row_length = wanted.shape[1], rows.position_ids.shape[1]
-    place = rows.row[:, :width][wanted] * row_length + rows.column[:, :width][wanted]
-    numbers = torch.arange(len(place), device=place.device)
+    position = rows.row[:, :width][wanted] * row_length + rows.column[:, :width][wanted]
+    numbers = torch.arange(len(position), device=position.device)
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
-        return head(hidden[place], numbers)
-    places = own_places(rows)
-    index = place.new_full((rows.position_ids.numel(),), -1)
-    held = places >= 0
-    index[places[held]] = held.nonzero()[:, 0]
-    numbers = numbers[index[place] >= 0]
-    parts = head(hidden[index[place[numbers]]], numbers)
+        return head(hidden[position], numbers)
+    positions_here = own_positions(rows)
+    index = position.new_full((rows.position_ids.numel(),), -1)
+    held = positions_here >= 0
+    index[positions_here[held]] = held.nonzero()[:, 0]
+    numbers = numbers[index[position] >= 0]
+    parts = head(hidden[index[position[numbers]]], numbers)
     wholes = (
-        part.new_zeros(len(place), *part.shape[1:]).index_put((numbers,), part) for part in parts
+        part.new_zeros(len(position), *part.shape[1:]).index_put((numbers,), part) for part in parts
     )
     return tuple(sum_parts(whole, group) for whole in wholes)

@@ -1,13 +1,13 @@
-"""Keys and values of rows that grow by a token at a time, on one rank of a Megatron model.
+"""KV cache of rows in generation, on one rank of a Megatron model.
 
-The memory is Megatron-core's `StaticInferenceContext`, to which its attention adds what it has
-computed. The next tokens of all rows have one place in it, so prompts are padded on the left; a
-mask hides the padding, and rope counts from each row's own first token.
+The memory is Megatron-core's `StaticInferenceContext`, to which its attention appends. The next
+tokens of all rows use the same slot, so prompts are padded on the left; a mask hides the padding,
+and rope counts from each row's first token.
 
-In decoding, Megatron-core tells Transformer Engine's attention that nothing is masked, and rows of
-unequal length would see their padding. So in generation Megatron-core's local attention, which
-reads the mask in any case, stands in its place. Nothing of this has ever run around the other
-layers of Transformer Engine, nor on a GPU: none was at hand.
+In decoding, Megatron-core passes no mask to Transformer Engine's attention, so that rows of unequal
+length would attend to padding. Generation therefore uses Megatron-core's local attention, which
+always applies the mask. This has not been run with the other layers of Transformer Engine, nor on a
+GPU.
 """
 
 from typing import Any
@@ -22,38 +22,38 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 _MOST_SCORES = 2**28
-"""Of queries with keys, over all heads, at once: 1 GiB in float32."""
+"""Limit of attention scores over all heads at once: 1 GiB in float32."""
 
 
 class KeyValueCache:
-    """What one call has computed of its rows; made anew for each, so no weights outlive a change.
+    """Keys and values of one call; new for each call, so that none outlive a weight update.
 
     Args:
         model: A `GPTModel`, not wrapped, all layers of this pipeline stage, whose `core_attention`
             reads masks. Without sequence and context parallelism.
-        padding: `[B]` places at the start of each row that hold no token.
-        num_places: The most tokens a row is to have, its padding included.
-        most_scores: Of queries with keys that are held at once; long prompts go through the model
-            some rows after others.
+        padding: `[B]` number of padding slots at the start of each row.
+        num_slots: Maximum length of a row, padding included.
+        most_scores: Limit of attention scores held at once; long prompts are prefilled in several
+            passes.
     """
 
     def __init__(
         self,
         model: Any,
         padding: torch.Tensor,
-        num_places: int,
+        num_slots: int,
         *,
         most_scores: int = _MOST_SCORES,
     ) -> None:
         self._model, self._padding = model, padding
         heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
         self._most_scores = most_scores // heads
-        self._memory = StaticInferenceContext(len(padding), num_places)
-        places = torch.arange(num_places, device=padding.device)
-        positions = (places - padding[:, None]).clamp(min=0)
-        table = model.rotary_pos_emb(num_places, packed_seq=True)  # [S, 1, 1, d]
-        # [S, B, 1, d] of all places to come: Megatron takes those of the tokens at hand, and keeps
-        # keys as they were before rope, to turn them all with each step.
+        self._memory = StaticInferenceContext(len(padding), num_slots)
+        slots = torch.arange(num_slots, device=padding.device)
+        positions = (slots - padding[:, None]).clamp(min=0)
+        table = model.rotary_pos_emb(num_slots, packed_seq=True)  # [S, 1, 1, d]
+        # [S, B, 1, d] for all slots: Megatron selects those of the current tokens, and stores keys
+        # before rope, which it applies in each step.
         self._rotary = table[positions.T, 0]
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class KeyValueCache:
         """Adds tokens to the end of all rows.
 
         Args:
-            input_ids: `[B, L]`; at first the padded prompts, then what follows them.
+            input_ids: `[B, L]`; first the padded prompts, then new tokens.
 
         Returns:
             `[B, D]` final hidden states of the last token of each row; None on pipeline stages
@@ -80,7 +80,7 @@ class KeyValueCache:
         return torch.cat(hidden) if hidden else None
 
     def _append_to(self, rows: slice, input_ids: torch.Tensor, end: int) -> torch.Tensor | None:
-        """The same for some neighbouring rows, of the ids of all."""
+        """Appends to a slice of rows, from the ids of all rows."""
         model, input_ids = self._model, input_ids[rows]
         embedded = None
         if model.pre_process:
@@ -99,14 +99,14 @@ class KeyValueCache:
         return None
 
     def select(self, rows: torch.Tensor) -> None:
-        """Goes on with these rows only, in this order; a row may be taken several times."""
+        """Keeps only these rows, in this order; a row may be repeated."""
         held = self._memory.key_value_memory_dict
         for layer, (keys, values) in held.items():
             held[layer] = keys[:, rows], values[:, rows]
         self._padding, self._rotary = self._padding[rows], self._rotary[:, rows]
 
     def _received(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """`[L, B, D]` of the same tokens, from the stage before."""
+        """`[L, B, D]` of the same tokens, from the previous stage."""
         config = self._model.config
         size = (*input_ids.T.shape, config.hidden_size)
         hidden = torch.empty(size, dtype=config.pipeline_dtype, device=input_ids.device)
@@ -115,14 +115,14 @@ class KeyValueCache:
 
 
 def _forbidden(padding: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """`[B, 1, L, S]` for the queries at these places: keys of padding, and later ones."""
-    places = torch.arange(end, device=padding.device)
-    later = places > places[start:, None]
-    return (later | (places < padding[:, None, None]))[:, None]
+    """`[B, 1, L, S]` for the queries at these slots: True for padding and later keys."""
+    slots = torch.arange(end, device=padding.device)
+    later = slots > slots[start:, None]
+    return (later | (slots < padding[:, None, None]))[:, None]
 
 
 def attend_by_mask(model: Any) -> None:
-    """Gives all layers the attention that reads masks, which local layers have already."""
+    """Replaces attention in all layers by the local one, which applies masks."""
     for layer in model.decoder.layers:
         layer.self_attention.core_attention = DotProductAttention(
             model.config,

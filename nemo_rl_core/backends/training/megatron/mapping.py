@@ -1,8 +1,8 @@
-"""Where each weight of a transformers checkpoint lies in Megatron-core, as tables.
+"""Mapping between weights of a transformers checkpoint and of Megatron-core, as tables.
 
 Loading and export read the same tables. Tensor parallelism splits every transformers tensor along
-one dimension, or not at all; what Megatron keeps fused is put together from the parts of one rank,
-so that neither direction ever needs a whole fused tensor.
+one dimension, or not at all; fused tensors are built from the parts of one rank, so that neither
+direction needs a whole fused tensor.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from nemo_rl_core.backends.training.megatron.families import Experts, Family, is
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight of Megatron's and the transformers tensors that it is made of.
+    """One weight of Megatron and the transformers tensors that it consists of.
 
     Attributes:
-        megatron: Its name, inside the layer where it belongs to one.
-        hf: The names of its parts there, likewise.
-        split: The dimension that tensor-parallel ranks share; None where each has all of it.
-        fusion: How several parts lie in one: after one another, or interleaved by query group
-            (the group's queries, its key, its value).
-        padded: Rows are filled up with zeros to a multiple of the tensor-parallel ranks.
+        megatron: Its name, relative to its layer if it has one.
+        hf: The names of its parts in transformers, likewise.
+        split: The dimension that tensor-parallel ranks split; None if replicated.
+        fusion: Layout of several parts: concatenated, or interleaved by query group (the group's
+            queries, its key, its value).
+        padded: Whether rows are padded with zeros to a multiple of the tensor-parallel ranks.
     """
 
     megatron: str
@@ -36,12 +36,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule at its place in the model.
+    """A rule for one weight of the model.
 
     Attributes:
-        rule: With the names in full.
+        rule: The rule with full names.
         stage: The pipeline rank that holds the weight.
-        chunk: Which of that rank's chunks.
+        chunk: Index among that rank's chunks.
         expert_rank: The expert-parallel rank that holds it; None outside of experts.
         exported: False for the copy of the embedding that a tied head has on another stage.
     """
@@ -82,7 +82,7 @@ DENSE = (
 )
 INPUT_NORM = Rule("input_layernorm.weight", ("input_layernorm.weight",))
 MLP_NORM = Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",))
-# Transformer Engine's linear layers bring the norm before them; experts' do not.
+# Transformer Engine's linear layers include the preceding norm, except in experts.
 FUSED_INPUT_NORM = replace(INPUT_NORM, megatron="self_attention.linear_qkv.layer_norm_weight")
 FUSED_MLP_NORM = replace(MLP_NORM, megatron="mlp.linear_fc1.layer_norm_weight")
 
@@ -97,9 +97,9 @@ def expert_rules(experts: Experts, expert: int, local_expert: int, *, fused: boo
 
     Args:
         experts: The family's names.
-        expert: Its number among all.
-        local_expert: Its number on the rank that holds it.
-        fused: Experts are grouped (Transformer Engine), not modules one after another.
+        expert: Its index among all experts.
+        local_expert: Its index on its rank.
+        fused: Whether experts are grouped (Transformer Engine), not separate modules.
     """
     hf = f"{experts.block}.experts.{expert}"
     names = [
@@ -121,14 +121,14 @@ def entries(family: Family, hf_config: Any, config: Any, *, fused: bool) -> Iter
         family: The architecture.
         hf_config: The transformers config.
         config: Megatron's `TransformerConfig`, which holds the layout.
-        fused: The layers are Transformer Engine's.
+        fused: Whether the layers are Transformer Engine's.
     """
     num_stages = config.pipeline_model_parallel_size
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     layers_per_chunk = config.num_layers // (num_stages * num_chunks)
     yield Entry(EMBEDDING, stage=0, chunk=0)
     for layer in range(config.num_layers):
-        # Interleaving deals chunks to the stages in turn.
+        # Interleaving assigns chunks to stages in turn.
         chunk, stage = divmod(layer // layers_per_chunk, num_stages)
         for rule, expert_rank in _layer(family, hf_config, config, layer, fused=fused):
             yield Entry(
@@ -175,7 +175,7 @@ def _layer(
 
 
 def fuse(rule: Rule, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
-    """One rank's slices of the parts, as that rank's Megatron weight.
+    """Fuses one rank's slices of the parts into its Megatron weight.
 
     Example:
         Two query groups of two heads, one row a head: queries 0 to 3, keys 4 and 5, values 6, 7.

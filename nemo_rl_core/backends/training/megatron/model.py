@@ -1,8 +1,7 @@
-"""A transformers config as Megatron-core's `GPTModel`: this rank's chunks, without weights yet.
+"""Megatron-core's `GPTModel` from a transformers config: this rank's chunks, without weights.
 
-Where Transformer Engine is installed its layers are used; without it, Megatron's local ones, with
-every fused kernel off. Dropout is off always: reinforcement learning compares logprobs of two
-passes.
+Transformer Engine's layers are used if it is installed, else Megatron's local ones without fused
+kernels. Dropout is always off, since RL compares logprobs of two passes.
 """
 
 import importlib.util
@@ -20,19 +19,19 @@ from nemo_rl_core.errors import ConfigError
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers can be used: it is installed, and there is a GPU."""
+    """Returns whether Transformer Engine is installed and there is a GPU."""
     return torch.cuda.is_available() and bool(importlib.util.find_spec("transformer_engine"))
 
 
 def build_model(folder: Path, training: MegatronTraining, dtype: DType = "float32") -> list[Any]:
-    """This rank's chunks of the model, for the layout that `initialize_topology` has set up.
+    """Builds this rank's chunks of the model, for the layout of `initialize_topology`.
 
     Their parameters hold no values yet: `load_hf_weights` fills them.
 
     Args:
         folder: A transformers folder; only its config is read.
         training: The layout.
-        dtype: Of the parameters that are multiplied with.
+        dtype: Dtype of the parameters in matrix products.
 
     Returns:
         `GPTModel`s, one for each of `virtual_pipeline_size` stages that this rank holds. Each has
@@ -53,7 +52,7 @@ def build_model(folder: Path, training: MegatronTraining, dtype: DType = "float3
 
 
 def padded_vocabulary_size(vocabulary: int, tensor_parallel_size: int) -> int:
-    """The vocabulary, filled up with unused rows to a multiple of the tensor-parallel ranks.
+    """The vocabulary size, padded to a multiple of the tensor-parallel ranks.
 
     Example:
         >>> padded_vocabulary_size(49, 2)
@@ -69,7 +68,7 @@ def transformer_config(
     from megatron.core.transformer import TransformerConfig
 
     params_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    # Megatron's word for a plain pipeline is None.
+    # None is Megatron's value for a non-interleaved pipeline.
     virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
     fused = has_transformer_engine()
     return TransformerConfig(
@@ -107,10 +106,9 @@ def transformer_config(
         context_parallel_size=training.context_parallel_size,
         sequence_parallel=training.sequence_parallel,
         expert_model_parallel_size=training.expert_parallel_size,
-        # Rows of different micro-batches differ in length: stages tell one another the shape.
+        # Rows of different micro-batches differ in length, so stages exchange shapes.
         variable_seq_lengths=training.pipeline_parallel_size > 1,
-        # The dispatcher that works with rows of any length; refused by Megatron otherwise, experts
-        # or none.
+        # The dispatcher for rows of any length, which Megatron requires with or without experts.
         moe_token_dispatcher_type="alltoall",
         **_recomputation(training),
         **_experts(family, hf_config),
@@ -137,10 +135,10 @@ def _experts(family: Family, hf_config: Any) -> dict[str, Any]:
             int(is_sparse(hf_config, layer)) for layer in range(hf_config.num_hidden_layers)
         ],
         "moe_router_topk": hf_config.num_experts_per_tok,
-        # Softmax over the chosen ones alone equals softmax over all, made to sum to 1 again.
+        # Softmax over the chosen experts equals renormalized softmax over all.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_dtype": "fp32",
-        # No auxiliary loss: the loss of a step is the algorithm's own, on every backend.
+        # No auxiliary loss: the loss of a step is the algorithm's, on every backend.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
@@ -188,8 +186,8 @@ def _chunk(
         rotary_base=hf_config.rope_parameters["rope_theta"],
         vp_stage=virtual_stage,
     )
-    # Megatron has its own words for two kinds of scaling, with other constants built in; the
-    # frequencies that transformers computes are what the model was trained with.
+    # Megatron has options for two kinds of scaling, with other constants; transformers' frequencies
+    # are those of the model's training.
     chunk.rotary_pos_emb.inv_freq = _rotary_frequencies(hf_config)
     chunk.hf_family, chunk.hf_config = family, hf_config
     return chunk.cuda()
@@ -209,9 +207,9 @@ def _rotary_frequencies(hf_config: Any) -> torch.Tensor:
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm for Megatron's local layers, which bring none that knows sequence parallelism.
+    """RMSNorm with sequence parallelism for Megatron's local layers, which lack one.
 
-    Its weight is marked as one whose gradient each tensor rank sees a part of.
+    The mark on its weight makes Megatron sum the gradient over tensor ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -236,10 +234,10 @@ def _use_own_norm(block_spec: Any) -> None:
 
 
 def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTraining) -> None:
-    """Refuses a layout that the architecture does not divide into, before anything is loaded.
+    """Raises before loading if the layout does not divide the architecture.
 
     Raises:
-        ConfigError: Naming the first number that does not come out even, or what is not installed.
+        ConfigError: Names the first indivisible number, or the missing package.
     """
     tensor, experts = training.tensor_parallel_size, training.expert_parallel_size
     stages = training.pipeline_parallel_size * training.virtual_pipeline_size
@@ -283,5 +281,5 @@ def refuse_indivisible(family: Family, hf_config: Any, training: MegatronTrainin
             "experts over tensor-parallel ranks gather rows of unequal size, which gloo cannot",
             expected="tensor_parallel_size of 1 on a CPU",
             got=str(tensor),
-            fix="spread experts with expert_parallel_size, or use GPUs",
+            fix="distribute experts with expert_parallel_size, or use GPUs",
         )

@@ -18,23 +18,23 @@ from nemo_rl_core.config.training import OptimizerConfig
 
 
 def wrap(models: list[Any]) -> list[DistributedDataParallel]:
-    """Gives each chunk a buffer in which gradients are added up, in float32, and then summed.
+    """Adds a float32 buffer to each chunk, in which gradients are accumulated and reduced.
 
     Args:
-        models: `GPTModel` chunks of this rank; their config is told to sum, not to average.
+        models: `GPTModel` chunks of this rank; their config is changed to sum, not to average.
     """
     config = models[0].config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = sum_gradients
     if config.virtual_pipeline_model_parallel_size:
-        # With two stages, one batch of messages would hold two each way between the same ranks,
-        # which then mistake an activation for a gradient. Overlapped, each goes by itself.
+        # With two stages, one batch of messages would hold two in each direction between the same
+        # ranks, which then confuse activations and gradients. With overlap, messages are separate.
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
     for model in models:
         _mark_split_parameters(model)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        # Alone as well: a checkpoint then has one layout, whatever the number of ranks.
+        # Also for one rank, so that checkpoints have one layout for any number of ranks.
         use_distributed_optimizer=True,
         overlap_grad_reduce=False,
     )
@@ -45,9 +45,9 @@ def wrap(models: list[Any]) -> list[DistributedDataParallel]:
 
 
 def _mark_split_parameters(model: Any) -> None:
-    """Tells the gradient's norm which parameters are parts, and which are whole on every rank.
+    """Marks parameters as split or replicated, for the gradient norm.
 
-    Megatron marks parts where it initializes them; these came from a checkpoint.
+    Megatron marks split parameters on initialization; these came from a checkpoint.
     """
     split_rows = (ColumnParallelLinear, VocabParallelEmbedding)
     for module in model.modules():
@@ -60,15 +60,15 @@ def _mark_split_parameters(model: Any) -> None:
 def make_optimizer(
     chunks: list[DistributedDataParallel], options: OptimizerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW over the shards of all parameters, as `torch.optim.AdamW` does it.
+    """Creates AdamW over the shards of all parameters, equal to `torch.optim.AdamW`.
 
-    Megatron would leave biases and norms out of the weight decay; torch, and so the other backend,
-    does not.
+    Weight decay includes biases and norms, as in torch and the dtensor backend, unlike Megatron's
+    default.
 
     Args:
-        chunks: What `wrap` returned.
+        chunks: Returned by `wrap`.
         options: The settings; the learning rate is set before every step, for the warm-up.
-        dtype: Of the parameters; with bfloat16 the optimizer keeps them in float32 besides.
+        dtype: Dtype of the parameters; with bfloat16 the optimizer also keeps float32 copies.
     """
     config = MegatronOptimizerConfig(
         optimizer="adam",

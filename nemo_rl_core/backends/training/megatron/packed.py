@@ -1,7 +1,8 @@
-"""Hidden states of packed rows out of one chunk of a Megatron model.
+"""Hidden states of packed rows from one chunk of a Megatron model.
 
-`GPTModel.forward` reads rope off the row's length and ends in logits; here its embedding and its
-decoder are called in its stead, so that rope restarts with each sequence and `[N, V]` never exists.
+`GPTModel.forward` derives rope from the row's length and returns logits. Here its embedding and
+decoder are called instead, so that rope restarts with each sequence and `[N, V]` logits never
+exist.
 """
 
 from dataclasses import replace
@@ -13,19 +14,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from nemo_rl_core.backends.training.context_parallel import own_part, packed_causal_mask
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
-from nemo_rl_core.backends.training.megatron.ring import ring_borders, ring_places
+from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
 from nemo_rl_core.distributed.packing.layout import PackedRows
 
 
 def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
-    """What a chunk of the model makes of packed rows, or of what the chunk before it sent.
+    """Runs a chunk of the model on packed rows, or on the output of the previous chunk.
 
     Args:
         model: A `GPTModel`, not wrapped.
         rows: The micro-batch; ids are read by the first chunk only, positions by all.
 
     Returns:
-        `[M, D]` final hidden states from the last chunk, of the tokens at `own_places`; from the
+        `[M, D]` final hidden states from the last chunk, of the tokens at `own_positions`; from the
         others `[L, R, D]` to send on (`[M, 1, D]` with Transformer Engine), under context and
         sequence parallelism a part of the first dimension.
     """
@@ -36,53 +37,52 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
     if not model.post_process:
         return hidden
     if model.config.sequence_parallel:
-        # The logprobs' gradient is whole on every rank, so each keeps its part and sums nothing.
+        # The logprobs' gradient is replicated, so each rank keeps its part without a sum.
         hidden = tensor_parallel.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False
         )
     return hidden.transpose(0, 1).flatten(end_dim=1)
 
 
-def own_places(rows: PackedRows) -> torch.Tensor:
-    """`[M]`: which of the R L places of the rows, one row after another, this rank computes.
+def own_positions(rows: PackedRows) -> torch.Tensor:
+    """`[M]` indices of this rank's positions among the R L positions of the flattened rows.
 
-    -1 stands for filler that belongs to no row.
+    -1 stands for filler outside of the rows.
     """
     if has_transformer_engine():
-        return ring_places(rows.position_ids.flatten(), *_ring())
-    places = torch.arange(rows.position_ids.numel(), device=rows.position_ids.device)
+        return ring_positions(rows.position_ids.flatten(), *_ring())
+    positions = torch.arange(rows.position_ids.numel(), device=rows.position_ids.device)
     group = parallel_state.get_context_parallel_group()
-    return own_part(places.view_as(rows.position_ids), group, dim=1).flatten()
+    return own_part(positions.view_as(rows.position_ids), group, dim=1).flatten()
 
 
 def _own_part(rows: PackedRows) -> PackedRows:
     """Ids and positions `[R, L / ranks]` of this context rank; `row` and `column` stay.
 
-    With Transformer Engine `[1, M]`, all rows behind one another.
+    With Transformer Engine `[1, M]`, all rows concatenated.
     """
-    places = own_places(rows)
+    positions = own_positions(rows)
     shape = (1, -1) if has_transformer_engine() else (len(rows.position_ids), -1)
     ids, positions = (
-        part.flatten()[places].masked_fill(places < 0, 0).view(shape)
+        part.flatten()[positions].masked_fill(positions < 0, 0).view(shape)
         for part in (rows.input_ids, rows.position_ids)
     )
     return replace(rows, input_ids=ids, position_ids=positions)
 
 
 def _ring() -> tuple[int, int, int]:
-    """Context ranks, which of them this one is, and tensor ranks."""
+    """Number of context ranks, this rank's index among them, and number of tensor ranks."""
     group = parallel_state.get_context_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return group.size(), group.rank(), tensor
 
 
 def _attention_inputs(model: Any, rows: PackedRows, own: PackedRows) -> dict[str, Any]:
-    """What tells the decoder which tokens belong together, and where its own stand."""
+    """Decoder inputs for sequence boundaries and positions of this rank's tokens."""
     if has_transformer_engine():
-        # Its kernels take the borders of sequences, and restart rope at each; a mask of single
-        # tokens they would not look at.
+        # Its kernels take sequence boundaries and restart rope at each; they ignore token masks.
         num_ranks, _, num_tensor = _ring()
-        borders = ring_borders(rows.position_ids.flatten(), num_ranks, num_tensor)
+        borders = ring_boundaries(rows.position_ids.flatten(), num_ranks, num_tensor)
         longest = int(borders.diff().max())
         return {
             "attention_mask": None,
@@ -113,7 +113,7 @@ def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
     padding_id = model.hf_config.pad_token_id
     if padding_id is None:
         return embedded
-    # transformers' embeddings learn nothing from the padding token, wherever it stands; in many
+    # transformers' embeddings have no gradient for the padding token at any position; in many
     # models it also ends sequences.
     is_padding = (rows.input_ids == padding_id).T.contiguous()
     if model.config.sequence_parallel:
@@ -123,12 +123,12 @@ def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
 
 
 def output_weight(model: Any, vocab_size: int) -> tuple[torch.Tensor, int]:
-    """This rank's part of the head, and the token that its first row stands for.
+    """This rank's part of the head, and the token id of its first row.
 
     Args:
         model: The last chunk of the model, not wrapped.
-        vocab_size: Rows of the transformers head. Megatron fills up to a multiple of the ranks;
-            those rows stand for no token and would take probability from the others.
+        vocab_size: Rows of the transformers head. Megatron pads to a multiple of the ranks; padding
+            rows are no tokens and would take probability from the others.
 
     Returns:
         `[V', D]`, and a token id.

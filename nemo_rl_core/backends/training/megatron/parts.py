@@ -1,4 +1,4 @@
-"""The micro-batches of a step, as many and, where need be, as large on every data-parallel rank."""
+"""The micro-batches of a step, equal in number and, if needed, shape on all data-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,9 @@ class MegatronMicrobatch:
     """One micro-batch.
 
     Attributes:
-        batch: Its rows, in the order in which they lie; of a filler, one that nothing reads.
-        indices: Which rows of the whole batch they are; empty for a filler.
-        rows: The same tokens in rows of equal length, as the model reads them.
+        batch: Its rows, in packing order; a filler has an unused row.
+        indices: Indices of the rows in the whole batch; empty for a filler.
+        rows: The same tokens packed into rows of equal length, the model's input.
     """
 
     batch: BatchedDataDict
@@ -31,25 +31,27 @@ class MegatronMicrobatch:
 def make_parts(
     batch: BatchedDataDict, config: Any, *, max_tokens: int, device: torch.device
 ) -> list[MegatronMicrobatch]:
-    """Splits this rank's rows, and fills up with micro-batches that count for nothing.
+    """Splits this rank's rows into micro-batches, and adds fillers without weight.
 
     Ranks that share experts wait for one another in every micro-batch, so all data-parallel ranks
     run as many.
 
     Args:
-        batch: The rows; may be none. Its own plan (`batch.microbatches`) is kept where it has one.
+        batch: The rows, possibly none. Its own plan (`batch.microbatches`) is used if it has one.
         config: Megatron's `TransformerConfig`.
         max_tokens: The budget of one micro-batch.
-        device: Where the parts are wanted.
+        device: Device of the returned tensors.
 
     Raises:
-        DataError: If a sequence of any data-parallel rank does not fit into a micro-batch; on every
-            one of them, since the others would wait for it.
+        DataError: If a sequence of any data-parallel rank does not fit into a micro-batch; raised
+            on all ranks, since the others would wait.
     """
     plan, needed = _agreed_plan(batch, max_tokens, device)
     stages = config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size:
-        needed = -(-needed // stages) * stages  # the interleaved schedule needs whole rounds
+        needed = (
+            -(-needed // stages) * stages
+        )  # the interleaved schedule needs a multiple of the stages
     shapes = _shapes(plan + [_FILLER] * (needed - len(plan)), config, device)
     return [
         _part(batch, plan[index], *shape, device) if index < len(plan) else _filler(*shape, device)
@@ -64,7 +66,7 @@ _REFUSED = 2**62
 def _agreed_plan(
     batch: BatchedDataDict, max_tokens: int, device: torch.device
 ) -> tuple[list[Microbatch], int]:
-    """This rank's micro-batches, and how many the data-parallel rank with most has."""
+    """This rank's micro-batches, and the largest number on any data-parallel rank."""
     try:
         plan = _plan(batch, max_tokens)
     except DataError:
@@ -93,9 +95,8 @@ def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
 def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[tuple[int, int]]:
     """Rows and row length of each micro-batch.
 
-    Rows get a length that the ranks of context and sequence parallelism share evenly. The
-    dispatcher that gathers the tokens of all ranks with experts needs the same shape on all of
-    them.
+    Row lengths are divisible by the ranks of context and sequence parallelism. The dispatcher that
+    gathers the tokens of expert ranks needs the same shape on all of them.
     """
     parallel = config.sequence_parallel
     multiple = config.context_parallel_size

@@ -1,4 +1,4 @@
-"""A check that sequences in one row do not see each other, with the layers that are installed."""
+"""A check that the installed attention separates packed sequences."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from nemo_rl_core.errors import ModelError
 
 _LENGTHS = (9, 5, 4)
 PROBE_TOKENS = 18
-"""The budget under which the second and the third sequence of the probe share a row."""
+"""The token budget at which the second and third sequence of the probe share a row."""
 
 
 def refuse_unless_faithful(
@@ -20,7 +20,7 @@ def refuse_unless_faithful(
 
     Args:
         logprobs: `[B, T-1]` of a batch, packed within `PROBE_TOKENS`; a collective of all ranks.
-        dtype: Of the matrix products, which decides how much rounding there may be.
+        dtype: Dtype of the matrix products, which sets the tolerance.
 
     Raises:
         ModelError: If they differ.
@@ -38,7 +38,7 @@ def refuse_unless_faithful(
     bound = 1e-3 if dtype == "float32" else 0.3
     if not difference < bound:
         raise ModelError(
-            "the model computes other logprobs packed than alone",
+            "the model computes different logprobs for packed sequences",
             expected=f"a difference below {bound}",
             got=f"{difference:.3g}",
             fix="the installed attention does not keep packed sequences apart; use the dtensor "

@@ -1,4 +1,4 @@
-"""The reference policy as a second set of weights for the one model there is."""
+"""The reference policy as a second set of weights for the trained model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from nemo_rl_core.backends.training.megatron.families import family_of
 from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
 from nemo_rl_core.errors import ConfigError
 
-# What a config says of names, dropout and generation may differ; what shapes or computes may not.
+# Config fields for names, dropout and generation may differ; shapes and computation may not.
 _SAME = (
     "model_type",
     "hidden_size",
@@ -34,15 +34,15 @@ _SAME = (
 
 
 class ReferenceWeights:
-    """Weights of the reference, kept on the CPU and swapped into the model while it is asked.
+    """Weights of the reference, kept on the CPU and swapped into the model for its logprobs.
 
     Args:
-        models: This rank's chunks, whose weights come back unchanged.
-        trained: The folder that they were built from.
+        models: This rank's chunks, whose weights are restored.
+        trained: The folder of the trained model.
         folder: The reference's, of the same architecture.
 
     Attributes:
-        vocabulary_size: How many ids both tokenizers give to tokens.
+        vocabulary_size: Number of token ids of both tokenizers.
 
     Raises:
         ConfigError: If the architectures differ.
@@ -57,12 +57,12 @@ class ReferenceWeights:
         try:
             load_hf_weights(models, folder)
             self._tensors = _copies(self._parameters)
-        finally:  # also where a folder lacks a weight, and half of the others are in the model
+        finally:  # also if a folder lacks a weight and only some are loaded
             _write(own, self._parameters)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model computes as the reference; afterwards as before, to the bit."""
+        """Context in which the model has the reference's weights; then restores its own."""
         own = _copies(self._parameters)
         _write(self._tensors, self._parameters)
         try:

@@ -1,9 +1,8 @@
-"""Micro-batches through Megatron's schedules: forward, and backward where there is a loss.
+"""Running of micro-batches with Megatron's schedules: forward, and backward for losses.
 
-Megatron divides a loss by the number of micro-batches, and gradients by that of the data-parallel
-ranks. Losses here are divided by the numbers of the whole step already, so both must not happen:
-`calculate_per_token_loss` turns both off, and `sum_gradients` leaves out the division by tokens
-that it asks for instead.
+Megatron divides a loss by the number of micro-batches, and gradients by the number of data-parallel
+ranks. Losses are already divided by counts of the whole step, so `calculate_per_token_loss`
+disables both, and `sum_gradients` omits the division by tokens that this option implies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,28 +17,27 @@ from nemo_rl_core.backends.training.megatron.packed import hidden_states
 from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch
 
 Consume = Callable[[torch.Tensor, MegatronMicrobatch], tuple[torch.Tensor, Any]]
-"""Of `[M, D]` hidden states (of `own_places`) and their part: a loss, and what is to be kept."""
+"""From `[M, D]` hidden states (at `own_positions`) and their part to a loss and a result."""
 
 
 def sum_gradients(chunks: list[Any], num_tokens: object = None, **groups: Any) -> None:
-    """Sums gradients over all ranks that share a weight; divides by nothing."""
+    """Sums gradients over all ranks that share a weight; without division."""
     finalize_model_grads(chunks, None, **groups)
 
 
 def run_parts(
     chunks: list[Any], parts: Sequence[MegatronMicrobatch], consume: Consume, *, forward_only: bool
 ) -> list[Any]:
-    """Runs all micro-batches, and adds up the gradients of their losses unless `forward_only`.
+    """Runs all micro-batches, and accumulates the gradients of their losses unless `forward_only`.
 
     Args:
         chunks: This rank's chunks of the model.
         parts: The same number of them on every rank, at least one.
-        consume: Called on the last pipeline stage, once for each part that is no filler.
+        consume: Called on the last pipeline stage, once for each part except fillers.
         forward_only: Neither keeps activations nor computes gradients.
 
     Returns:
-        What `consume` wants kept, in the order of the parts that are no fillers; on other stages
-        nothing.
+        Results of `consume` in the order of the parts, without fillers; empty on other stages.
     """
     iterators = [iter(parts) for _ in chunks]
     with torch.set_grad_enabled(not forward_only):
@@ -48,8 +46,8 @@ def run_parts(
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(parts),
-            # Micro-batches differ in rows and lengths, so stages tell each other the shapes
-            # (`variable_seq_lengths`), and these two are read by nobody.
+            # Micro-batches differ in rows and lengths, so stages exchange the shapes
+            # (`variable_seq_lengths`), and these two are not used.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -67,7 +65,7 @@ def _forward_step(
         def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             # A filler's backward pass runs too: other ranks wait for it.
             loss, kept = consume(hidden, part) if part.indices else (hidden.sum() * 0, None)
-            # Read by nobody: see `sum_gradients`.
+            # Not used: see `sum_gradients`.
             num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
             return loss, num_tokens, kept
 

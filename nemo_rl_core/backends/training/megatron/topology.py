@@ -1,8 +1,8 @@
-"""Which ranks share what: Megatron's process groups for one layout, set up and torn down.
+"""Set-up and tear-down of Megatron's process groups for a layout.
 
-The order of the axes is Megatron's own default, which is that of the whole project, slowest first:
-pipeline, data, context, tensor. `rank = ((pp * DP + dp) * CP + cp) * TP + tp`. Experts lie over the
-data ranks: neighbouring ones (after tensor ranks) hold different experts.
+The order of the axes is Megatron's default, as in the whole project, slowest first: pipeline, data,
+context, tensor. `rank = ((pp * DP + dp) * CP + cp) * TP + tp`. Experts are distributed over data
+ranks: neighbouring ones (after tensor ranks) hold different experts.
 """
 
 import random
@@ -16,24 +16,24 @@ from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.process_group import join_process_group
 from nemo_rl_core.errors import ConfigError
 
-_standing: tuple[object, dict[str, int | None]] | None = None
-"""The process group and the sizes for which Megatron's groups stand."""
+_current_layout: tuple[object, dict[str, int | None]] | None = None
+"""The process group and the sizes of the current Megatron groups."""
 
 
 def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
-    """Joins the ranks and makes Megatron's groups, unless they are there from an earlier set-up.
+    """Joins the ranks and creates Megatron's groups, unless an earlier set-up created them.
 
-    Another layout that was there before is torn down. Its groups, with their connections, threads
-    and buffers, last as long as the process does, which is why the same ones are kept.
+    A previous, different layout is torn down. Process groups, with their connections, threads and
+    buffers, exist until the process ends, so groups of the same layout are reused.
 
     Args:
-        training: The sizes of the axes; data parallelism takes the ranks that are left.
-        seed: Of every random generator, Megatron's own included.
+        training: The sizes of the axes; data parallelism takes the remaining ranks.
+        seed: Seed of every random generator, Megatron's included.
 
     Raises:
-        ConfigError: If the number of ranks is no multiple of what one replica takes.
+        ConfigError: If the number of ranks is not a multiple of a replica's ranks.
     """
-    global _standing  # noqa: PLW0603  (Megatron's groups are global, too)
+    global _current_layout  # noqa: PLW0603  (Megatron's groups are global, too)
     run_on_cpu_where_cuda_is_absent()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -49,10 +49,10 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
         "expert_model_parallel_size": training.expert_parallel_size,
     }
     layout = dist.group.WORLD, sizes
-    if _standing != layout:
+    if _current_layout != layout:
         tear_down_topology()
         parallel_state.initialize_model_parallel(**sizes, order="tp-cp-ep-dp-pp")
-        _standing = layout
+        _current_layout = layout
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -60,11 +60,11 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
 
 
 def tear_down_topology() -> None:
-    """Leaves Megatron's groups, but not the process group itself; without any, does nothing."""
-    global _standing  # noqa: PLW0603
+    """Leaves Megatron's groups, but not the process group itself; no-op without groups."""
+    global _current_layout  # noqa: PLW0603
     from megatron.core import parallel_state
 
-    _standing = None
+    _current_layout = None
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 
@@ -80,11 +80,11 @@ def _refuse_indivisible_world(training: MegatronTraining, num_ranks: int) -> Non
             got=f"{num_ranks} ranks",
             fix="change the number of workers or a size of MegatronTraining",
         )
-    # Experts are spread over the data and context ranks; each is split over the tensor ranks.
+    # Experts are distributed over the data and context ranks; each is split over the tensor ranks.
     sharing = num_ranks // (training.tensor_parallel_size * training.pipeline_parallel_size)
     if sharing % training.expert_parallel_size:
         raise ConfigError(
-            "the experts cannot be spread over the data-parallel ranks",
+            "the experts cannot be distributed over the data-parallel ranks",
             expected=f"an expert_parallel_size that divides {sharing}",
             got=str(training.expert_parallel_size),
             fix="change the number of workers or expert_parallel_size",

@@ -1,8 +1,8 @@
-"""Transformers weights into this rank's Megatron chunks and back, tensor by tensor.
+"""Loading and export of transformers weights for this rank's Megatron chunks.
 
-Loading reads from the safetensors files only the slices that this rank holds. Export gathers one
-tensor at a time over tensor, expert and pipeline ranks. Neither has more than one transformers
-tensor in memory beside the model.
+Loading reads only this rank's slices from the safetensors files. Export gathers one tensor at a
+time over tensor, expert and pipeline ranks. Neither has more than one transformers tensor in memory
+beside the model.
 """
 
 from abc import ABC, abstractmethod
@@ -30,16 +30,16 @@ _HEAD = "lm_head.weight"
 
 
 def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]) -> None:
-    """Fills this rank's parameters, cast to their own type, with weights in transformers' layout.
+    """Fills this rank's parameters, in their own dtype, with weights in transformers' layout.
 
     Args:
-        chunks: As `build_model` gives them.
+        chunks: This rank's chunks, as `build_model` returns them.
         source: A folder with `model.safetensors`, or with several and their index; or whole tensors
             by name.
 
     Raises:
-        ModelError: If the source lacks a weight, or holds a surplus one, one of another shape or,
-            in what this rank reads, one that is not finite.
+        ModelError: If the source lacks a weight, or has one that is surplus, of another shape or,
+            in this rank's slices, not finite.
     """
     config = chunks[0].config
     filled = set()
@@ -49,7 +49,7 @@ def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]
     if isinstance(source, Path):
         check_folder(empty_model(source, "lm"), source)
     else:
-        # A tied head may come beside the embedding that it is.
+        # A tied head may be listed beside the embedding.
         refuse_wrong_weights(tensors.called, surplus=tensors.names - expected - {_HEAD})
     with torch.no_grad():
         for entry in _entries(chunks):
@@ -71,21 +71,21 @@ def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]
             parameter.copy_(weight)
             filled.add((entry.chunk, rule.megatron))
     held = {
-        (place, name) for place, chunk in enumerate(chunks) for name, _ in chunk.named_parameters()
+        (index, name) for index, chunk in enumerate(chunks) for name, _ in chunk.named_parameters()
     }
     assert filled == held, f"not in the tables: {sorted(held ^ filled)}"
 
 
 @torch.no_grad()
 def iter_hf_weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights of the model under transformers' names, each whole, on every rank.
+    """Yields all weights of the model whole, under transformers' names, on every rank.
 
     A collective: every rank of the replica must iterate to the end. In the order of transformers'
-    modules; tied weights come once. A tensor may share memory with a parameter: who keeps it over
-    an optimizer step copies it.
+    modules; tied weights come once. A tensor may share memory with a parameter: copy it to keep it
+    over an optimizer step.
 
     Args:
-        chunks: As `build_model` gives them.
+        chunks: This rank's chunks, as `build_model` returns them.
     """
     config, hf_config = chunks[0].config, chunks[0].hf_config
     for entry in _entries(chunks):
@@ -125,7 +125,7 @@ def _tensor_group(entry: Entry) -> dist.ProcessGroup:
 
 
 def _whole(part: torch.Tensor | None, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
-    """From this rank's slice, or None where it holds none, the whole tensor on every rank."""
+    """Gathers the whole tensor on every rank from this rank's slice, or None if it holds none."""
     from megatron.core import parallel_state
 
     whole = part
@@ -144,7 +144,7 @@ def _whole(part: torch.Tensor | None, entry: Entry, dtype: torch.dtype) -> torch
 def _broadcast(
     tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`tensor` of the rank `source` of the group, on every rank of it."""
+    """Broadcasts `tensor` from the rank `source` of the group."""
     if group.size() == 1:
         assert tensor is not None
         return tensor
@@ -164,17 +164,17 @@ class _Slices(ABC):
     """Whole tensors of which a rank reads its slices."""
 
     called: str
-    """What messages call them."""
+    """Name of the tensors' source in error messages."""
     names: Set[str]
 
     def read(self, name: str, rule: Rule, rank: int, num_ranks: int) -> torch.Tensor:
-        """The slice of a tensor that one of `num_ranks` tensor-parallel ranks holds."""
+        """Reads the slice of a tensor for one of `num_ranks` tensor-parallel ranks."""
         tensor, shape = self._whole(name)
         if rule.split is None:
             return _tensor(tensor[:])
         size = shape[rule.split]
         share = -(-size // num_ranks) if rule.padded else size // num_ranks
-        start, end = (min(place * share, size) for place in (rank, rank + 1))
+        start, end = (min(index * share, size) for index in (rank, rank + 1))
         if rule.split == 1:
             return _tensor(tensor[:, start:end])
         rows = _tensor(tensor[start:end])
@@ -184,13 +184,13 @@ class _Slices(ABC):
 
     @abstractmethod
     def _whole(self, name: str) -> tuple[Any, Sequence[int]]:
-        """What gives slices of a tensor, and its shape."""
+        """Returns an object that slices the tensor, and the tensor's shape."""
 
 
 class _Tensors(_Slices):
-    """In memory."""
+    """Tensors in memory."""
 
-    called = "what the trainer sent"
+    called = "the trainer's weight transfer"
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors, self.names = tensors, tensors.keys()

@@ -1,8 +1,8 @@
-"""Sharded state to disk while training goes on: copied at once, written by a thread.
+"""Background writing of sharded state: copied at once, written by a thread.
 
-Megatron plans who writes what, and would have forked processes write it. Here a thread of this
-process writes copies instead: a fork of a process that computes may find a lock taken for ever. The
-thread does not communicate; what ranks have to agree on waits for `finish`, which all of them call.
+Megatron plans the shards and would write them in forked processes. Here a thread writes copies
+instead, since a fork of a computing process may deadlock on a held lock. The thread does not
+communicate; collectives wait for `finish`, which all ranks call.
 """
 
 import queue
@@ -25,13 +25,13 @@ _FORMAT, _VERSION = "torch_dist", 1
 
 
 class Writing:
-    """One save under way. To make it and to `finish` are collectives of all ranks.
+    """A save in progress. Creation and `finish` are collectives of all ranks.
 
-    What is written is the state of this moment, to the bit, and equal states are equal bytes.
+    Writes the state at creation, bit-identically; equal states give equal bytes.
 
     Args:
-        folder: Seen by all ranks; it is there.
-        state: This rank's sharded state, as Megatron's `dist_checkpointing` takes it.
+        folder: An existing path that all ranks share.
+        state: This rank's sharded state for Megatron's `dist_checkpointing`.
     """
 
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
@@ -44,35 +44,35 @@ class Writing:
         executor.shutdown(wait=False)
 
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to write, or has failed to."""
+        """Returns True if this rank has nothing left to write, or failed."""
         return self._written.done()
 
     def finish(self) -> None:
-        """Waits for all ranks, and writes down which of them wrote what, and where.
+        """Waits for all ranks, and writes the metadata of all shards.
 
         Raises:
-            StoreError: If the disk of any rank refused; on every rank.
+            StoreError: If writing failed on any rank; raised on every rank.
         """
         results: list[Any] = [None] * dist.get_world_size()
         error = self._written.exception()
         own = self._written.result() if error is None else f"{type(error).__name__}: {error}"
         dist.gather_object(own, results if dist.get_rank() == 0 else None)
 
-        def describe() -> None:
+        def write_metadata() -> None:
             for rank, found in enumerate(results):
                 if isinstance(found, str):
                     raise OSError(f"on rank {rank}: {found}")
-            self._strategy.describe(results)
+            self._strategy.write_metadata(results)
             save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
 
-        on_rank_0(describe)
+        on_rank_0(write_metadata)
 
 
 def on_rank_0(action: Callable[[], None]) -> None:
-    """Does something with files on one rank; the others wait until it is done.
+    """Runs a file operation on rank 0 while the others wait.
 
     Raises:
-        StoreError: If the disk refuses; on every rank.
+        StoreError: If the operation fails; raised on every rank.
     """
     error = [""]
     if dist.get_rank() == 0:
@@ -86,11 +86,11 @@ def on_rank_0(action: Callable[[], None]) -> None:
 
 
 class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's sharded format, a file from each rank."""
+    """Megatron's sharded format, one file per rank."""
 
     def __init__(self) -> None:
         super().__init__(_FORMAT, _VERSION, thread_count=1)
-        # Else a process is started that hands on what forked writers report.
+        # Otherwise a process is started for the results of forked writers.
         filesystem_async._results_queue = queue.SimpleQueue()
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
@@ -104,10 +104,10 @@ class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return AsyncRequest(None, (), [])
 
     def write(self) -> list[WriteResult]:
-        """Writes the copies of this rank; what of them lies where.
+        """Writes this rank's copies and returns their locations.
 
         Raises:
-            OSError: If the disk refuses.
+            OSError: If writing fails.
         """
         written: list[WriteResult] = []
         for number, bucket in enumerate(self._buckets):
@@ -124,9 +124,9 @@ class _CopyingStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self._buckets.clear()
         return written
 
-    def describe(self, results: list[list[WriteResult]]) -> None:
-        """Writes `.metadata`, on the rank that has planned for all."""
-        # Else it names the folder and a random id.
+    def write_metadata(self, results: list[list[WriteResult]]) -> None:
+        """Writes `.metadata`, on the planning rank."""
+        # Otherwise it contains the folder and a random id.
         self._writer.storage_meta = lambda: None
         self._writer.finish(self._metadata, results)
 

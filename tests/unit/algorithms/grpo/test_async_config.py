@@ -1,4 +1,4 @@
-"""What sampling ahead needs, and what it brings with it."""
+"""Requirements and defaults of asynchronous GRPO."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def test_stale_samples_are_weighted_unless_the_loss_says_otherwise() -> None:
     assert ahead.loss.importance == TruncatedImportance()
     assert ahead.asynchronous is not None
     assert ahead.asynchronous.max_staleness == 1
-    said = {"asynchronous": {}, "loss": {"clip_high": 0.3, "importance": None}}
-    assert GRPOConfig.model_validate(said).loss.importance is None
+    values = {"asynchronous": {}, "loss": {"clip_high": 0.3, "importance": None}}
+    assert GRPOConfig.model_validate(values).loss.importance is None
     other = {"asynchronous": {}, "loss": {"clip_high": 0.3}}
     assert GRPOConfig.model_validate(other).loss.importance == TruncatedImportance()
     # A config that crosses Flyte comes back as it was.

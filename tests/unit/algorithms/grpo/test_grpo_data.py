@@ -173,7 +173,7 @@ def test_kl_in_the_reward_is_measured_by_the_spread_of_the_outcomes():
 
 @pytest.mark.parametrize("beta", [1e-4, 0.01, 1.0])
 def test_kl_alone_does_not_tell_equal_outcomes_apart(beta):
-    # The case of math.md: divided by its own spread, the KL would count in full whatever beta is.
+    # The case of math.md: divided by its own std, the KL would count in full for any beta.
     batch = with_logprobs(batch_of(rollout(1.0), rollout(1.0, length=2)))
     loss = {"kl": {"kind": "k1", "beta": beta, "place": "in_reward"}}
     found = advantages(batch, advantage={"kind": "group_normalized"}, loss=loss)

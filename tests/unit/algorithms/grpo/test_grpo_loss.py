@@ -121,7 +121,7 @@ def test_a_valid_sequence_without_tokens_adds_nothing_but_counts(reduction):
 @pytest.mark.parametrize(
     ("kind", "value", "gradient"),
     [
-        # cur = -1, ref = -1 - ln2, d = -ln2: the gradient is -d, whatever the estimate
+        # cur = -1, ref = -1 - ln2, d = -ln2: the gradient is -d for any estimate
         ("k1", LN2, LN2),
         ("k2", LN2**2 / 2, LN2),
         ("k3", LN2 - 0.5, LN2),

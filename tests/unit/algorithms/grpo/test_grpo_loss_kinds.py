@@ -1,4 +1,4 @@
-"""What each kind, correction, reduction and bonus makes of a loss and its metrics, by hand."""
+"""Losses and metrics of each kind, correction, reduction and bonus, computed by hand."""
 
 import math
 
@@ -60,7 +60,7 @@ def test_cispo():
     # ratios 1/2 -> 0.6 and 2 -> 1.5: -0.6 * -ln2 and -4 * 1.5 * -2
     assert loss == pytest.approx((0.6 * LN2 + 12) / 2)
     assert gradient[0] == pytest.approx([-0.3, -3])
-    # whatever the advantage's sign, the bound changes the weight
+    # for both signs of the advantage, the bound changes the weight
     assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0.5, 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Every preset is a valid config that says what its paper says."""
+"""Every preset is a valid config with the values of its paper."""
 
 import pytest
 

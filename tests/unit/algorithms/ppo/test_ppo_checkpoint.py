@@ -12,7 +12,7 @@ from nemo_rl_core.trainers.loop import SavesInBackground
 
 @dataclass
 class Writer:
-    """A model whose checkpoint is written when it is told so."""
+    """A model whose checkpoint is written on request."""
 
     is_written: bool = False
     error: Exception | None = None

@@ -193,7 +193,7 @@ def test_equal_states_are_equal_bytes_saved_before_going_on_or_meanwhile_or_load
 
 
 class Foreign:
-    """What a tampered checkpoint might hold: it calls something when it is unpickled."""
+    """A malicious checkpoint entry: unpickling calls a function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (print, ("unpickled",))

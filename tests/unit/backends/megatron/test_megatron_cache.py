@@ -110,8 +110,8 @@ def cached_logits(backend: Any, **options: int) -> torch.Tensor:
     from nemo_rl_core.backends.training.megatron.kv_cache import KeyValueCache
 
     ids, mask = padded_on_the_left(PROMPTS)
-    padding, num_places = (mask == 0).sum(dim=1), 7 + FORCED.shape[1]
-    cache = KeyValueCache(backend._models[0], padding, num_places, **options)
+    padding, num_slots = (mask == 0).sum(dim=1), 7 + FORCED.shape[1]
+    cache = KeyValueCache(backend._models[0], padding, num_slots, **options)
     steps = [backend._next_logits(cache, ids)]
     rows = torch.arange(len(PROMPTS))
     for step, tokens in enumerate(FORCED.T):
@@ -157,7 +157,7 @@ def test_cached_logits_and_tokens_at_every_layout(folders: dict[str, Path]) -> N
             "in parts": cached_logits(backend, most_scores=2 * 4 * 7 * 7),
             "plain": plain_logits(backend),
             "greedy": [sequences(one, EVERY, greedy=True) for one in (backend, reference)],
-            "drawn": [sequences(one, EVERY, greedy=False) for one in (backend, reference)],
+            "sampled": [sequences(one, EVERY, greedy=False) for one in (backend, reference)],
             "alone": [sequences(backend, [row], greedy=False)[0] for row in EVERY],
         }
 
@@ -174,10 +174,10 @@ def test_cached_logits_and_tokens_at_every_layout(folders: dict[str, Path]) -> N
             for way in ("cached", "in parts"):
                 error = ((rank[way] - plain).abs().max() / largest).item()
                 assert error < 1e-5, (name, layout, way, error)
-            for kind in ("greedy", "drawn"):
+            for kind in ("greedy", "sampled"):
                 own, expected = rank[kind]
                 assert own == expected, (name, layout, kind)
-            assert rank["alone"] == rank["drawn"][0], (name, layout)
+            assert rank["alone"] == rank["sampled"][0], (name, layout)
 
 
 @pytest.fixture(scope="module")

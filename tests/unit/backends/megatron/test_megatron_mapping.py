@@ -39,7 +39,7 @@ def test_gate_comes_before_up() -> None:
 def test_slices_of_ranks_fuse_to_slices_of_the_whole(
     groups: int, queries: int, head: int, ranks: int
 ) -> None:
-    """What `fuse` makes of one rank's rows is that rank's rows of the whole fused weight."""
+    """`fuse` of one rank's rows gives that rank's rows of the whole fused weight."""
     config = SimpleNamespace(
         kv_channels=head,
         num_attention_heads=ranks * groups * queries,

@@ -1,4 +1,4 @@
-"""What two ranks of the Megatron backend agree on: masks, parts of rows, failures, files."""
+"""Agreement of two Megatron ranks: masks, parts of rows, failures, files."""
 
 import hashlib
 from pathlib import Path
@@ -37,13 +37,13 @@ def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
 
 
 def places_of_this_rank() -> list[int]:
-    from nemo_rl_core.backends.training.megatron.packed import own_places
+    from nemo_rl_core.backends.training.megatron.packed import own_positions
     from nemo_rl_core.backends.training.megatron.topology import initialize_topology
 
     initialize_topology(CONTEXT)
     ids = torch.zeros(2, 4, dtype=torch.long)
     plan = Microbatch(rows=((0,), (1,)), row_length=4)
-    return own_places(pack(ids, torch.tensor([4, 3]), plan)).tolist()
+    return own_positions(pack(ids, torch.tensor([4, 3]), plan)).tolist()
 
 
 def refused_rows() -> tuple[type[Exception], str]:
@@ -68,7 +68,7 @@ def shards(value: float) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def written_while_it_changes(path: Path) -> list[float]:
-    """What is read of a state that was changed before the save was finished."""
+    """Reads a state that was changed before its save was finished."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 

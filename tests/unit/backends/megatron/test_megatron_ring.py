@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.backends.training.megatron.ring import ring_borders, ring_places
+from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
 
 
 def positions(lengths: list[int]) -> torch.Tensor:
@@ -14,15 +14,15 @@ def positions(lengths: list[int]) -> torch.Tensor:
 
 def test_a_rank_takes_a_part_from_the_front_and_one_from_the_back() -> None:
     ids = positions([5, 2])  # filled up to 8 and 4, in four parts of 2 and of 1
-    assert ring_borders(ids, 2, 1).tolist() == [0, 8, 12]
-    assert ring_places(ids, 2, 0, 1).tolist() == [0, 1, -1, -1, 5, -1]
-    assert ring_places(ids, 2, 1, 1).tolist() == [2, 3, 4, -1, 6, -1]
+    assert ring_boundaries(ids, 2, 1).tolist() == [0, 8, 12]
+    assert ring_positions(ids, 2, 0, 1).tolist() == [0, 1, -1, -1, 5, -1]
+    assert ring_positions(ids, 2, 1, 1).tolist() == [2, 3, 4, -1, 6, -1]
 
 
 def test_alone_a_rank_has_all_places_and_no_filler() -> None:
     ids = positions([3, 1, 4])
-    assert ring_borders(ids, 1, 2).tolist() == [0, 3, 4, 8]
-    assert ring_places(ids, 1, 0, 2).tolist() == list(range(8))
+    assert ring_boundaries(ids, 1, 2).tolist() == [0, 3, 4, 8]
+    assert ring_positions(ids, 1, 0, 2).tolist() == list(range(8))
 
 
 @pytest.mark.thorough
@@ -38,10 +38,10 @@ def test_every_token_has_one_rank_and_stands_where_megatron_rotates_it(
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
     ids, table = positions(lengths), torch.arange(100)
-    sizes = ring_borders(ids, num_ranks, num_tensor).diff() // num_ranks
+    sizes = ring_boundaries(ids, num_ranks, num_tensor).diff() // num_ranks
     found = []
     for rank in range(num_ranks):
-        places = ring_places(ids, num_ranks, rank, num_tensor)
+        places = ring_positions(ids, num_ranks, rank, num_tensor)
         assert len(places) % num_tensor == 0
         parts = [torch.zeros(size) for size in sizes.tolist()]
         rotated = torch.cat(

@@ -112,10 +112,10 @@ def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() ->
             state.get_tensor_model_parallel_rank(),
         )
         initialize_topology(MegatronTraining(expert_parallel_size=2), seed=7)
-        drawn = torch.rand(2).tolist()
+        sampled = torch.rand(2).tolist()
         initialize_topology(MegatronTraining(expert_parallel_size=2), seed=7)
         with get_cuda_rng_tracker().fork():
-            drawn_again = torch.rand(2).tolist()
+            sampled_again = torch.rand(2).tolist()
         experts = state.get_data_parallel_rank(), state.get_expert_model_parallel_rank()
         tear_down_topology()
         tear_down_topology()
@@ -128,7 +128,7 @@ def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() ->
         return {
             "dense": dense,
             "experts": experts,
-            "same draws": drawn == drawn_again,
+            "same samples": sampled == sampled_again,
             "refusal": refusal,
             "device": str(torch.cuda.current_device()),
             "literal": schedules.torch.zeros([], device="cuda").device.type,
@@ -141,7 +141,7 @@ def test_ranks_lie_in_the_projects_order_and_layouts_can_follow_one_another() ->
     assert [found["dense"] for found in results] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
     assert [found["experts"] for found in results] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     for found in results:
-        assert found["same draws"]
+        assert found["same samples"]
         assert "a multiple of 3 ranks" in str(found["refusal"])
         assert found["device"] == found["literal"] == "cpu"
         assert found["type"] == "torch.cuda.FloatTensor"

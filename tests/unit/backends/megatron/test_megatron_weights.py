@@ -83,7 +83,7 @@ IDS = torch.randint(0, 49, (2, 12), generator=torch.Generator().manual_seed(3))
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank found for one model at one layout."""
+    """Results of one rank for one model at one layout."""
 
     num_weights: int
     unequal: list[str]

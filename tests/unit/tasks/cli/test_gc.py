@@ -1,4 +1,4 @@
-"""What the user of `nemo-rl gc` sees, and the cache of flytekit, which points into the store."""
+"""Output of `nemo-rl gc`, and flytekit's cache, which points into the store."""
 
 import shutil
 from pathlib import Path
@@ -63,29 +63,29 @@ def run_folder(own_store: Path) -> Path:
 def test_a_pin_keeps_a_run(run_folder: Path) -> None:
     runner = CliRunner()
     assert runner.invoke(gc, ["--pin", "2020"]).output == f"pinned {run_folder.name}\n"
-    told = runner.invoke(gc, ["--keep-runs", "0", "--yes"])
-    assert (told.exit_code, run_folder.exists()) == (0, True)
+    result = runner.invoke(gc, ["--keep-runs", "0", "--yes"])
+    assert (result.exit_code, run_folder.exists()) == (0, True)
     assert runner.invoke(gc, ["--unpin", "2020"]).output == f"unpinned {run_folder.name}\n"
-    told = runner.invoke(gc, ["--keep-runs", "0", "--yes"])
-    assert "freed" in told.output
+    result = runner.invoke(gc, ["--keep-runs", "0", "--yes"])
+    assert "freed" in result.output
     assert not run_folder.exists()
 
 
 def test_a_dry_run_removes_nothing_and_no_terminal_is_not_asked(run_folder: Path) -> None:
     runner = CliRunner()
-    told = runner.invoke(gc, ["--older-than", "30d", "--dry-run"])
-    assert f"run        16.0 KiB  {run_folder.name}\n" in told.output
-    told = runner.invoke(gc, ["--older-than", "30d"])
-    assert told.exit_code == 2
-    assert "--yes" in told.output
+    result = runner.invoke(gc, ["--older-than", "30d", "--dry-run"])
+    assert f"run        16.0 KiB  {run_folder.name}\n" in result.output
+    result = runner.invoke(gc, ["--older-than", "30d"])
+    assert result.exit_code == 2
+    assert "--yes" in result.output
     assert run_folder.exists()
 
 
 def test_a_size_that_cannot_be_reached_is_said(run_folder: Path) -> None:
     (run_folder / "pinned").touch()
-    told = CliRunner().invoke(gc, ["--max-size", "1KiB", "--yes"])
-    assert told.exit_code == 1
-    assert "still takes" in told.output
+    result = CliRunner().invoke(gc, ["--max-size", "1KiB", "--yes"])
+    assert result.exit_code == 1
+    assert "still takes" in result.output
 
 
 def test_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArti
 from tasks.cli.card import card
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
-from tasks.cli.reproduction import doubts_about, maker_of
+from tasks.cli.reproduction import differences_from, run_of
 from tasks.cli.runs import runs
 from tasks.platform.recorder import RunFailed
 from tasks.platform.stage import cached_task, make
@@ -165,21 +165,21 @@ def test_a_card_to_a_file(ran: Ran, tmp_path: Path) -> None:
 
 def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
     with History(Store.default()) as history:
-        execution = maker_of(history, history.find_artifact(ran.artifact.folder.name))
-    assert doubts_about(execution).bits == ()
+        execution = run_of(history, history.find_artifact(ran.artifact.folder.name))
+    assert differences_from(execution).bits == ()
     here = Machine.current()
     then = here.model_dump() | {
         "cpu_model": "another",
         "instruction_set": f"{here.instruction_set} amx_of_then",
         "threads": here.threads + 6,
     }
-    assert doubts_about(replace(execution, machine=then)).bits == (
+    assert differences_from(replace(execution, machine=then)).bits == (
         f"the processor was another and is {here.cpu_model}",
-        "its vector extensions differ (then alone amx_of_then, now alone none)",
+        "its vector extensions differ (only then amx_of_then, only now none)",
         f"libraries took {here.threads + 6} threads and take {here.threads}",
     )
     older = {"cpu_model": here.cpu_model, "cores": here.cores}  # records had no more
-    assert doubts_about(replace(execution, machine=older)).bits == ()
+    assert differences_from(replace(execution, machine=older)).bits == ()
 
 
 def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path
     used = tmp_path / "used"
     used.mkdir()
     (used / "file").touch()
-    told = CliRunner().invoke(reproduce, [ran.artifact.folder.name, "--store", str(used)])
-    assert "note: the processor was another and is" in told.stderr
-    assert "note: bits are the same on machines of one kind" in told.stderr
+    result = CliRunner().invoke(reproduce, [ran.artifact.folder.name, "--store", str(used)])
+    assert "note: the processor was another and is" in result.stderr
+    assert "note: bits are the same on machines of one kind" in result.stderr
 
 
 def test_nothing_is_run_again_where_it_cannot_be_the_same(
