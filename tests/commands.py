@@ -99,7 +99,7 @@ def run(
     recipe: dict[str, Any] | None,
     store: Path,
     workflow: tuple[str, str] = GRPO,
-    timeout_seconds: float = 500,
+    timeout_seconds: float = 1500,
 ) -> Run:
     began = time.monotonic()
     process = start(recipe, store, workflow)

@@ -37,7 +37,7 @@ def run_iteration(store: Path, *, save_every_num_steps: int) -> Iteration:
     """When it saves changes no weight, but is a reason to train again; the rest is cached."""
     grpo = {**SMALL["grpo"], "save_every_num_steps": save_every_num_steps}
     before = iterations(store)
-    finished = run({**SMALL, "grpo": grpo}, store, timeout_seconds=400)
+    finished = run({**SMALL, "grpo": grpo}, store)
     assert finished.exit_code == 0, finished.output[-3000:]
     (made,) = iterations(store) - before
     return Iteration(finished.output, made)

@@ -184,7 +184,7 @@ def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path
     assert [again.load(step) for step in (1, 2)] == [recorded(game).load(step) for step in (1, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ppo_learns_from_turns_and_is_replayed(
     session: ClusterSession, speaker: Path, tmp_path: Path
 ) -> None:

@@ -117,7 +117,12 @@ def setup_with(setup: GenerationSetup, config: Any) -> GenerationSetup:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["hf", "vllm", pytest.param("streaming", marks=pytest.mark.thorough)]
+    "kind",
+    [
+        pytest.param("hf", marks=pytest.mark.thorough),
+        "vllm",
+        pytest.param("streaming", marks=pytest.mark.thorough),
+    ],
 )
 def test_an_engine_holds_what_the_policy_has_to_the_bit(
     kind: str,

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,13 @@ def in_transformers(folder: Path, *, plain: bool) -> list[str]:
     return answers
 
 
+def small_vllm() -> None:
+    """Sets the variables in the calling rank, which has the environment of the fork server."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+
+
 def in_vllm(folder: Path, *, plain: bool) -> list[str]:
+    small_vllm()
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(folder), dtype="float32", max_model_len=128, enforce_eager=True)
@@ -175,11 +182,7 @@ def test_the_card_says_how_to_ask_it_in_transformers(kind: str, tmp_path: Path) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [*KINDS, "wheel"])
-def test_vllm_gives_the_same_answers(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+def test_vllm_gives_the_same_answers(kind: str, tmp_path: Path) -> None:
     folder = {**KINDS, "wheel": from_wheel}[kind](tmp_path)
     answers = in_chat(folder)
     if has_template(folder):
@@ -192,12 +195,13 @@ def test_vllm_gives_the_same_answers(
 
 
 @pytest.mark.thorough
-def test_the_card_says_how_to_ask_it_in_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+def test_the_card_says_how_to_ask_it_in_vllm(tmp_path: Path) -> None:
     folder = from_config(tmp_path)
-    (printed,) = run_ranks(lambda: by_the_card(folder, "vllm"), world_size=1)
+
+    def printed_by_the_card() -> str:
+        small_vllm()
+        return by_the_card(folder, "vllm")
+
+    (printed,) = run_ranks(printed_by_the_card, world_size=1)
     # vLLM's own log and progress come before it.
     assert printed.splitlines()[-1] == Chat(folder, max_new_tokens=64).answer(SUMS[0])
