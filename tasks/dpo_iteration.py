@@ -24,9 +24,9 @@ def dpo_iteration(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
-        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.base import RunSpec
 
-        job = Job(
+        spec = RunSpec(
             train=pairs.folder,
             start=start.model_folder,
             work=folder,
@@ -36,7 +36,7 @@ def dpo_iteration(
             resume=start.folder if iteration > 1 else None,
             iteration=iteration,
         )
-        result = DPOTrainer(config).run(job)
+        result = DPOTrainer(config).run(spec)
         summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
         return result.made(summary=summary, deck=deck)
 

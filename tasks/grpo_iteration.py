@@ -39,9 +39,9 @@ def grpo_iteration(
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
         from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
-        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.base import RunSpec
 
-        job = Job(
+        spec = RunSpec(
             train=train.folder,
             start=start.model_folder,
             work=folder,
@@ -52,7 +52,7 @@ def grpo_iteration(
             reward_model=reward_model.model_folder if reward_model else None,
         )
         trainer = GRPOTrainer if config.grpo.asynchronous is None else AsyncGRPOTrainer
-        result = trainer(config).run(job)
+        result = trainer(config).run(spec)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
         return result.made(summary=summary, deck=deck)

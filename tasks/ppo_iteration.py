@@ -34,9 +34,9 @@ def ppo_iteration(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
-        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.base import RunSpec
 
-        job = Job(
+        spec = RunSpec(
             train=train.folder,
             start=start.model_folder,
             work=folder,
@@ -45,7 +45,7 @@ def ppo_iteration(
             resume=start.folder if iteration > 1 else None,
             iteration=iteration,
         )
-        result = PPOTrainer(config).run(job)
+        result = PPOTrainer(config).run(spec)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
         return result.made(summary=summary, deck=deck)

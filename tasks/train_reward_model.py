@@ -21,15 +21,15 @@ def train_reward_model(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.reward_model.trainer import RewardModelTrainer
-        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.base import RunSpec
 
-        job = Job(
+        spec = RunSpec(
             train=pairs.folder,
             start=base.model_folder,
             work=folder,
             validation=validation.folder if validation else None,
         )
-        result = RewardModelTrainer(config).run(job)
+        result = RewardModelTrainer(config).run(spec)
         summary, deck = curves(folder, ("accuracy", "loss", "margin", "grad_norm"))
         return result.made(summary=summary, deck=deck)
 

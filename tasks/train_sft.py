@@ -19,15 +19,15 @@ def train_sft(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
-        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.base import RunSpec
 
-        job = Job(
+        spec = RunSpec(
             train=train.folder,
             start=base.model_folder,
             work=folder,
             validation=validation.folder if validation else None,
         )
-        result = SFTTrainer(config.model_dump()).run(job)
+        result = SFTTrainer(config.model_dump()).run(spec)
         summary, deck = curves(folder, ("loss", "grad_norm"))
         # Steps are counted from the end of the supervised start.
         return replace(result.made(summary=summary, deck=deck), step=0)

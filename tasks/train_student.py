@@ -24,16 +24,16 @@ def train_student(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
-        from nemo_rl_core.trainers.base import Job
+        from nemo_rl_core.trainers.base import RunSpec
 
-        job = Job(
+        spec = RunSpec(
             train=train.folder,
             start=student.model_folder,
             work=folder,
             validation=validation.folder if validation else None,
             reference=teacher.model_folder,
         )
-        result = DistillationTrainer(config).run(job)
+        result = DistillationTrainer(config).run(spec)
         summary, deck = curves(folder, _CURVES)
         deck += last_rollouts(folder)
         return result.made(summary=summary, deck=deck)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 
@@ -33,7 +33,7 @@ def replay(trainer: Any, result: TrainResult, records: Path, work: Path) -> list
     parents = {parent.stage: Path(parent.path) for parent in Manifest.read(result.folder).parents}
     start = parents["prepare_model"] / "model"
     work.mkdir()
-    job = Job(
+    spec = RunSpec(
         train=parents["prepare_data train"],
         start=start,
         work=work,
@@ -41,7 +41,7 @@ def replay(trainer: Any, result: TrainResult, records: Path, work: Path) -> list
         replay=records,
     )
     watch = Watch()
-    trainer.run(job, callbacks=[watch])
+    trainer.run(spec, callbacks=[watch])
     assert trainer.sampler is None
     return watch.metrics
 

@@ -128,7 +128,7 @@ def refuse_without_scalar_head(training: TrainingConfig) -> None:
 
 
 class RolloutLimits(FrozenConfig):
-    """Where a rollout is cut, and how many failures a run puts up with.
+    """Where a rollout is cut, and how many failures a run tolerates.
 
     `max_turns` of the policy are played with an environment that answers. `max_rollout_tokens` is
     the room behind the prompt for all turns together, the environment's too; left out, it is

@@ -108,7 +108,7 @@ def connect(config: ClusterConfig) -> ClusterSession:
 def shutdown() -> None:
     """Ends every session and Ray; a no-op where nothing runs."""
     if not _sessions and "ray" not in sys.modules:
-        return  # not imported only to hear that it does not run: that takes seconds
+        return  # importing it takes seconds, and it does not run
     import ray
 
     for session in _sessions.values():

@@ -59,10 +59,10 @@ class EnvironmentReturn:
         answers: The answers found in the completions, or None where none were looked for.
         errors: Why a conversation could not be scored, one (or None) a conversation. It ends, its
             reward is not read, and it is not trained on: an error is not a score of 0.
-        forfeits: `[B]` float, or None for zeros: what is added to the reward of a conversation that
-            goes on, if the policy has left no room for another turn. An environment that takes
-            something off for bad turns says here what the turns to come could cost, or using up
-            the room would be the cheapest way out.
+        truncation_rewards: `[B]` float, or None for zeros: added to the reward of a conversation
+            that goes on, if the token limit leaves no room for another turn. An environment with
+            penalties for bad turns gives here those of the turns to come; otherwise using up the
+            tokens would avoid them.
     """
 
     observations: list[dict[str, str]]
@@ -72,7 +72,7 @@ class EnvironmentReturn:
     terminateds: "torch.Tensor"
     answers: list[str | None] | None = None
     errors: list[str | None] | None = None
-    forfeits: "torch.Tensor | None" = None
+    truncation_rewards: "torch.Tensor | None" = None
 
 
 class EnvironmentInterface(Protocol):

@@ -55,10 +55,9 @@ E = TypeVar("E", bound=Episode)
 class RolloutEngine(ABC, Generic[E]):
     """Samples groups of rollouts of the same prompt, each under a seed of its own.
 
-    A request's seed depends on the run's seed, the step, the prompt's place, the sample's place
-    and the turn alone, so that a rerun, or a resumed run, draws the same tokens. Dialogues go on in
-    step with each other, one call of the engine for all that are not over, but what one becomes
-    does not depend on which others there are.
+    A request's seed depends only on the run's seed, the step, the indices of prompt and sample, and
+    the turn, so that a rerun, or a resumed run, samples the same tokens. Episodes advance together,
+    one call of the engine for all that are not over; none depends on which others there are.
 
     Args:
         generation: The engine.

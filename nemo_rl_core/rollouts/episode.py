@@ -51,7 +51,7 @@ class MultiTurnEpisode:
     something off for each bad turn would reward whoever rambles, for that ends the game before the
     next penalty. What cuts an episode is a bound on all of it: the number of turns, which the
     policy cannot change, or the room for tokens, which it can use up. There the environment's
-    `forfeit` is added to the last reward, so that using it up is no way out either.
+    `truncation_reward` is added to the last reward, so that using it up is no way out either.
 
     Args:
         prompt: What is asked first.
@@ -153,7 +153,7 @@ class MultiTurnEpisode:
         if not (has_turns and has_room):
             self._is_cut = self.is_over = True
             if has_turns:
-                self._rewards[-1] += reply.forfeit
+                self._rewards[-1] += reply.truncation_reward
             return
         self._append(new, [0.0] * len(new), generated=False)
         if self._weight_versions:

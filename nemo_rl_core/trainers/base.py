@@ -42,7 +42,7 @@ C = TypeVar("C", bound=LoopConfig)
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """The folders that a run of a trainer reads and writes.
 
     Attributes:
@@ -230,7 +230,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             )
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
-            return self.run(self.job(artifacts, work, scorer=scorer), callbacks=callbacks)
+            return self.run(self.run_spec(artifacts, work, scorer=scorer), callbacks=callbacks)
 
         request = FitRequest(self.model, dataset, validation, reward_fn, reference, name)
         result = fit(self.algorithm, self.settings, request, run)
@@ -242,10 +242,12 @@ class BaseTrainer(ABC, Generic[S, C]):
         """As `fit`, by the name that it has beside a policy: `DPOTrainer(policy).train(rows)`."""
         return self.fit(dataset, **options)
 
-    def job(self, artifacts: Mapping[str, Path], work: Path, *, scorer: "Scorer | None") -> Job:
-        """The job of a first iteration on artifacts by role, as `fit` has them."""
+    def run_spec(
+        self, artifacts: Mapping[str, Path], work: Path, *, scorer: "Scorer | None"
+    ) -> RunSpec:
+        """The spec of a first iteration on artifacts by role, as `fit` has them."""
         base = artifacts["base"] / "model"
-        return Job(
+        return RunSpec(
             train=artifacts["train"],
             start=base,
             work=work,
@@ -254,17 +256,17 @@ class BaseTrainer(ABC, Generic[S, C]):
             scorer=scorer,
         )
 
-    def run(self, job: Job, *, callbacks: Sequence[Callback] = ()) -> RunResult:
+    def run(self, spec: RunSpec, *, callbacks: Sequence[Callback] = ()) -> RunResult:
         """Trains, from the last save where an earlier attempt left one.
 
         Args:
-            job: What to read and where to write.
+            spec: What to read and where to write.
             callbacks: Called in order at each hook.
         """
-        steps = self._steps(job)
+        steps = self._steps(spec)
         loop = StepLoop(
-            job.work,
-            stage=self._stage(job),
+            spec.work,
+            stage=self._stage(spec),
             steps=steps,
             save_every_num_steps=self.config.save_every_num_steps,
             keep_latest=self.config.keep_latest,
@@ -274,7 +276,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             return loop.finish()
         called = Callbacks(self, callbacks)
         with ExitStack() as resources:
-            self._set_up(job, resources)
+            self._set_up(spec, resources)
             every = self.config.validate_every_num_steps
             validation = ValidationRunner(self._validate, every_num_steps=every, last=steps.last)
             called.call("on_fit_begin")
@@ -307,10 +309,10 @@ class BaseTrainer(ABC, Generic[S, C]):
         if step == steps.last or epoch != self._batches.epoch(step):
             called.call("on_epoch_end", epoch, metrics)
 
-    def _load(self, job: Job) -> PromptLoader[Any]:
-        """The rows of `job.train`, ready to be dealt out in batches of `global_batch_size`."""
+    def _load(self, spec: RunSpec) -> PromptLoader[Any]:
+        """The rows of `spec.train`, ready to be dealt out in batches of `global_batch_size`."""
         size = rows_per_step(self.config).global_batch_size
-        return PromptLoader(load_records(job.train), batch_size=size, seed=self.settings.seed)
+        return PromptLoader(load_records(spec.train), batch_size=size, seed=self.settings.seed)
 
     @abstractmethod
     def _train_step(self, batch: list[Any]) -> dict[str, float]:
@@ -327,24 +329,24 @@ class BaseTrainer(ABC, Generic[S, C]):
         """
         return {}
 
-    def _stage(self, job: Job) -> str:
+    def _stage(self, spec: RunSpec) -> str:
         """What reports call the run."""
         return self.algorithm
 
-    def _steps(self, job: Job) -> StepRange:
+    def _steps(self, spec: RunSpec) -> StepRange:
         """Which steps the run has: `num_steps`, or an iteration's share of them."""
-        return steps_of(self.config, job.iteration)
+        return steps_of(self.config, spec.iteration)
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         """Makes ready whatever steps need; `resources` ends with the run."""
-        self._batches = self._load(job)  # first: rows of a wrong kind must start no worker
-        self.policy = Policy(self.session, self._training_setup(job))
-        if job.resume is not None:
-            self.policy.load_checkpoint(job.resume)
+        self._batches = self._load(spec)  # first: rows of a wrong kind must start no worker
+        self.policy = Policy(self.session, self._training_setup(spec))
+        if spec.resume is not None:
+            self.policy.load_checkpoint(spec.resume)
 
-    def _training_setup(self, job: Job) -> TrainingSetup:
+    def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return TrainingSetup(
-            model_folder=job.start,
+            model_folder=spec.start,
             optimizer=self.config,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
             training=self.settings.training,

@@ -17,7 +17,7 @@ from nemo_rl_core.rollouts.post_processing import mean_metrics
 from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.sections import Gated, samples_per_step
 from nemo_rl_core.types import Prompt, Rollout
 
@@ -45,11 +45,11 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     _num_restarts: tuple[int, int]
     _of_environment: list[tuple[int, dict[str, float]]]
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        self._check_context(job.start)
-        super()._set_up(job, resources)
-        self.records = RolloutRecords(job.work / "rollouts")
-        self._replayed = RolloutRecords(job.replay) if job.replay is not None else None
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        self._check_context(spec.start)
+        super()._set_up(spec, resources)
+        self.records = RolloutRecords(spec.work / "rollouts")
+        self._replayed = RolloutRecords(spec.replay) if spec.replay is not None else None
         self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
         self._of_environment = []
         if self._replayed is not None:
@@ -58,15 +58,15 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
             self.sampler_class(
                 self.session,
                 self.settings,
-                job.start,
-                scorer=job.scorer,
-                reward_model=job.reward_model,
+                spec.start,
+                scorer=spec.scorer,
+                reward_model=spec.reward_model,
                 gate=self.config.gate if isinstance(self.config, Gated) else None,
             )
         )
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
-        if job.validation is not None:
-            self._held_out = load_prompts(job.validation, self.sampler.tokenizer)
+        if spec.validation is not None:
+            self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
 
     def _check_context(self, model_folder: Path) -> None:
         """Before any worker starts: vLLM says the same a minute later, and less plainly."""
@@ -83,8 +83,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         # Raises where the longest sequence that can come up would fit into no micro-batch.
         plan_microbatches([prompt + new], max_tokens=self.config.max_tokens_per_microbatch)
 
-    def _load(self, job: Job) -> PromptLoader[Prompt]:
-        prompts = load_prompts(job.train, load_tokenizer(job.start))
+    def _load(self, spec: RunSpec) -> PromptLoader[Prompt]:
+        prompts = load_prompts(spec.train, load_tokenizer(spec.start))
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
 

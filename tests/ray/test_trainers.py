@@ -27,7 +27,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 from tests.training import Watch
@@ -193,11 +193,11 @@ def test_a_rerun_is_equal_and_a_finished_name_is_not_run_again(
 
 
 @pytest.fixture
-def pairs_job(tiny_model: Path, tmp_path: Path) -> Job:
+def pairs_spec(tiny_model: Path, tmp_path: Path) -> RunSpec:
     train = tmp_path / "train"
     data = DataModule.of(PAIRS, tokenizer=load_tokenizer(tiny_model))
     save_frame(data.train, train)
-    return Job(train=train, start=tiny_model, work=tmp_path / "work", reference=tiny_model)
+    return RunSpec(train=train, start=tiny_model, work=tmp_path / "work", reference=tiny_model)
 
 
 def dpo(**settings: Any) -> DPOTrainer:
@@ -205,23 +205,23 @@ def dpo(**settings: Any) -> DPOTrainer:
     return DPOTrainer.from_pretrained("unused", **OFFLINE | settings)
 
 
-def first_loss(trainer: BaseTrainer[Any, Any], job: Job) -> float:
+def first_loss(trainer: BaseTrainer[Any, Any], spec: RunSpec) -> float:
     watch = Watch()
-    trainer.run(job, callbacks=[watch])
+    trainer.run(spec, callbacks=[watch])
     return watch.metrics[0]["loss"]
 
 
-def test_the_first_loss_of_dpo_is_ln_2(session: ClusterSession, pairs_job: Job) -> None:
+def test_the_first_loss_of_dpo_is_ln_2(session: ClusterSession, pairs_spec: RunSpec) -> None:
     # The policy is its own reference: the margin is 0, and -log sigmoid(0) = ln 2.
-    assert first_loss(dpo(), pairs_job) == pytest.approx(LN_2, abs=1e-6)
+    assert first_loss(dpo(), pairs_spec) == pytest.approx(LN_2, abs=1e-6)
 
 
 def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
-    session: ClusterSession, pairs_job: Job, tmp_path: Path
+    session: ClusterSession, pairs_spec: RunSpec, tmp_path: Path
 ) -> None:
     trainer = dpo()
-    pairs = load_pairs(pairs_job.train, load_tokenizer(pairs_job.start))
-    policy = Policy(session, trainer._training_setup(pairs_job))
+    pairs = load_pairs(pairs_spec.train, load_tokenizer(pairs_spec.start))
+    policy = Policy(session, trainer._training_setup(pairs_spec))
     batch = pair_batch(pairs)
     rows = policy.get_logprobs(batch)["logprobs"]
     masks = batch["token_mask"]
@@ -231,8 +231,8 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
         for place, pair in enumerate(pairs)
     ]
     save_logprobs(cached, tmp_path / "cached")
-    job = replace(pairs_job, reference_logprobs=tmp_path / "cached")
-    assert first_loss(trainer, job) == pytest.approx(LN_2, abs=1e-6)
+    spec = replace(pairs_spec, reference_logprobs=tmp_path / "cached")
+    assert first_loss(trainer, spec) == pytest.approx(LN_2, abs=1e-6)
 
     # It is the cache that is read: with every chosen logprob lower by 1 a token, the log-ratio of a
     # chosen sequence of n trained tokens is n, and the loss -log sigmoid(0.1 n) is below ln 2.
@@ -242,10 +242,10 @@ def test_the_first_loss_of_dpo_is_ln_2_with_cached_logprobs(
         both = (tuple(value - 1 for value in chosen), rejected)
         lowered.append(replace(pair, reference_logprobs=both))
     save_logprobs(lowered, tmp_path / "lowered")
-    job = replace(job, reference_logprobs=tmp_path / "lowered", work=tmp_path / "other")
+    spec = replace(spec, reference_logprobs=tmp_path / "lowered", work=tmp_path / "other")
     counts = {pair.chosen.num_trained_tokens for pair in pairs}
     bounds = [math.log1p(math.exp(-0.1 * count)) for count in (max(counts), min(counts))]
-    assert bounds[0] - 1e-6 <= first_loss(dpo(), job) <= bounds[1] + 1e-6
+    assert bounds[0] - 1e-6 <= first_loss(dpo(), spec) <= bounds[1] + 1e-6
 
 
 def test_the_first_loss_of_a_reward_model_is_ln_2(

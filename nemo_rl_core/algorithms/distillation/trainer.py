@@ -10,7 +10,7 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
 from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt
 
@@ -18,22 +18,22 @@ from nemo_rl_core.types import Prompt
 class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfig]):
     """Trains a student towards the teacher's distribution on tokens that the student sampled.
 
-    The teacher is the job's reference. Rewards are only logged, not trained on.
+    The teacher is the spec's reference. Rewards are only logged, not trained on.
     """
 
     algorithm = "distillation"
     settings_class = DistillationSettings
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        _refuse_without_teacher(job)
-        super()._set_up(job, resources)
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        _refuse_without_teacher(spec)
+        super()._set_up(spec, resources)
         self._loss = DistillationLossFn(self.config.divergence)
 
-    def _training_setup(self, job: Job) -> TrainingSetup:
+    def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(
-            super()._training_setup(job),
+            super()._training_setup(spec),
             temperature=self.settings.generation.temperature,
-            reference_folder=job.reference,
+            reference_folder=spec.reference,
         )
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
@@ -52,11 +52,11 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
         return {**environment, **rollout_metrics(data), **failure_metrics(rollouts), **trained}
 
 
-def _refuse_without_teacher(job: Job) -> None:
-    if job.reference is None or job.reference == job.start:
+def _refuse_without_teacher(spec: RunSpec) -> None:
+    if spec.reference is None or spec.reference == spec.start:
         raise ConfigError(
             "distillation needs a teacher other than the student",
             expected="another model",
-            got="none" if job.reference is None else "the model that is trained",
+            got="none" if spec.reference is None else "the model that is trained",
             fix="name the teacher: fit(dataset, reference=...), or teacher in a recipe",
         )

@@ -15,38 +15,38 @@ from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch, refu
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.preference import kto_baseline
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
 
 
 class DPOTrainer(BaseTrainer[DPOSettings, DPOConfig]):
     """Trains on preference pairs; validation is loss and accuracy on held-out pairs.
 
-    The reference's logprobs are read from the job's cache, or computed in each step without one.
+    The reference's logprobs are read from the spec's cache, or computed in each step without one.
     """
 
     algorithm = "dpo"
     settings_class = DPOSettings
 
-    def _stage(self, job: Job) -> str:
-        return f"dpo_iteration {job.iteration}"
+    def _stage(self, spec: RunSpec) -> str:
+        return f"dpo_iteration {spec.iteration}"
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        super()._set_up(job, resources)
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        super()._set_up(spec, resources)
         self._loss = DPOLossFn(self.config.loss)
-        held_out = job.validation
-        self._held_out = load_pairs(held_out, load_tokenizer(job.start)) if held_out else []
+        held_out = spec.validation
+        self._held_out = load_pairs(held_out, load_tokenizer(spec.start)) if held_out else []
 
-    def _load(self, job: Job) -> PromptLoader[PreferencePair]:
-        cached = job.reference_logprobs if self.config.needs_reference else None
-        pairs = load_pairs(job.train, load_tokenizer(job.start), reference_logprobs=cached)
+    def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
+        cached = spec.reference_logprobs if self.config.needs_reference else None
+        pairs = load_pairs(spec.train, load_tokenizer(spec.start), reference_logprobs=cached)
         refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)
 
-    def _training_setup(self, job: Job) -> TrainingSetup:
-        reference = job.reference if self.config.needs_reference else None
-        return replace(super()._training_setup(job), reference_folder=reference)
+    def _training_setup(self, spec: RunSpec) -> TrainingSetup:
+        reference = spec.reference if self.config.needs_reference else None
+        return replace(super()._training_setup(spec), reference_folder=reference)
 
     def _train_step(self, batch: list[PreferencePair]) -> dict[str, float]:
         with self.timer.phase("logprobs"):

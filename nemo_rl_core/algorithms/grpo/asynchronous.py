@@ -1,4 +1,4 @@
-"""GRPO with an engine that samples ahead while the model trains."""
+"""GRPO with an engine that samples while the model trains."""
 
 from contextlib import ExitStack
 
@@ -6,7 +6,7 @@ from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
-from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.types import Prompt, Rollout
 
 
@@ -22,9 +22,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
     sampler_class = StreamingSampler
     samples_ahead = True
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        super()._set_up(job, resources)
-        self._last_step = self._steps(job).last
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        super()._set_up(spec, resources)
+        self._last_step = self._steps(spec).last
         self._last_begun = 0
         settings = self.config.asynchronous
         assert settings is not None  # checked in super()._set_up

@@ -20,7 +20,7 @@ from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
-from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.minibatches import train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt, Rollout
@@ -33,10 +33,10 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     settings_class = GRPOSettings
     samples_ahead: ClassVar[bool] = False
 
-    def _stage(self, job: Job) -> str:
-        return f"grpo_iteration {job.iteration}"
+    def _stage(self, spec: RunSpec) -> str:
+        return f"grpo_iteration {spec.iteration}"
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         if (self.config.asynchronous is not None) != self.samples_ahead:
             raise ConfigError(
                 f"{type(self).__name__} does not fit the section grpo",
@@ -44,13 +44,13 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
                 got=f"asynchronous: {self.config.asynchronous!r}",
                 fix="use the other trainer (named grpo or async_grpo), or change asynchronous",
             )
-        super()._set_up(job, resources)
+        super()._set_up(spec, resources)
         self._loss = GRPOLossFn(self.config.loss)
         if self.config.dynamic_sampling is not None:
             # A separate order of prompts, so that extra samples do not shift the prompts of later
             # steps.
             self._more_prompts = PromptLoader(
-                load_prompts(job.train, load_tokenizer(job.start)),
+                load_prompts(spec.train, load_tokenizer(spec.start)),
                 batch_size=self.config.num_prompts_per_step,
                 seed=request_seed(self.settings.seed, 0, 0, 0),
             )
@@ -115,12 +115,12 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         informative = torch.stack(masks).any(dim=0).tolist()
         return [rollout for rollout, keep in zip(rollouts, informative, strict=True) if keep]
 
-    def _training_setup(self, job: Job) -> TrainingSetup:
+    def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(
-            super()._training_setup(job),
+            super()._training_setup(spec),
             # The policy is the sampling distribution, at its temperature.
             temperature=self.settings.generation.temperature,
-            reference_folder=job.reference if self.config.loss.kl else None,
+            reference_folder=spec.reference if self.config.loss.kl else None,
         )
 
     def _add_logprobs(self, batch: BatchedDataDict) -> None:

@@ -15,7 +15,7 @@ from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_metrics
 from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
-from nemo_rl_core.trainers.base import Job
+from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.minibatches import combined, train_in_parts
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt
@@ -39,16 +39,16 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     critic: Policy
 
-    def _stage(self, job: Job) -> str:
-        return f"ppo_iteration {job.iteration}"
+    def _stage(self, spec: RunSpec) -> str:
+        return f"ppo_iteration {spec.iteration}"
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        super()._set_up(job, resources)
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        super()._set_up(spec, resources)
         self._policy_loss = PPOLossFn(self.config.loss)
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
-        self.critic = Policy(self.session, self._critic_setup(job), name=CRITIC)
-        if job.resume is not None:
-            self.critic.load_checkpoint(job.resume / CRITIC)
+        self.critic = Policy(self.session, self._critic_setup(spec), name=CRITIC)
+        if spec.resume is not None:
+            self.critic.load_checkpoint(spec.resume / CRITIC)
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)
@@ -92,19 +92,19 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             reference = self.policy.get_reference_logprobs(batch)
             batch["reference_logprobs"] = reference["logprobs"]
 
-    def _training_setup(self, job: Job) -> TrainingSetup:
+    def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(
-            super()._training_setup(job),
+            super()._training_setup(spec),
             # The policy is the sampling distribution, at its temperature.
             temperature=self.settings.generation.temperature,
-            reference_folder=job.reference if self.config.kl else None,
+            reference_folder=spec.reference if self.config.kl else None,
         )
 
-    def _critic_setup(self, job: Job) -> TrainingSetup:
-        resumed = job.resume / CRITIC / "model" if job.resume is not None else None
+    def _critic_setup(self, spec: RunSpec) -> TrainingSetup:
+        resumed = spec.resume / CRITIC / "model" if spec.resume is not None else None
         return replace(
-            super()._training_setup(job),
-            model_folder=resumed or job.start,
+            super()._training_setup(spec),
+            model_folder=resumed or spec.start,
             optimizer=self.config.critic,
             head="scalar",
         )

@@ -9,7 +9,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch, refuse_beyond_budget
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
 
 
@@ -23,20 +23,20 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
     algorithm = "reward_model"
     settings_class = RewardModelSettings
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        super()._set_up(job, resources)
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        super()._set_up(spec, resources)
         self._loss = PreferenceLossFn(self.config.loss)
-        held_out = job.validation
-        self._held_out = load_pairs(held_out, load_tokenizer(job.start)) if held_out else []
+        held_out = spec.validation
+        self._held_out = load_pairs(held_out, load_tokenizer(spec.start)) if held_out else []
 
-    def _load(self, job: Job) -> PromptLoader[PreferencePair]:
-        pairs = load_pairs(job.train, load_tokenizer(job.start))
+    def _load(self, spec: RunSpec) -> PromptLoader[PreferencePair]:
+        pairs = load_pairs(spec.train, load_tokenizer(spec.start))
         refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)
 
-    def _training_setup(self, job: Job) -> TrainingSetup:
-        return replace(super()._training_setup(job), head="scalar")
+    def _training_setup(self, spec: RunSpec) -> TrainingSetup:
+        return replace(super()._training_setup(spec), head="scalar")
 
     def _train_step(self, batch: list[PreferencePair]) -> dict[str, float]:
         with self.timer.phase("train"):

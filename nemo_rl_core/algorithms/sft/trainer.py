@@ -9,7 +9,7 @@ from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
 
 
@@ -19,14 +19,14 @@ class SFTTrainer(BaseTrainer[SFTSettings, SFTConfig]):
     algorithm = "sft"
     settings_class = SFTSettings
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
-        super()._set_up(job, resources)
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        super()._set_up(spec, resources)
         self._loss = NLLLoss()
-        held_out = job.validation
-        self._held_out = load_examples(held_out, load_tokenizer(job.start)) if held_out else []
+        held_out = spec.validation
+        self._held_out = load_examples(held_out, load_tokenizer(spec.start)) if held_out else []
 
-    def _load(self, job: Job) -> PromptLoader[SupervisedExample]:
-        examples = load_examples(job.train, load_tokenizer(job.start))
+    def _load(self, spec: RunSpec) -> PromptLoader[SupervisedExample]:
+        examples = load_examples(spec.train, load_tokenizer(spec.start))
         longest = max(len(example.token_ids) for example in examples)
         # Raises for sequences that fit into no micro-batch before training starts.
         plan_microbatches([longest], max_tokens=self.config.max_tokens_per_microbatch)

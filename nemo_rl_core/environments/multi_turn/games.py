@@ -20,8 +20,9 @@ class GameEnvironment:
     `<answer>` and `</answer>`. It is answered with the text of the new position, in the form of the
     prompt. Winning is worth 1.0 and ends the game, as does the last turn.
 
-    A player who leaves no room for another turn forfeits the penalties of all turns that are left:
-    with less, one who sees no legal move would do well to ramble until the room is used up.
+    Where the token limit leaves no room for another turn, the penalties of all turns that are left
+    are subtracted (`truncation_rewards`); with less, a policy without a legal move would gain by
+    using up its tokens.
 
     Args:
         rules: What a position is.
@@ -70,7 +71,7 @@ class GameEnvironment:
             terminated=False,
             observation=position.text,
             metadata=kept,
-            forfeit=-self._illegal_penalty * turns_left,
+            truncation_reward=-self._illegal_penalty * turns_left,
         )
 
 

@@ -30,7 +30,7 @@ class Reply:
         answer: What was found in the completion.
         error: Why it could not be scored; it has ended then.
         role: Of the observation.
-        forfeit: What is added to the reward if there is no room for another turn.
+        truncation_reward: What is added to the reward if there is no room for another turn.
     """
 
     reward: float = 0.0
@@ -41,7 +41,7 @@ class Reply:
     answer: str | None = None
     error: str | None = None
     role: str = ROLE
-    forfeit: float = 0.0
+    truncation_reward: float = 0.0
 
 
 def failed(error: RewardError) -> Reply:
@@ -115,12 +115,13 @@ def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardE
     about = {"prompt": log[0]["content"], "completion": log[-1]["content"], "source": source}
     if reply.error is not None:
         return failure("could not score", reply.error, **about)
-    reward, forfeit = checked(reply.reward, **about), checked(reply.forfeit, **about)
+    reward = checked(reply.reward, **about)
     if isinstance(reward, RewardError):
         return reward
-    if isinstance(forfeit, RewardError):
-        return forfeit
-    return replace(reply, reward=reward, forfeit=forfeit)
+    truncation_reward = checked(reply.truncation_reward, **about)
+    if isinstance(truncation_reward, RewardError):
+        return truncation_reward
+    return replace(reply, reward=reward, truncation_reward=truncation_reward)
 
 
 def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
@@ -135,7 +136,9 @@ def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
         terminateds=torch.tensor([each.terminated for each in replies], dtype=torch.bool),
         answers=[each.answer for each in replies],
         errors=[each.error for each in replies],
-        forfeits=torch.tensor([each.forfeit for each in replies], dtype=torch.float32),
+        truncation_rewards=torch.tensor(
+            [each.truncation_reward for each in replies], dtype=torch.float32
+        ),
     )
 
 
@@ -152,7 +155,11 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
     """
     rewards, ended = returned.rewards.tolist(), returned.terminateds.tolist()
     nothing: list[None] = [None] * num_rows
-    forfeits = [0.0] * num_rows if returned.forfeits is None else returned.forfeits.tolist()
+    truncation_rewards = (
+        [0.0] * num_rows
+        if returned.truncation_rewards is None
+        else returned.truncation_rewards.tolist()
+    )
     silence = [{"role": ROLE, "content": ""}] * num_rows
     if not returned.observations and not all(ended):
         raise ValueError("the environment says nothing to conversations that go on")
@@ -164,12 +171,22 @@ def split(returned: EnvironmentReturn, num_rows: int) -> list[Reply]:
         returned.next_stop_strings or nothing,
         returned.answers or nothing,
         returned.errors or nothing,
-        forfeits,
+        truncation_rewards,
         strict=True,
     )
     replies = [
-        Reply(reward, done, said["content"], kept, stops, answer, error, said["role"], forfeit)
-        for reward, done, said, kept, stops, answer, error, forfeit in rows
+        Reply(
+            reward,
+            done,
+            said["content"],
+            kept,
+            stops,
+            answer,
+            error,
+            said["role"],
+            truncation_reward,
+        )
+        for reward, done, said, kept, stops, answer, error, truncation_reward in rows
     ]
     if len(replies) != num_rows:
         raise ValueError(f"{len(replies)} rewards for {num_rows} conversations")

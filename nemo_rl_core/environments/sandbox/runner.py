@@ -189,7 +189,7 @@ class Running:
         given = os.memfd_create("payload")
         report, report_write = os.pipe()
         self._report: IO[bytes] = os.fdopen(report, "rb")
-        # Inherited: the launcher hears of it once it can end what it has started.
+        # Inherited: a signal reaches the launcher once it can end what it has started.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             os.write(given, json.dumps(payload).encode())

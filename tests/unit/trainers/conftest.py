@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
 
 
@@ -43,13 +43,13 @@ class CountTrainer(BaseTrainer[CountSettings, CountConfig]):
     algorithm = "count"
     settings_class = CountSettings
 
-    def _set_up(self, job: Job, resources: ExitStack) -> None:
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         self.sum = Sum()
         self.closed = False
         resources.callback(setattr, self, "closed", True)
-        self._batches = self._load(job)
+        self._batches = self._load(spec)
 
-    def _load(self, job: Job) -> PromptLoader[int]:
+    def _load(self, spec: RunSpec) -> PromptLoader[int]:
         size = self.config.rows_per_step
         return PromptLoader(range(1, 7), batch_size=size, seed=self.settings.seed)
 
@@ -92,8 +92,8 @@ class Journal(Callback):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(train=tmp_path / "train", start=tmp_path / "start", work=tmp_path / "work")
+def spec(tmp_path: Path) -> RunSpec:
+    return RunSpec(train=tmp_path / "train", start=tmp_path / "start", work=tmp_path / "work")
 
 
 @pytest.fixture

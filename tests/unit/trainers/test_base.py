@@ -10,7 +10,7 @@ import pytest
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.base import BaseTrainer, Job
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.loop import StepRange
 
@@ -39,11 +39,11 @@ def metrics(work: Path) -> list[dict[str, float]]:
 
 
 def test_every_hook_is_called_in_order(
-    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+    spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     journal = make_journal()
     trainer = make_trainer({"count": {"num_steps": 4, "validate_every_num_steps": 3}})
-    trainer.run(job, callbacks=[journal])
+    trainer.run(spec, callbacks=[journal])
     # Six rows, two a step: steps 1 to 3 are epoch 0. A save every 2 steps.
     assert journal.names == [
         "fit_begin",
@@ -57,11 +57,11 @@ def test_every_hook_is_called_in_order(
 
 
 def test_hooks_get_the_metrics_of_their_step(
-    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+    spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     journal = make_journal()
     make_trainer({"count": {"num_steps": 3, "validate_every_num_steps": 3}}).run(
-        job, callbacks=[journal]
+        spec, callbacks=[journal]
     )
     # One epoch of the rows 1 to 6: their sum is 21, and validation halves it.
     validated = {"validation_half": 10.5}
@@ -69,11 +69,11 @@ def test_hooks_get_the_metrics_of_their_step(
     assert ("on_validation_end", 3, validated) in journal.calls
     assert ("on_step_end", 3, last) in journal.calls
     assert ("on_epoch_end", 0, last) in journal.calls
-    assert metrics(job.work)[-1] == {"global_step": 3.0, **last}
+    assert metrics(spec.work)[-1] == {"global_step": 3.0, **last}
 
 
 def test_a_saved_folder_is_whole_when_the_hook_is_called(
-    job: Job, make_trainer: Callable[..., Any]
+    spec: RunSpec, make_trainer: Callable[..., Any]
 ) -> None:
     saved = []
 
@@ -82,12 +82,12 @@ def test_a_saved_folder_is_whole_when_the_hook_is_called(
             value = json.loads((checkpoint / "model" / "value.json").read_text())
             saved.append((step, value == trainer.sum.value))
 
-    make_trainer({}).run(job, callbacks=[Read()])
+    make_trainer({}).run(spec, callbacks=[Read()])
     assert saved == [(2, True), (4, True), (5, True)]
 
 
 def test_callbacks_are_called_in_the_order_given(
-    job: Job, make_trainer: Callable[..., Any]
+    spec: RunSpec, make_trainer: Callable[..., Any]
 ) -> None:
     order = []
 
@@ -98,16 +98,16 @@ def test_callbacks_are_called_in_the_order_given(
         def on_step_begin(self, trainer: Any, step: int) -> None:
             order.append((step, self.name))
 
-    make_trainer({"count": {"num_steps": 2}}).run(job, callbacks=[Named("b"), Named("a")])
+    make_trainer({"count": {"num_steps": 2}}).run(spec, callbacks=[Named("b"), Named("a")])
     assert order == [(1, "b"), (1, "a"), (2, "b"), (2, "a")]
 
 
 def test_what_is_no_callback_is_refused_before_set_up(
-    job: Job, make_trainer: Callable[..., Any]
+    spec: RunSpec, make_trainer: Callable[..., Any]
 ) -> None:
     trainer = make_trainer({})
     with pytest.raises(TypeError, match="instances of Callback"):
-        trainer.run(job, callbacks=[Callback])
+        trainer.run(spec, callbacks=[Callback])
     assert not hasattr(trainer, "sum")
 
 
@@ -116,57 +116,57 @@ HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_raises_stops_the_run_which_goes_on_later(
-    hook: str, job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+    hook: str, spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     settings = {"count": {"validate_every_num_steps": 1}}
     trainer = make_trainer(settings)
     # Epochs have numbers of their own: 1 is that of the steps 4 and 5.
     with pytest.raises(StopError):
-        trainer.run(job, callbacks=[stopping(hook, 1 if "epoch" in hook else 4)])
+        trainer.run(spec, callbacks=[stopping(hook, 1 if "epoch" in hook else 4)])
     assert trainer.closed
     again, journal = make_trainer(settings), make_journal()
-    again.run(job, callbacks=[journal])
-    assert [step["global_step"] for step in metrics(job.work)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    again.run(spec, callbacks=[journal])
+    assert [step["global_step"] for step in metrics(spec.work)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     # What an attempt has saved is not done again: nothing, steps 1 and 2, 1 to 4, or all.
     first = {"on_fit_begin": 1, "on_save": 5, "on_epoch_end": 5, "on_fit_end": 6}.get(hook, 3)
     steps = [call[1] for call in journal.calls if call[0] == "on_step_begin"]
     assert steps == list(range(first, 6))
 
-    whole = Job(job.train, job.start, job.work.with_name("whole"))
+    whole = RunSpec(spec.train, spec.start, spec.work.with_name("whole"))
     uninterrupted = make_trainer(settings)
     uninterrupted.run(whole)
     assert again.sum.value == uninterrupted.sum.value
-    assert metrics(job.work) == metrics(whole.work)
+    assert metrics(spec.work) == metrics(whole.work)
 
 
 def test_a_resume_within_an_epoch_does_not_begin_it_again(
-    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+    spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     with pytest.raises(StopError):
-        make_trainer({}).run(job, callbacks=[stopping("on_step_begin", 3)])
+        make_trainer({}).run(spec, callbacks=[stopping("on_step_begin", 3)])
     journal = make_journal()
-    make_trainer({}).run(job, callbacks=[journal])
+    make_trainer({}).run(spec, callbacks=[journal])
     assert journal.names[:4] == ["fit_begin", "step_begin 3", "step_end 3", "epoch_end 0"]
     assert journal.names[4:6] == ["epoch_begin 1", "step_begin 4"]
 
 
 def test_a_finished_run_is_given_back_without_a_call(
-    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+    spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
-    result = make_trainer({}).run(job)
+    result = make_trainer({}).run(spec)
     assert (result.step, result.num_tokens, result.peak_memory_gib) == (5, 10, 0.5)
     again, journal = make_trainer({}), make_journal()
-    assert again.run(job, callbacks=[journal]) == result
+    assert again.run(spec, callbacks=[journal]) == result
     assert journal.calls == []
     assert not hasattr(again, "sum")
 
 
 def test_epochs_are_told_by_a_steps_first_row(
-    job: Job, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
+    spec: RunSpec, make_trainer: Callable[..., Any], make_journal: Callable[[], Any]
 ) -> None:
     journal = make_journal()
     # Four rows a step of six: step 1 has rows 0-3, step 2 rows 4-7, step 3 rows 8-11, step 4 12-15.
-    make_trainer({"count": {"num_steps": 4, "rows_per_step": 4}}).run(job, callbacks=[journal])
+    make_trainer({"count": {"num_steps": 4, "rows_per_step": 4}}).run(spec, callbacks=[journal])
     epochs = [name for name in journal.names if "epoch" in name or "step_end" in name]
     assert epochs == [
         *("epoch_begin 0", "step_end 1", "step_end 2", "epoch_end 0"),
@@ -175,11 +175,11 @@ def test_epochs_are_told_by_a_steps_first_row(
     ]
 
 
-def test_each_row_comes_once_an_epoch(job: Job, make_trainer: Callable[..., Any]) -> None:
+def test_each_row_comes_once_an_epoch(spec: RunSpec, make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer({"count": {"num_steps": 6}})
-    trainer.run(job)
-    assert metrics(job.work)[2]["sum"] == 21.0  # 1 + 2 + 3 + 4 + 5 + 6
-    assert metrics(job.work)[5]["sum"] == 42.0
+    trainer.run(spec)
+    assert metrics(spec.work)[2]["sum"] == 21.0  # 1 + 2 + 3 + 4 + 5 + 6
+    assert metrics(spec.work)[5]["sum"] == 42.0
 
 
 @pytest.mark.parametrize(
@@ -187,16 +187,16 @@ def test_each_row_comes_once_an_epoch(job: Job, make_trainer: Callable[..., Any]
     [(1, StepRange(1, 10)), (2, StepRange(11, 20)), (5, StepRange(41, 50))],
 )
 def test_an_iteration_has_its_share_of_the_steps(
-    job: Job, iteration: int, expected: StepRange
+    spec: RunSpec, iteration: int, expected: StepRange
 ) -> None:
     trainer = GRPOTrainer({"grpo": {"num_steps_per_iteration": 10}})
-    where = Job(job.train, job.start, job.work, iteration=iteration)
+    where = RunSpec(spec.train, spec.start, spec.work, iteration=iteration)
     assert trainer._steps(where) == expected
     assert trainer._stage(where) == f"grpo_iteration {iteration}"
 
 
-def test_a_trainer_of_num_steps_begins_at_the_first(job: Job) -> None:
-    assert SFTTrainer({"sft": {"num_steps": 7}})._steps(job) == StepRange(1, 7)
+def test_a_trainer_of_num_steps_begins_at_the_first(spec: RunSpec) -> None:
+    assert SFTTrainer({"sft": {"num_steps": 7}})._steps(spec) == StepRange(1, 7)
 
 
 def test_settings_that_do_not_fit_are_explained() -> None:
