@@ -40,7 +40,8 @@ def preflight(inputs: Mapping[str, Any]) -> None:
     for value in inputs.values():
         if isinstance(value, Recipe):
             for experiment in value.experiments:
-                _check(experiment)
+                if isinstance(experiment, PipelineRecipe):
+                    _check(experiment)
 
 
 def _check(experiment: PipelineRecipe) -> None:

@@ -1,7 +1,8 @@
 """Recipes: sparse YAML files, laid over one another, and refused in a few lines."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import click
 import yaml
@@ -11,9 +12,6 @@ from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.config.base import FrozenConfig, describe, refuse_unknown_keys
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tasks.recipes.common import PipelineRecipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "workflows" / "recipes"
 
@@ -40,9 +38,9 @@ class Recipe(FrozenConfig):
     tracking: TrackingConfig = TrackingConfig()
 
     @property
-    def experiments(self) -> "list[PipelineRecipe]":
-        """What is checked against this machine before anything starts."""
-        return []
+    def experiments(self) -> "Sequence[Recipe]":
+        """The recipes that are checked against this machine before anything starts."""
+        return ()
 
     @model_validator(mode="wrap")
     @classmethod
