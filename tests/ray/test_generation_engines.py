@@ -97,7 +97,7 @@ def test_stop_strings_and_bounds_of_rows(
         assert ids == whole[: len(ids)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_kinds_of_engines_agree_whatever_the_weights(
     engine: VllmGeneration,
     session: ClusterSession,
@@ -147,7 +147,7 @@ def worker_pid(engine: Generation) -> int:
     return ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_workers_batch_is_the_same(
     engine: VllmGeneration, batch: BatchedDataDict, make_policy: Callable
 ) -> None:

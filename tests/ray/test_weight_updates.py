@@ -135,7 +135,7 @@ def test_an_engine_holds_what_the_policy_has_to_the_bit(
     policy = make_policy()
     for used_before in list(WeightLink.by_engine.values()):  # of other tests, with this trainer
         used_before.close()
-    assert pages_held(policy) == 0
+    # Pages of engines that are gone, if any, are freed by the first transfer: see `held` below.
     if kind == "streaming":
         engine: Generation = StreamingGeneration(session, generation_setup)
     elif kind == "vllm":
@@ -295,7 +295,7 @@ def test_an_engine_that_died_between_two_transfers_is_started_again(
     assert_equal(held_by_transformers(engine)[0], sent_by(policy))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_trainer_that_is_lost_in_a_transfer_is_named_and_ends_it(
     session: ClusterSession,
     engine: Generation,
