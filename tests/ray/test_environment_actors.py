@@ -125,7 +125,7 @@ def test_an_actor_that_is_killed_from_outside_costs_nothing(
     assert_only(outcomes, {}, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_reward_that_hangs_costs_its_row(make: Callable[..., Scorer]) -> None:
     rows = rollouts("a", "hang", "bb", "cccc", "d", "ee", "f")
     outcomes = make(num_workers=2, call_timeout_seconds=8).score(rows)

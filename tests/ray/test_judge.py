@@ -39,7 +39,7 @@ class Says:
         return
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_judge_has_workers_of_its_own(
     session: ClusterSession, engine: VllmGeneration, tiny_model: Path
 ) -> None:
