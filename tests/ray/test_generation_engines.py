@@ -16,7 +16,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_core.distributed.weight_sync import LinkSpec
+from nemo_rl_core.distributed.weight_sync import LinkSpec, WeightLink
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation import (
     HuggingFaceGeneration,
@@ -274,7 +274,8 @@ def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     link = LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
     received = actor.update_weights.remote(link)
-    assert policy.workers.run_single_worker("send_weights", link) == ray.get(received)
+    others = [each.spec for each in WeightLink.by_engine.values()]  # left out, they are closed
+    assert policy.workers.run_single_worker("send_weights", link, others) == ray.get(received)
     engine.update_weights(policy)
     trained = complete(greedy=False)
     assert not agree(trained, drawn)
