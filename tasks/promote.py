@@ -65,7 +65,7 @@ def compare_reports(
 
 
 def explain(compared: Comparison, config: PromotionConfig) -> str:
-    """Why a candidate is promoted, or is not, in plain words."""
+    """Why a candidate is promoted, or is not, as text."""
     margin = config.min_improvement
     if compared.low > margin:
         return f"promoted: {compared.measured}"

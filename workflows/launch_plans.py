@@ -22,7 +22,7 @@ from workflows.regression import DEFAULT as REGRESSION
 from workflows.regression import check_regression
 
 NOTIFY = "NEMO_RL_NOTIFY"
-"""The variable with the addresses that are told how scheduled runs end."""
+"""The variable with the addresses for mail on how scheduled runs end."""
 
 _BAD_ENDS = [Phase.FAILED, Phase.TIMED_OUT, Phase.ABORTED]
 

@@ -152,7 +152,7 @@ def describe(error: ValidationError, values: Any) -> ConfigError:
 
     Args:
         error: Of the validation of `values`.
-        values: From which the paths of the problems are told.
+        values: The input, from which the paths of the problems are read.
     """
     mistakes = _mistakes(error, values)
     if len(mistakes) > 1:

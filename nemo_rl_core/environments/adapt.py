@@ -65,7 +65,7 @@ class EnvironmentScorer(Scorer):
             `answer`, `task` and own metadata.
 
     Attributes:
-        environment: For whoever goes on after the first exchange.
+        environment: The same, for episodes that go on after the first turn.
     """
 
     def __init__(self, environment: EnvironmentInterface) -> None:

@@ -48,7 +48,7 @@ class MultiTurnEpisode:
 
     A turn that is cut at `max_new_tokens` is a turn like any other: the environment gets the
     text, and goes on if it wants to (NeMo RL does the same). If it were the last, a game that takes
-    something off for each bad turn would reward whoever rambles, for that ends the game before the
+    something off for each bad turn would reward long turns, which end the game before the
     next penalty. What cuts an episode is a bound on all of it: the number of turns, which the
     policy cannot change, or the room for tokens, which it can use up. There the environment's
     `truncation_reward` is added to the last reward, so that using it up is no way out either.

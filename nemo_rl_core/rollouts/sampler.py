@@ -121,5 +121,5 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         self._scorer.close()
-        if kind is None:  # the workers live on, and whoever comes next may need a GPU's memory
+        if kind is None:  # the workers live on, and the next user may need a GPU's memory
             self.generation.finish_generation()

@@ -65,7 +65,7 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """The chart in words, for screen readers."""
+        """A description of the chart for screen readers."""
         last_values = "; ".join(f"{line.label or 'last value'} {line.last}" for line in self.lines)
         steps = " to ".join(text for _, text in self.ticks_x)
         return (

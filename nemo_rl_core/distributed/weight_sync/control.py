@@ -108,7 +108,7 @@ class ControlGroup:
             self._group.broadcast(tensor, root).wait()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Leaves, so that whoever waits for this endpoint gets an error now."""
+        """Leaves; endpoints that wait for this one get an error now."""
         self._group = None
 
 
