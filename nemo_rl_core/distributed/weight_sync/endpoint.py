@@ -63,6 +63,9 @@ class SendsWeights:
         """
         weights = ((name, w.to(self.sent_dtype or w.dtype)) for name, w in self.named_weights())
         try:
+            if torch.cuda.is_available():
+                # The engine wakes now, and may need what this process's allocator keeps in reserve.
+                torch.cuda.empty_cache()
             if rank() != 0:
                 return ""
             opened = self._endpoints or {}
@@ -176,6 +179,7 @@ class Endpoint:
             self._control.send({"end": digest})
             for received in self._control.gather(digest):
                 compare_digests(sent=digest, received=received)
+            transport.end()
         return digest
 
     def receive(self, load: Callable[[NamedTensors], None]) -> str:

@@ -57,6 +57,9 @@ class Transport:
         """Receiver: returns `[num_bytes]` of uint8, unchanged until the transfer ends."""
         raise NotImplementedError
 
+    def end(self) -> None:
+        """Sender: all receivers have loaded everything."""
+
 
 class _MappedTransport(Transport):
     """Memory that the sender packs into and receivers map, kept for the next transfer."""
@@ -162,6 +165,12 @@ class CudaIpcTransport(_MappedTransport):
         arguments[_DEVICE_ARGUMENT] = self._device.index
         payload: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         return payload
+
+    def end(self) -> None:
+        """Gives the GPU's memory back: the buffers are a second copy of the weights."""
+        self._buffers.clear()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 _DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`

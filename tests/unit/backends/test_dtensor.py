@@ -115,7 +115,7 @@ def test_five_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> 
         assert metrics["learning_rate"] == optimizer.param_groups[0]["lr"]
     expected = dict(model.named_parameters())
     for name, weight in backend.named_weights():
-        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_masked_sample_counts_for_nothing(tiny_model: Path) -> None:

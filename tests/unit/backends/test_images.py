@@ -138,7 +138,7 @@ def test_steps_train_the_eyes_as_the_plain_loop_does(vision_model: Path, max_tok
     # Under the names of the published checkpoint.
     expected = revert_weight_conversion(model, dict(model.named_parameters()))
     for name, weight in backend.named_weights():
-        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_model_of_text_alone_is_given_no_images(tiny_model: Path) -> None:

@@ -45,7 +45,7 @@ def make_backend(folder: Path, training: DTensorTraining = LORA, **changes: Any)
 
 
 def weights(backend: DTensorBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.named_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
 
 
 def plain_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:

@@ -175,7 +175,7 @@ def test_four_steps_follow_the_plain_loop(tiny_model: Path, max_tokens: int) -> 
     assert metrics["loss"] < 0.9 * math.log(2)
     expected = dict(model.named_parameters())
     for name, weight in backend.named_weights():
-        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weight.cpu(), expected[name].detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_both_of_a_pair_reach_the_loss_together(reward_model: Path) -> None:

@@ -12,6 +12,7 @@ from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
 from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.determinism import compute_deterministically
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
@@ -59,7 +60,7 @@ class DTensorBackend(SendsWeights):
         """Loads the model, checks its results on packed rows, and creates the optimizer."""
         self._finish_earlier()
         torch.manual_seed(setup.seed)
-        torch.use_deterministic_algorithms(True)
+        compute_deterministically()
         assert isinstance(setup.training, DTensorTraining)
         self._setup, self._training = setup, setup.training
         self.sent_dtype = getattr(torch, setup.dtype)
@@ -137,7 +138,7 @@ class DTensorBackend(SendsWeights):
         global_valid_tokens = self._over_ranks(mask.sum().float())
         global_valid_seqs = self._over_ranks(batch["sample_mask"].sum().float())
         totals: dict[str, torch.Tensor] = {}
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)  # of a step that was broken off
         for part in self._parts(self._policy, batch):
             outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.plan)
             if part.is_filler:
@@ -153,6 +154,8 @@ class DTensorBackend(SendsWeights):
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         norm = self._update()
+        # An engine on the same GPU is to have their memory.
+        self._optimizer.zero_grad(set_to_none=True)
         summed = {name: value.item() for name, value in totals.items()}
         return {
             **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),

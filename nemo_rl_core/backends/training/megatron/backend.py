@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.determinism import compute_deterministically
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model
@@ -54,7 +55,7 @@ class MegatronBackend(SendsWeights):
             raise _no_scalar_head()
         self._finish_earlier()
         initialize_topology(training, seed=setup.seed)
-        torch.use_deterministic_algorithms(True)
+        compute_deterministically()
         self._setup = setup
         self.sent_dtype = getattr(torch, setup.dtype)
         self._num_updates = 0
