@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-changed test-slow test-bare parity docs docs-serve lint format lock clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-changed test-slow test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -85,6 +85,9 @@ format: setup ## Rewrite the sources in the project's style
 
 lock: setup ## Pin the requirements anew (writes deployment/requirements/*.txt)
 	bash deployment/requirements/lock.sh
+
+check-gpu: setup ## Install the lock for GPUs in a scratch environment and import it (10 GB)
+	bash deployment/requirements/check_gpu.sh
 
 clean: ## Remove .venv and what tools leave behind; the store of runs stays
 	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache \
