@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch, plan_microbatches
-from nemo_rl_core.errors import DataError
 
-_REFUSED = 2**62
 _PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
 
 
@@ -61,33 +60,22 @@ class Microbatches:
             DataError: If a sequence of any data rank does not fit; raised on all ranks, since the
                 others would wait.
         """
-        plan, most = self._agreed_plan(batch, share_rows)
+        plan, most = agreed_plan(lambda: self._of_rank(batch, share_rows), self._largest)
         for microbatch in plan:
             part = batch.select_indices(microbatch.indices).to(device)
             yield MicrobatchPart(cropped(part, int(part["input_lengths"].max())), microbatch)
         for _ in range(most - len(plan)):
             yield _filler(device)
 
-    def _agreed_plan(
-        self, batch: BatchedDataDict, share_rows: bool
-    ) -> tuple[list[Microbatch], int]:
-        """This rank's micro-batches, and the largest number on any data rank."""
-        try:
-            plan = batch.microbatches
-            shared = any(len(row) > 1 for part in plan or () for row in part.rows)
-            if plan is None or (shared and not share_rows):
-                plan = self._plan(batch, share_rows)
-        except DataError:
-            if self._mesh is not None:
-                self._mesh.data_max(_REFUSED)
-            raise
-        most = len(plan) if self._mesh is None else self._mesh.data_max(len(plan))
-        if most == _REFUSED:
-            raise DataError(
-                "the rows of another data rank do not fit into its micro-batches",
-                fix="see that rank's message; raise max_tokens_per_microbatch",
-            )
-        return plan, most
+    def _of_rank(self, batch: BatchedDataDict, share_rows: bool) -> list[Microbatch]:
+        plan = batch.microbatches
+        shared = any(len(row) > 1 for part in plan or () for row in part.rows)
+        if plan is None or (shared and not share_rows):
+            return self._plan(batch, share_rows)
+        return plan
+
+    def _largest(self, count: int) -> int:
+        return count if self._mesh is None else self._mesh.data_max(count)
 
     def _plan(self, batch: BatchedDataDict, share_rows: bool) -> list[Microbatch]:
         lengths = tuple(batch["input_lengths"].tolist())

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.layout import PackedRows, pack
 from nemo_rl_core.distributed.packing.plan import Microbatch, plan_microbatches
-from nemo_rl_core.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ def make_parts(
         DataError: If a sequence of any data-parallel rank does not fit into a micro-batch; raised
             on all ranks, since the others would wait.
     """
-    plan, needed = _agreed_plan(batch, max_tokens, device)
+    plan, needed = agreed_plan(
+        lambda: _plan(batch, max_tokens), lambda count: _maximum([count], device)[0]
+    )
     stages = config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size:
-        needed = (
-            -(-needed // stages) * stages
-        )  # the interleaved schedule needs a multiple of the stages
+        # The interleaved schedule needs a multiple of the stages.
+        needed = -(-needed // stages) * stages
     shapes = _shapes(plan + [_FILLER] * (needed - len(plan)), config, device)
     return [
         _part(batch, plan[index], *shape, device) if index < len(plan) else _filler(*shape, device)
@@ -60,25 +61,6 @@ def make_parts(
 
 
 _FILLER = Microbatch(rows=((0,),), row_length=2)
-_REFUSED = 2**62
-
-
-def _agreed_plan(
-    batch: BatchedDataDict, max_tokens: int, device: torch.device
-) -> tuple[list[Microbatch], int]:
-    """This rank's micro-batches, and the largest number on any data-parallel rank."""
-    try:
-        plan = _plan(batch, max_tokens)
-    except DataError:
-        _maximum([_REFUSED], device)
-        raise
-    most = _maximum([len(plan)], device)[0]
-    if most == _REFUSED:
-        raise DataError(
-            "the rows of another data rank do not fit into its micro-batches",
-            fix="see that rank's message; raise max_tokens_per_microbatch",
-        )
-    return plan, most
 
 
 def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
