@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from uuid import uuid4
 
 from nemo_rl_core.store.manifest import package_versions
 from tasks.platform.sources import SourceFile, keep_sources, read_source
+from tasks.platform.user_source import read_user_source
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("nemo_rl_core", "tasks", "workflows")
@@ -115,9 +117,20 @@ own name."""
 
 
 def source_digest(module: str) -> str:
-    """16 hex digits of the source that `module` reaches, and of package versions."""
+    """16 hex digits of the source that `module` reaches, and of package versions.
+
+    Args:
+        module: Of this project, or a user's: then its own modules and the packages that they import
+            count as well. One without a file, as in a notebook, has another digest each time, so
+            that nothing is served that older code has made.
+    """
     digest = hashlib.sha256()
-    reached = reachable_modules(module)
+    starts = [module]
+    if _path(module) is None:
+        source = read_user_source(module, without=_PACKAGES)
+        digest.update((source.digest or uuid4().hex).encode())
+        starts = [name for each in source.imports for name in _of_project(each)]
+    reached = {name for start in starts for name in reachable_modules(start)}
     for name in sorted(reached):
         digest.update(f"{name} {_source(name).digest}\n".encode())
     for package, version in sorted(reached_versions(reached).items()):
@@ -197,11 +210,16 @@ def _file_name(module: str) -> str:
 def _reached(module: str) -> frozenset[str]:
     """Modules that this one reaches by itself, and the packages that hold them."""
     source = _source(module)
-    names = [each for each in source.imports if each.partition(".")[0] in _PACKAGES]
-    names += [each.partition(":")[0] for each in source.strings if _REGISTERED.fullmatch(each)]
-    found = {each for name in names for each in _modules_of(name)}
+    found = {each for name in source.imports for each in _of_project(name)}
+    registered = [name.partition(":")[0] for name in source.strings if _REGISTERED.fullmatch(name)]
+    found |= {each for name in registered for each in _modules_of(name)}
     found -= NOT_RUN_BY_STAGES.get(module, set())
     return frozenset(found | set(_beside(module, source)))
+
+
+def _of_project(name: str) -> Iterator[str]:
+    if name.partition(".")[0] in _PACKAGES:
+        yield from _modules_of(name)
 
 
 def _modules_of(name: str) -> Iterator[str]:

@@ -7,16 +7,31 @@ to by `Path(__file__).with_name(...)` by content. Other files are ignored.
 import importlib
 import sys
 import sysconfig
+from collections.abc import Collection
 from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_rl_core.store.files import hash_file, hash_folder
 from tasks.platform.sources import SourceFile, read_source
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+
+
+class UserSource(NamedTuple):
+    """What a user's module reaches.
+
+    Attributes:
+        digest: Digests of modules and versions of packages, separated by spaces; empty if there is
+            no such module.
+        imports: Dotted names that its modules import.
+    """
+
+    digest: str
+    imports: list[str]
 
 
 def user_source(module: str) -> str:
@@ -29,23 +44,31 @@ def user_source(module: str) -> str:
     Returns:
         Digests separated by spaces; empty if there is no such module.
     """
+    return read_user_source(module).digest
+
+
+def read_user_source(module: str, *, without: Collection[str] = ()) -> UserSource:
+    """As `user_source`, without what lies in these packages."""
     importlib.invalidate_caches()
     found: dict[str, str] = {}
+    imports: set[str] = set()
     waiting = [module]
     while waiting:
         name = waiting.pop()
         for spec in _specs(name):
-            if (
-                spec.name not in found
-                and spec.name.partition(".")[0] not in sys.stdlib_module_names
-            ):
+            top = spec.name.partition(".")[0]
+            if spec.name not in found and top not in {*sys.stdlib_module_names, *without}:
                 found[spec.name], further = _content(spec)
+                imports.update(further)
                 waiting += further
-    return " ".join(sorted({each for each in found.values() if each}))
+    digests = sorted({each for each in found.values() if each})
+    return UserSource(" ".join(digests), sorted(imports))
 
 
 def _specs(name: str) -> list[ModuleSpec]:
     """The packages and the module of a dotted name, which may end in a name in the module."""
+    if name == "__main__":
+        return _main_file()
     top, *inner = name.split(".")
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
@@ -59,6 +82,13 @@ def _specs(name: str) -> list[ModuleSpec]:
             break
         spec = PathFinder.find_spec(f"{spec.name}.{inner.pop(0)}", list(places))
     return found
+
+
+def _main_file() -> list[ModuleSpec]:
+    """The file that Python was started with."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    spec = spec_from_file_location("__main__", file) if file else None
+    return [spec] if spec else []
 
 
 def _content(spec: ModuleSpec) -> tuple[str, list[str]]:

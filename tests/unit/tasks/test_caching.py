@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -290,3 +291,53 @@ def test_what_was_found_is_kept_by_content(tmp_path: Path) -> None:
     assert read_source(file, "top.package.module").digest == source.digest
     file.write_text("import other\n")
     assert read_source(file, "top.package.module").imports == ["other"]
+
+
+@pytest.fixture
+def users_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipeline of a user's own beside a module that it imports."""
+    flow = tmp_path / "users_flow.py"
+    flow.write_text("import users_part\nfrom tasks.grpo_iteration import grpo_iteration\n")
+    (tmp_path / "users_part.py").write_text("SIZE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return flow
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "counts"),
+    [
+        (
+            "users_flow.py",
+            "import users_part  # a remark\nfrom tasks import grpo_iteration\n",
+            True,
+        ),
+        ("users_part.py", "SIZE = 2\n", True),
+        ("users_part.py", "SIZE = 1  # a remark\n", False),
+        ("another.py", "SIZE = 2\n", False),
+    ],
+)
+def test_a_users_own_module_counts_with_what_it_imports(
+    users_flow: Path, file: str, content: str, *, counts: bool
+) -> None:
+    before = source_digest("users_flow")
+    users_flow.with_name(file).write_text(content)
+    assert (source_digest("users_flow") != before) == counts
+
+
+def test_the_project_counts_for_a_users_own_module(
+    users_flow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = source_digest("users_flow")
+    source = caching._source
+
+    def changed(module: str) -> caching.SourceFile:
+        found = source(module)
+        # Reached by a registry's string alone, from the stage.
+        return replace(found, digest="0") if module.endswith("grpo.loss") else found
+
+    monkeypatch.setattr(caching, "_source", changed)
+    assert source_digest("users_flow") != before
+
+
+def test_what_has_no_file_is_never_taken_from_the_cache() -> None:
+    assert source_digest("no_such_module") != source_digest("no_such_module")
