@@ -169,7 +169,7 @@ class CudaIpcTransport(_MappedTransport):
     def end(self) -> None:
         """Gives the GPU's memory back: the buffers are a second copy of the weights."""
         self._buffers.clear()
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
