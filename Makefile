@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-changed test-slow test-bare parity docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-changed test-slow test-gpu test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -52,6 +52,9 @@ parity: setup ## Show how both training backends agree with transformers, layout
 test-slow: setup ## Run the tests that take minutes, those that CI leaves out too
 	$(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 -m 'slow and not gpu'
 	@$(bin)/python tests/benchmarks/machine.py
+
+test-gpu: setup ## Run what one GPU must show, in order (needs EXTRA=gpu; never run as such)
+	$(bin)/pytest -n 0 -v -m gpu tests/gpu
 
 test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
 	bash tests/bare_debian.sh

@@ -1,0 +1,62 @@
+"""Both training backends on a GPU: agreement with the CPU, then speed and memory of 1.5 B."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+NUM_TOKENS = 8192
+CASES: dict[str, dict[str, Any]] = {
+    "dtensor bfloat16, recomputed": {"recompute": True},
+    "dtensor bfloat16": {},
+    "dtensor bfloat16, one sequence, recomputed": {"recompute": True, "lengths": [NUM_TOKENS]},
+    "dtensor float32, recomputed": {"dtype": "float32", "recompute": True},
+    "megatron bfloat16, recomputed": {"backend": "megatron", "recompute": True},
+}
+
+
+def on_device(program: str, *arguments: str, gpu: bool) -> Any:
+    """What a program of this folder prints last, run by itself with or without the GPU."""
+    environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, HERE / program, *arguments],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_three_steps_are_those_of_a_cpu(tiny_model: Path, backend: str) -> None:
+    options = {"backend": backend, "dtype": "float32", "folder": str(tiny_model), "steps": 3}
+    options |= {"lengths": [11, 4, 7, 2], "vocabulary": 16, "tokens": 24}
+    found, expected = (
+        on_device("train.py", json.dumps(options), gpu=each)["losses"] for each in (True, False)
+    )
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_speed_and_memory(model_1_5b: Path, case: str) -> None:
+    options = {
+        "backend": "dtensor",
+        "dtype": "bfloat16",
+        "folder": str(model_1_5b),
+        "steps": 4,
+        "lengths": [1024] * (NUM_TOKENS // 1024),
+        "vocabulary": 151000,
+        "tokens": NUM_TOKENS,
+        **CASES[case],
+    }
+    found = on_device("train.py", json.dumps(options), gpu=True)
+    sys.stderr.write(f"\n{case}: {json.dumps(found)}\n")
+    assert found["losses"] == sorted(found["losses"], reverse=True)  # the batch is the same
