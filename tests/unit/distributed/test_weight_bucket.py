@@ -14,6 +14,7 @@ from nemo_rl_core.distributed.weight_sync import (
     compare_digests,
     make_buckets,
 )
+from nemo_rl_core.distributed.weight_sync.bucket import word_sums
 from nemo_rl_core.errors import ConsistencyError
 
 
@@ -65,6 +66,36 @@ def test_one_flipped_bit_changes_the_digest(place: int, bit: int) -> None:
     payload[place] ^= 1 << bit
     damaged = dataclasses.replace(bucket, payload=payload)
     assert bucket_digest(damaged.specs, damaged.payload) != bucket.digest
+
+
+@given(st.integers(0, 8 * 64 - 1))
+def test_one_flipped_bit_changes_both_sums_of_a_gpu(place: int) -> None:
+    payload = torch.randint(256, (64,), generator=torch.Generator().manual_seed(0)).byte()
+    damaged = payload.clone()
+    damaged[place // 8] ^= 1 << place % 8
+    before, after = word_sums(payload), word_sums(damaged)
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+def test_sums_of_a_gpu_by_hand() -> None:
+    """Of one word, in Python's integers; of words in another order, with two of them alike."""
+    mask = 2**64 - 1
+
+    def by_hand(words: list[int], odd: int) -> int:
+        total = 0
+        for place, word in enumerate(words, start=1):
+            mixed = ((word & mask) ^ (place * odd & mask)) * (2 * place + odd) & mask
+            total += (mixed ^ (mixed >> 29)) * odd
+        total &= mask
+        return total - 2**64 if total >= 2**63 else total
+
+    odd_numbers = 0x1E3779B97F4A7C15, 0x5851F42D4C957F2D
+    found = set()
+    for words in ([7], [0, 0], [1, 2, 2], [2, 1, 2], [2, 2, 1], [-1, 2**62, -(2**63)]):
+        sums = word_sums(torch.tensor(words).view(torch.uint8))
+        assert sums == [by_hand(words, odd) for odd in odd_numbers]
+        found.add(tuple(sums))
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize(
