@@ -112,9 +112,15 @@ class EnvironmentScorer(Scorer):
         Where the environment raises, it is asked again for each rollout alone, so that only those
         on which it raises have no score.
         """
-        logs, metadata = [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
-        replies = checked_replies(self.environment, logs, metadata)
+        replies = checked_replies(self.environment, *self.conversations(rollouts))
         return [self._outcome(*pair) for pair in zip(rollouts, replies, strict=True)]
+
+    @staticmethod
+    def conversations(
+        rollouts: Sequence[Rollout],
+    ) -> tuple[list[list[Message]], list[dict[str, Any]]]:
+        """The first exchange of each rollout, and the metadata that an episode begins with."""
+        return [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
 
     @property
     def num_restarts(self) -> int:
