@@ -81,8 +81,10 @@ def _weighted_sum(rewards: Sequence[Any], weights: Sequence[float] | None) -> Sc
                 got=source_of(given),
                 fix="add the rewards in its method step",
             )
-    names = [getattr(each, "name", type(each).__name__) for each in scorers]
-    return WeightedSumScorer(scorers, weights, names)
+    names = [str(getattr(each, "name", type(each).__name__)) for each in scorers]
+    # A lambda has no name that a metric could have.
+    known = [n if n.isidentifier() else f"reward_{place}" for place, n in enumerate(names, 1)]
+    return WeightedSumScorer(scorers, weights, known)
 
 
 def as_environment(scorer: Scorer) -> EnvironmentInterface:

@@ -4,6 +4,7 @@ The model, the data and the run become artifacts in the store, each with its man
 made by five lines of Python has the same lineage as one made by a pipeline.
 """
 
+import logging
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.loop import RunResult
 from nemo_rl_core.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 _OF_PROMPTS = ("id", "prompt", "answer", "task", "metadata")
 
@@ -137,6 +140,10 @@ def _scorer(algorithm: str, settings: TrainerSettings, request: FitRequest) -> S
     if request.reward_fn is None and request.reward_weights is None:
         if isinstance(settings, RolloutSettings):
             check_targets(settings.environment)
+            logger.warning(
+                "no reward_fn: the environment %r of the settings scores",
+                settings.environment.kind,
+            )
         return None
     if not isinstance(settings, RolloutSettings):
         raise ConfigError(

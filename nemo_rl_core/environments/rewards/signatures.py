@@ -178,8 +178,9 @@ def fields_of(rollout: Rollout) -> dict[str, Any]:
     """What a completion can be scored by; without `answer`, where the row has none."""
     prompt = rollout.prompt
     fields = given_fields(prompt.text, rollout.text, json.loads(prompt.metadata))
-    fields |= {"id": prompt.id, "task": prompt.task}
-    fields["completion_ids"] = list(rollout.completion.token_ids)
+    fields |= {"task": prompt.task, "completion_ids": list(rollout.completion.token_ids)}
+    # Without an answer, or in an episode without an id, the column is not there.
+    fields |= {"id": prompt.id} if prompt.id else {}
     return fields | ({"answer": prompt.answer} if prompt.answer else {})
 
 

@@ -186,6 +186,9 @@ def test_several_functions_with_weights_and_their_means(rollout: Make) -> None:
     assert [row.components for row in rows] == [(1.0, -2.0), (0.5, -2.0)]
     assert means(scorer, rows) == {"near": 0.75, "short": -2.0}
     assert as_scorer([near, short]).score([rollout("46")]) == [-1.0]
+    unnamed = as_scorer([near, near, lambda completion: 0.0])
+    rows = score_rollouts(unnamed, [rollout("46")])
+    assert means(unnamed, rows) == {"near": 1.0, "near_2": 1.0, "reward_3": 0.0}
 
 
 def test_none_leaves_a_function_out_of_a_row(rollout: Make) -> None:
