@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import sys
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NOT_THE_USERS = (
-    str(Path(__file__).parents[1]),
+    *sys.modules[__name__.partition(".")[0]].__path__,  # this library
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<",
 )

@@ -11,7 +11,7 @@ from nemo_rl_core.rollouts.records import RolloutRecords
 
 Run = Any
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def test_a_recipe_takes_an_environment_and_a_reward_that_needs_the_answer(
@@ -35,7 +35,7 @@ def test_a_recipe_takes_an_environment_and_a_reward_that_needs_the_answer(
     }
     finished = run_recipe(small, tmp_path / "store")
     assert finished.exit_code == 0, finished.output[-3000:]
-    folder = finished.artifact("grpo_iteration")
+    (folder,) = (finished.store / "artifacts").glob("grpo_iteration-*")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["config"]["environment"] == environment
     assert manifest["config"]["reward_content"]
