@@ -51,8 +51,8 @@ def missing_columns(config: EnvironmentConfig) -> MissingColumns:
             )
         case ByTask(tasks=tasks):
             by_task = {each.task: missing_columns(each.environment) for each in tasks}
-            return lambda prompt: by_task.get(prompt.task, _nothing)(prompt)
-    return _nothing
+            return lambda prompt: by_task.get(prompt.task, no_columns)(prompt)
+    return no_columns
 
 
 def check_targets(config: EnvironmentConfig) -> None:
@@ -88,7 +88,7 @@ def refuse_incomplete_rows(
     else:
         missing = missing_columns(scored_by)
         scorer = f"the environment {scored_by.kind!r}"
-    if missing is _nothing:
+    if missing is no_columns:
         return
     lacking: dict[str, list[int]] = {}
     first: Prompt | None = None
@@ -119,7 +119,8 @@ def _answer(prompt: Prompt) -> Sequence[str]:
     return () if prompt.answer else ("answer",)
 
 
-def _nothing(_: Prompt) -> Sequence[str]:
+def no_columns(_: Prompt) -> Sequence[str]:
+    """What an environment needs that reads texts alone, or says itself what a row lacks."""
     return ()
 
 

@@ -25,7 +25,12 @@ from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.resources import ResourceManager
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
+from nemo_rl_core.environments.needs import (
+    check_targets,
+    missing_columns,
+    no_columns,
+    refuse_incomplete_rows,
+)
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.types import Prompt
 from tasks.recipes.common import PipelineRecipe
@@ -136,7 +141,9 @@ def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
     Large files, and rows of the hub, are checked before the first stage that scores them; what is
     wrong with a row itself is named by `prepare_data`.
     """
-    if not isinstance(data, FileData) or _size(data) > _MOST_BYTES_READ:
+    if not isinstance(data, FileData) or missing_columns(environment) is no_columns:
+        return
+    if _size(data) > _MOST_BYTES_READ:
         return
     for name, rows in zip(("train", "validation"), load_rows(data, seed=0), strict=True):
         prompts = [

@@ -1,5 +1,8 @@
 """Environments of one's own, named in a recipe."""
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from nemo_rl_core.environments.targets import ENVIRONMENTS, find_environment, mo
 from nemo_rl_core.errors import ConfigError
 from tasks.platform.contents import reward_content
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 LOOKUP = '''
 """Two turns: the policy asks for a price, and answers."""
 import torch
@@ -197,6 +201,44 @@ def test_an_installed_package_adds_an_environment(installed: Path) -> None:
     module = installed / "shop_environments" / "__init__.py"
     module.write_text(LOOKUP.replace("1.0 if good", "2.0 if good"))
     assert reward_content(config) != content
+
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "shop-environments"
+version = "1.2"
+[project.entry-points."nemo_rl_core.environments"]
+shop = "shop_environments:Prices"
+"""
+
+
+@pytest.mark.slow
+def test_a_package_that_pip_installs_serves_a_recipe(tmp_path: Path) -> None:
+    package, site = tmp_path / "package", tmp_path / "site"
+    (package / "shop_environments").mkdir(parents=True)
+    (package / "pyproject.toml").write_text(PROJECT)
+    (package / "shop_environments" / "__init__.py").write_text(LOOKUP)
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    pip = [sys.executable, "-m", "pip", "install", "-q", *offline, str(package)]
+    subprocess.run(pip, check=True, capture_output=True)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "price of tea?", "answer": "3"}\n')
+    rows = {"kind": "file", "train": "rows.jsonl", "validation": "rows.jsonl"}
+    own = {"kind": "python", "target": "shop", "arguments": {"prices": {"3": "three"}}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"data": rows, "environment": own}))
+    done = subprocess.run(
+        [Path(sys.executable).with_name("nemo-rl"), "try-reward", "recipe.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "environment python, shop" in done.stdout
+    assert "0, then 'three'" in done.stdout
 
 
 def test_an_entry_point_that_is_broken_says_so(installed: Path) -> None:
