@@ -237,7 +237,13 @@ class BaseTrainer(ABC, Generic[S, C]):
             return self.run(self.run_spec(artifacts, work, scorer=scorer), callbacks=callbacks)
 
         request = FitRequest(
-            self.model, dataset, validation, reward_fn, reference, name, reward_weights
+            self.model,
+            dataset,
+            validation,
+            reward_fn,
+            reference,
+            name,
+            reward_weights=reward_weights,
         )
         result = fit(self.algorithm, self.settings, request, run)
         if self._given is not None:

@@ -95,14 +95,18 @@ class RewardSignature:
         if not any(_takes(each, "completion") for each in parameters):
             raise _without_completion(name, signature)
         names = {each.name for each in named}
-        is_plain = all(_takes(each, "prompt") or _takes(each, "completion") for each in parameters)
+        is_verl = "solution_str" in names
+        # Two texts or two lists: only these may be either, as only these have no other sign.
+        is_pair = len(parameters) == len(_BY_POSITION) and all(
+            _takes(each, "prompt") or _takes(each, "completion") for each in parameters
+        )
         style = _annotated_style(fn) or ("batch" if names & _PLURALS else None)
         return cls(
-            style or (None if is_plain and len(parameters) == len(_BY_POSITION) else "single"),
+            style or (None if is_pair and not is_verl else "single"),
             parameters,
             takes_columns=any(each.kind is each.VAR_KEYWORD for each in given),
             has_turns=style == "batch" and "completions" in names,
-            is_verl="solution_str" in names,
+            is_verl=is_verl,
         )
 
     @property

@@ -130,6 +130,14 @@ def test_verl_functions_run_as_they_are(rollout: Make) -> None:
         return float((data_source, ground_truth, extra_info) == ("sums", "46", {"k": 1}))
 
     assert outcomes(plain, rollout("46", task="sums", metadata='{"k": 1}')) == [1.0]
+    calls = []
+
+    def two(data_source, solution_str):
+        calls.append((data_source, solution_str))
+        return 1.0
+
+    assert outcomes(two, rollout("46", task="sums")) == [1.0]
+    assert calls == [("sums", "46")]
 
 
 def test_coroutines_are_awaited_side_by_side(rollout: Make) -> None:
