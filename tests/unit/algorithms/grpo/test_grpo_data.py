@@ -230,7 +230,7 @@ def test_gdpo_without_its_rewards_says_how_many_it_needs(components):
 
 def test_gdpo_refuses_a_reward_that_does_not_apply():
     batch = batch_of(rollout(1.0, components=(1.0, math.nan)), rollout(0.0, components=(0.0, 1.0)))
-    with pytest.raises(RewardError, match="return 0.0 in place of None"):
+    with pytest.raises(RewardError, match=r"return 0\.0 in place of None"):
         advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
 
 
