@@ -56,6 +56,10 @@ class RewardError(NemoRLError):
     """A reward function raised, or returned something that is not a finite number."""
 
 
+class NotApplicableError(RewardError):
+    """A reward function returned None: it says nothing of this completion."""
+
+
 class ConsistencyError(NemoRLError):
     """Trainer and rollout engine disagree, or weights did not arrive as they were sent."""
 

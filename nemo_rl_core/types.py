@@ -95,6 +95,11 @@ class Rollout:
         return replace(self, reward=None, error=error)
 
 
+def unscored(prompt: Prompt, text: str = "") -> Rollout:
+    """A rollout of texts alone, as where nothing has been sampled."""
+    return Rollout(prompt, Completion((), (), truncated=False), text)
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What a trainer says after each step.

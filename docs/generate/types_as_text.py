@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
+_PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", Any: "any JSON value"}
 _BOUNDS = (
     (annotated_types.Gt, "gt", "> {}"),
     (annotated_types.Ge, "ge", "≥ {}"),

@@ -10,11 +10,12 @@ from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 
 
-def train(
+def train(  # noqa: PLR0913 (all that a run is made of)
     model: str | Path | ModelConfig,
     dataset: Any,
     *,
     reward_fn: Any = None,
+    reward_weights: Sequence[float] | None = None,
     algorithm: str = "grpo",
     validation: Any = None,
     reference: str | Path | ModelConfig | None = None,
@@ -27,7 +28,10 @@ def train(
     Args:
         model: A hub name, a folder in the transformers layout, or the config of a model.
         dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`.
-        reward_fn: `(prompt, response) -> float`, the same of lists, or an environment.
+        reward_fn: A function of `completion` and what it names of the row (`prompt`, `answer`,
+            `metadata`, any column), one of lists of these, a list of such functions, or an
+            environment.
+        reward_weights: Of the functions of a list; None weighs each by 1.
         algorithm: Its name; an unknown one lists the choices.
         validation: Rows that are never trained on; None holds some of `dataset` out.
         reference: The reference or teacher; None takes the model itself.
@@ -52,6 +56,7 @@ def train(
     return trainer.fit(
         dataset,
         reward_fn=reward_fn,
+        reward_weights=reward_weights,
         validation=validation,
         reference=reference,
         callbacks=callbacks,

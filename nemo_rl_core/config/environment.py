@@ -1,7 +1,8 @@
 """How a completion is scored."""
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -85,7 +86,10 @@ class ReasoningGymScore(FrozenConfig):
 
 
 class RewardFunction(FrozenConfig):
-    """Your own function `(prompt, response) -> float`, or of two lists, named `module:function`.
+    """Your own function of a completion and of what it names of the row, as `module:function`.
+
+    `def reward(prompt, completion, answer, metadata) -> float`, in any part and order, and any
+    column of the row; `def reward(prompts, completions, answer)` takes and returns lists.
 
     Attributes:
         target: The function, as `module:function`; the module is imported from the working folder
@@ -341,7 +345,37 @@ class ToolUse(FrozenConfig):
         return self
 
 
-_MultiTurn = SlidingPuzzleGame | GuessNumberGame | ToolUse
+class PythonEnvironment(FrozenConfig):
+    """Your own environment: any class or object with a method `step`.
+
+    Attributes:
+        target: `module:name` of a class, an object or a function that returns one; the module is
+            imported from the working folder or from an installed package. Or a name: of a class
+            registered with `register_environment`, or of an entry point of an installed package in
+            the group `nemo_rl_core.environments`.
+        arguments: Keyword arguments that the class or function is called with.
+    """
+
+    kind: Literal["python"] = "python"
+    target: str = Field(pattern=r"^[\w.-]+(:\w+(\.\w+)*)?$")
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _arguments_can_be_recorded(self) -> "PythonEnvironment":
+        for name, value in self.arguments.items():
+            try:
+                same = json.loads(json.dumps(value, allow_nan=False)) == value
+            except (TypeError, ValueError):
+                same = False
+            if not same:
+                raise ValueError(
+                    f"the argument {name!r} is {value!r:.60}, which JSON cannot record: pass "
+                    "numbers, text, true or false, lists and maps, and make the rest of them"
+                )
+        return self
+
+
+_MultiTurn = SlidingPuzzleGame | GuessNumberGame | ToolUse | PythonEnvironment
 MultiTurnConfig = Annotated[_MultiTurn, Field(discriminator="kind")]
 """Environments that answer, so that the policy has several turns."""
 
@@ -415,7 +449,7 @@ def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConf
             return [part.environment for part in parts]
         case ByTask(tasks=tasks):
             return [one for each in tasks for one in single_environments(each.environment)]
-        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse():
+        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse() | PythonEnvironment():
             return []
         case _:
             return [config]
@@ -431,6 +465,17 @@ def multi_turn_environments(config: EnvironmentConfig) -> list[MultiTurnConfig]:
 def answers_back(config: EnvironmentConfig) -> bool:
     """Whether the policy may have several turns."""
     return bool(multi_turn_environments(config))
+
+
+def reward_names(config: EnvironmentConfig) -> list[str]:
+    """What the parts of a weighted sum are called in metrics; nothing for other environments."""
+    if not isinstance(config, WeightedSum):
+        return []
+    environments = [part.environment for part in config.parts]
+    return [
+        each.target.partition(":")[2] if isinstance(each, RewardFunction) else each.kind
+        for each in environments
+    ]
 
 
 def reads_reward_model(config: EnvironmentConfig) -> bool:

@@ -85,9 +85,14 @@ class PromptSchema(RowSchema):
     answer: Series[str]
     completion: Series[str]
 
-    @pa.check("prompt", "answer")
+    @pa.check("prompt")
     def _not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
         return _has_text(column)
+
+    @pa.check("answer")
+    def _empty_in_all_or_none(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
+        # A data set without answers is whole; one that lacks some of them is not.
+        return _has_text(column) if column.any() else column == ""
 
 
 class SftSchema(PromptSchema):
@@ -95,7 +100,7 @@ class SftSchema(PromptSchema):
 
     @pa.check("completion")
     def _completion_not_empty(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return _has_text(column)
+        return _has_text(column) if column.any() else column == ""
 
 
 class ConversationSchema(RowSchema):
@@ -207,7 +212,11 @@ class RolloutSchema(pa.DataFrameModel):
     def _text_or_null(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
         return _each(column, _is_text_or_null)
 
-    @pa.check("turn_rewards", "components", "logprobs")
+    @pa.check("components")
+    def _numbers_or_nan(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
+        return _each(column, lambda value: _is_list(value) and not any(map(math.isinf, value)))
+
+    @pa.check("turn_rewards", "logprobs")
     def _finite_list(cls, column: Series[Any]) -> "pd.Series[bool]":  # noqa: N805
         return _each(column, _is_finite_list)
 
@@ -318,12 +327,14 @@ _MESSAGES = {
     "not_nullable": "is missing or null",
     "_unique": "occurs twice",
     "_not_empty": "is empty",
+    "_empty_in_all_or_none": "is empty",
     "_completion_not_empty": "is empty",
     "_json": "is not a JSON object",
     "_tokens": "is not a list of token ids",
     "_trained": "has no trained token",
     "_logprobs": "is not a list of finite logprobs",
     "_finite": "is not finite",
+    "_numbers_or_nan": "is not a list of numbers, or nan for a reward that does not apply",
     "_finite_list": "is not a list of finite numbers",
     "_text_or_null": "is neither text nor null",
     "_verdict": "is neither true, false nor null",

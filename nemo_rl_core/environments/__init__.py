@@ -4,12 +4,13 @@
 - `multi_turn/` and `tools/`: what plays, environments that answer the policy;
 - `sandbox/`: what contains, for programs that nobody trusts;
 - here: the interfaces, `factory`, and what takes both scorers and environments (`adapt`,
-  `by_task`, `remote` and its `actor_pool`, `post_processing`).
+  `by_task`, `remote` and its `actor_pool`, `post_processing`), and `targets`, which finds what a
+  user has named.
 
 Four words, each with one meaning:
 
 - A **reward** is a number: what a rollout, or one turn of it, is worth. `Rollout.reward` holds it,
-  and learning raises it. Users write one as a function, `(prompt, response) -> float`.
+  and learning raises it. Users write one as a function, `(prompt, completion) -> float`.
 - A **scorer** (`interfaces.Scorer`) gives finished completions their rewards, one each: exact,
   math, code, regex, a reward model, your function.
 - An **environment** (`interfaces.EnvironmentInterface`) gets the policy's turns one by one,
@@ -25,5 +26,6 @@ A rollout is **scored** when its reward has been computed, **valid** when nothin
 """
 
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.targets import get_environment, register_environment
 
-__all__ = ["FunctionalRewardWrapper"]
+__all__ = ["FunctionalRewardWrapper", "get_environment", "register_environment"]

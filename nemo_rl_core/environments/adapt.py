@@ -1,6 +1,7 @@
 """Whatever a user has as a reward, as a scorer."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_rl_core.environments.multi_turn.replies import (
     source_of,
 )
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -26,16 +28,26 @@ _ROW_KEYS = ("answer", "task")
 """What a conversation's metadata holds besides the row's own."""
 
 
-def as_scorer(reward: Any) -> Scorer:
+def as_scorer(reward: Any, weights: Sequence[float] | None = None) -> Scorer:
     """A scorer, made of what is given.
 
     Args:
-        reward: A scorer, an environment (whatever has a method `step`), or a callable of
-            `(prompt, response)` or of lists of them.
+        reward: A scorer, an environment (whatever has a method `step`), a reward function (see
+            `FunctionalRewardWrapper`), or a list of functions and scorers, whose rewards are added.
+        weights: Of the rewards of a list, in its order; None weighs each by 1.
 
     Raises:
-        ConfigError: If it is none of these.
+        ConfigError: If it is none of these, or there is not one finite weight for each reward.
     """
+    if isinstance(reward, list | tuple):
+        return _weighted_sum(reward, weights)
+    if weights is not None:
+        raise ConfigError(
+            "reward_weights are the weights of several rewards",
+            expected="a list of functions as reward_fn",
+            got=f"reward_fn {reward!r:.80}",
+            fix="leave reward_weights out, or pass reward_fn=[...]",
+        )
     if isinstance(reward, Scorer):
         return reward
     if hasattr(reward, "step"):
@@ -44,10 +56,35 @@ def as_scorer(reward: Any) -> Scorer:
         return FunctionalRewardWrapper(reward)
     raise ConfigError(
         "this is no reward",
-        expected="a function of (prompt, response), one of lists of them, or an environment",
+        expected="a function of a completion, a list of such functions, or an environment",
         got=repr(reward)[:120],
         fix="pass the function itself as reward_fn, not its result",
     )
+
+
+def _weighted_sum(rewards: Sequence[Any], weights: Sequence[float] | None) -> Scorer:
+    weights = [1.0] * len(rewards) if weights is None else list(weights)
+    are_finite = all(isinstance(each, int | float) and math.isfinite(each) for each in weights)
+    if not rewards or len(weights) != len(rewards) or not are_finite:
+        raise ConfigError(
+            "a list of rewards has a finite weight for each of them",
+            expected=f"{len(rewards) or 'at least one reward, and as many'} reward_weights",
+            got=f"{len(rewards)} rewards, reward_weights {weights!r:.80}",
+            fix="pass reward_fn=[first, second] with reward_weights=[1.0, 0.5]",
+        )
+    scorers = [as_scorer(each) for each in rewards]
+    for given, scorer in zip(rewards, scorers, strict=True):
+        if isinstance(scorer, EnvironmentScorer):
+            raise ConfigError(
+                "an environment answers, so that its rewards cannot be added to others",
+                expected="functions and scorers in the list",
+                got=source_of(given),
+                fix="add the rewards in its method step",
+            )
+    names = [str(getattr(each, "name", type(each).__name__)) for each in scorers]
+    # A lambda has no name that a metric could have.
+    known = [n if n.isidentifier() else f"reward_{place}" for place, n in enumerate(names, 1)]
+    return WeightedSumScorer(scorers, weights, known)
 
 
 def as_environment(scorer: Scorer) -> EnvironmentInterface:
@@ -77,9 +114,15 @@ class EnvironmentScorer(Scorer):
         Where the environment raises, it is asked again for each rollout alone, so that only those
         on which it raises have no score.
         """
-        logs, metadata = [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
-        replies = checked_replies(self.environment, logs, metadata)
+        replies = checked_replies(self.environment, *self.conversations(rollouts))
         return [self._outcome(*pair) for pair in zip(rollouts, replies, strict=True)]
+
+    @staticmethod
+    def conversations(
+        rollouts: Sequence[Rollout],
+    ) -> tuple[list[list[Message]], list[dict[str, Any]]]:
+        """The first exchange of each rollout, and the metadata that an episode begins with."""
+        return [_log(r) for r in rollouts], [_metadata(r) for r in rollouts]
 
     @property
     def num_restarts(self) -> int:

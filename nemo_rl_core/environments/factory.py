@@ -20,6 +20,7 @@ from nemo_rl_core.config.environment import (
     MathVerify,
     MultipleChoice,
     MultiTurnConfig,
+    PythonEnvironment,
     ReasoningGymScore,
     RegexMatch,
     RewardFunction,
@@ -28,6 +29,7 @@ from nemo_rl_core.config.environment import (
     ToolUse,
     WeightedSum,
     answers_back,
+    reward_names,
 )
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
 from nemo_rl_core.environments.rewards.llm_judge import ChatModel
@@ -56,8 +58,9 @@ def make_scorer(
         start_judge: For judges that are models of this run.
 
     Raises:
-        ConfigError: When a reward function cannot be imported or called, when the config has a
-            reward model and one of the folders is missing, or a judge that cannot be started here.
+        ConfigError: When a reward function or environment cannot be imported or made, when the
+            config has a reward model and one of the folders is missing, or a judge that cannot be
+            started here.
         ModelError: When a reward model is none, or has another vocabulary than the policy.
         ResourceError: When programs must run, and this machine gives no sandbox.
     """
@@ -67,14 +70,14 @@ def make_scorer(
             from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
 
             scorers = [make(each.environment) for each in parts]
-            return WeightedSumScorer(scorers, [each.weight for each in parts])
+            return WeightedSumScorer(scorers, [each.weight for each in parts], reward_names(config))
         case ByTask(tasks=tasks):
             by_task = {each.task: make(each.environment) for each in tasks}
             return _by_task(by_task, has_turns=answers_back(config))
-        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse():
-            from nemo_rl_core.environments.adapt import EnvironmentScorer
+        case SlidingPuzzleGame() | GuessNumberGame() | ToolUse() | PythonEnvironment():
+            from nemo_rl_core.environments.adapt import as_scorer
 
-            return EnvironmentScorer(_conversation(config))
+            return as_scorer(_conversation(config))
         case LLMJudge():
             return _judge(config, start_judge)
         case RewardModelScore():
@@ -100,7 +103,7 @@ def make_remote_scorer(
 
     make = partial(make_scorer, config, reward_model, policy=policy)
     if not answers_back(config):
-        return RemoteScorer(make, workers)
+        return RemoteScorer(make, workers, names=reward_names(config))
     return EnvironmentScorer(RemoteEnvironment(partial(_environment_of, make), workers))
 
 
@@ -150,7 +153,11 @@ def _text_scorer(config: ExactMatch | RegexMatch | JsonSchemaMatch | MultipleCho
             return MultipleChoiceScorer(num_choices=config.num_choices)
 
 
-def _conversation(config: MultiTurnConfig) -> EnvironmentInterface:
+def _conversation(config: MultiTurnConfig) -> EnvironmentInterface | Scorer:
+    if isinstance(config, PythonEnvironment):
+        from nemo_rl_core.environments.targets import make_environment
+
+        return make_environment(config)
     if isinstance(config, ToolUse):
         from nemo_rl_core.environments.tools import ToolEnvironment, make_tools
 

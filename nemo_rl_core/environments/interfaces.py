@@ -2,18 +2,29 @@
 
 import math
 import numbers
+import sys
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from nemo_rl_core.errors import RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.errors import NotApplicableError, RewardError
+from nemo_rl_core.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+_NOT_THE_USERS = (
+    *sys.modules[__name__.partition(".")[0]].__path__,  # this library
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
+"""How the names of files begin whose lines say nothing of the user's code."""
 
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number that float32 holds."""
@@ -31,6 +42,10 @@ class Scorer(ABC):
 
         An error is not a reward of 0: the rollout is counted, and not trained on.
         """
+
+    def missing_columns(self, prompt: Prompt) -> Sequence[str]:
+        """Columns without which the row of a prompt cannot be scored, and which it lacks."""
+        return ()
 
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
         """Releases what the scorer has started."""
@@ -153,7 +168,7 @@ def attempt(
         return error
     # SystemExit is caught too: a reward that calls exit() must not end a run with code 0.
     except (Exception, SystemExit) as error:  # noqa: BLE001 (becomes an outcome)
-        got = f"{type(error).__name__}: {shorten(str(error))}"
+        got = f"{type(error).__name__}: {shorten(str(error))}{innermost_place(error)}"
         return failure("raised", got, prompt=prompt, completion=completion, source=source)
     return checked(value, prompt=prompt, completion=completion, source=source)
 
@@ -178,7 +193,18 @@ def checked(value: Any, *, prompt: str, completion: str, source: str) -> float |
     else:
         what = "returned no number"
     got = shorten(repr(value))
-    return failure(what, got, prompt=prompt, completion=completion, source=source)
+    error = failure(what, got, prompt=prompt, completion=completion, source=source)
+    return NotApplicableError(*error.args) if value is None else error
+
+
+def innermost_place(error: BaseException) -> str:
+    """Where in the user's code an exception was raised: ` (file.py:3: the line)`, or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    if not own:
+        return ""
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    return f" ({place}: {shorten(own[-1].line, 80)})" if own[-1].line else f" ({place})"
 
 
 def failure(what: str, got: str, *, prompt: str, completion: str, source: str) -> RewardError:
@@ -189,6 +215,16 @@ def failure(what: str, got: str, *, prompt: str, completion: str, source: str) -
         expected="a finite number",
         got=got,
         fix="handle such a completion in the reward: return a low score if that is what it earns",
+    )
+
+
+def no_answer(what: str, rollout: Rollout) -> RewardError:
+    """The error of a row without an answer, where completions are compared with it."""
+    return RewardError(
+        f"{what} compares completions with the row's answer, and the row has none",
+        expected="the column answer",
+        got=f"the prompt {shorten(repr(rollout.prompt.text))} without an answer",
+        fix="add the column answer to the data, or choose a reward that needs none",
     )
 
 

@@ -22,6 +22,7 @@ from nemo_rl_core.environments.interfaces import (
 )
 from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined
 from nemo_rl_core.environments.post_processing import HOOK, post_process
+from nemo_rl_core.environments.rewards.weighted_sum import component_means, unique_names
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -36,14 +37,18 @@ class RemoteScorer(Scorer):
     Args:
         make: Makes the scorer, in the actor.
         workers: How many actors, and their deadline.
+        names: Of the rewards that the scorer adds, for metrics.
 
     Raises:
         NemoRLError: As `make` raises it.
         WorkerError: When the actors do not start.
     """
 
-    def __init__(self, make: Callable[[], Scorer], workers: EnvironmentWorkers) -> None:
+    def __init__(
+        self, make: Callable[[], Scorer], workers: EnvironmentWorkers, *, names: Sequence[str] = ()
+    ) -> None:
         self._pool = ActorPool(_ScoringActor, make, workers)
+        self._names = unique_names(names)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
@@ -58,6 +63,12 @@ class RemoteScorer(Scorer):
             else found
             for given, found in pairs
         ]
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The batch as it was, and the mean of each reward of several by its name."""
+        return batch, component_means(batch, self._names)
 
     @property
     def num_restarts(self) -> int:

@@ -10,6 +10,7 @@ from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import load_prompts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.evals.consensus import ExtractAnswer, extractor
 from nemo_rl_core.evals.metrics import (
     accuracy_metrics,
@@ -52,9 +53,11 @@ def evaluate(
     """Evaluates the model in `model_folder` on every prompt of `data`.
 
     Raises:
+        DataError: If a row lacks a column that the environment needs.
         RewardError: If not one greedy completion could be scored.
     """
     prompts = load_prompts(data, load_tokenizer(model_folder))
+    refuse_incomplete_rows(prompts, settings.environment, name="validation")
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine
         greedy = _greedy(sampler, prompts)

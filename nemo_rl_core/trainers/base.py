@@ -203,6 +203,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         dataset: Any,
         *,
         reward_fn: Any = None,
+        reward_weights: Sequence[float] | None = None,
         validation: Any = None,
         reference: str | Path | ModelConfig | None = None,
         callbacks: Sequence[Callback] = (),
@@ -213,8 +214,11 @@ class BaseTrainer(ABC, Generic[S, C]):
         Args:
             dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`: see
                 `DataModule.of`.
-            reward_fn: `(prompt, response) -> float`, the same of lists, or an environment; for
-                algorithms that score completions. None: the environment of the settings.
+            reward_fn: A function of `completion` and what it names of the row (`prompt`, `answer`,
+                `metadata`, any column), one of lists of these, a list of such functions, or an
+                environment; for algorithms that score completions. None: the environment of the
+                settings.
+            reward_weights: Of the functions of a list; None weighs each by 1.
             validation: Rows that are never trained on, in the same forms; None holds some out.
             reference: The reference or teacher; None takes the model itself.
             callbacks: Called in order at each hook.
@@ -232,7 +236,15 @@ class BaseTrainer(ABC, Generic[S, C]):
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
             return self.run(self.run_spec(artifacts, work, scorer=scorer), callbacks=callbacks)
 
-        request = FitRequest(self.model, dataset, validation, reward_fn, reference, name)
+        request = FitRequest(
+            self.model,
+            dataset,
+            validation,
+            reward_fn,
+            reference,
+            name,
+            reward_weights=reward_weights,
+        )
         result = fit(self.algorithm, self.settings, request, run)
         if self._given is not None:
             self._given.go_on_from(result.checkpoint)

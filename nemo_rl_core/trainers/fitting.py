@@ -4,9 +4,10 @@ The model, the data and the run become artifacts in the store, each with its man
 made by five lines of Python has the same lineage as one made by a pipeline.
 """
 
+import logging
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,18 @@ from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.loop import RunResult
+from nemo_rl_core.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_OF_PROMPTS = ("id", "prompt", "answer", "task", "metadata")
 
 RunOnArtifacts = Callable[[Mapping[str, Path], Path, Scorer | None], RunResult]
 """A trainer's run: of artifacts by role, in a work folder, with a scorer in place of the settings'.
@@ -77,6 +84,7 @@ class FitRequest:
         name: Of the run. An interrupted run of the same name and inputs is continued, a finished
             one is given back; without a name, every call trains anew. A function cannot be compared
             with another, so `reward_fn` is none of these inputs: a new reward needs a new name.
+        reward_weights: Of the functions of a list.
     """
 
     model: str | Path | ModelConfig
@@ -85,6 +93,7 @@ class FitRequest:
     reward_fn: Any = None
     reference: str | Path | ModelConfig | None = None
     name: str | None = None
+    reward_weights: Sequence[float] | None = None
 
 
 def fit(
@@ -101,7 +110,7 @@ def fit(
     Raises:
         NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
     """
-    scorer = _scorer(algorithm, settings, request.reward_fn)
+    scorer = _scorer(algorithm, settings, request)
     seed = settings.seed
     parents = {"base": _model_artifact(request.model, seed)}
     if request.reference is not None:
@@ -115,6 +124,7 @@ def fit(
         ),
         seed=seed,
     )
+    _refuse_incomplete_rows(data, settings, scorer)
     parents["train"] = _data_artifact("train", data.train, parents["base"])
     parents["validation"] = _data_artifact("validation", data.validation, parents["base"])
 
@@ -126,15 +136,36 @@ def fit(
     return _result(produce(inputs, work))
 
 
-def _scorer(algorithm: str, settings: TrainerSettings, reward_fn: Any) -> Scorer | None:
-    if reward_fn is None:
+def _scorer(algorithm: str, settings: TrainerSettings, request: FitRequest) -> Scorer | None:
+    if request.reward_fn is None and request.reward_weights is None:
+        if isinstance(settings, RolloutSettings):
+            check_targets(settings.environment)
+            logger.warning(
+                "no reward_fn: the environment %r of the settings scores",
+                settings.environment.kind,
+            )
         return None
     if not isinstance(settings, RolloutSettings):
         raise ConfigError(
             f"the algorithm {algorithm!r} scores no completions, so it takes no reward_fn",
             fix="leave reward_fn out, or choose an algorithm that samples, such as 'grpo'",
         )
-    return as_scorer(reward_fn)
+    return as_scorer(request.reward_fn, request.reward_weights)
+
+
+def _refuse_incomplete_rows(
+    data: DataModule, settings: TrainerSettings, scorer: Scorer | None
+) -> None:
+    """Rows that cannot be scored are refused before the model is loaded."""
+    if not isinstance(settings, RolloutSettings) or data.kind != "prompts":
+        return
+    for name, frame in (("train", data.train), ("validation", data.validation)):
+        columns = zip(*(frame[column] for column in _OF_PROMPTS), strict=True)
+        prompts = (
+            Prompt(number, text, (), answer, task, metadata)
+            for number, text, answer, task, metadata in columns
+        )
+        refuse_incomplete_rows(prompts, scorer or settings.environment, name=name)
 
 
 def _result(artifact: Path) -> TrainResult:

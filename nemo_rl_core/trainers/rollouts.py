@@ -11,6 +11,7 @@ from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
+from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
 from nemo_rl_core.rollouts.post_processing import mean_metrics
@@ -85,6 +86,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
 
     def _load(self, spec: RunSpec) -> PromptLoader[Prompt]:
         prompts = load_prompts(spec.train, load_tokenizer(spec.start))
+        if spec.replay is None:
+            scored_by = spec.scorer or self.settings.environment
+            refuse_incomplete_rows(prompts, scored_by, name="train")
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
 

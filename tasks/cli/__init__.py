@@ -23,6 +23,10 @@ COMMANDS = {
     "reproduce": ("tasks.cli.reproduce:reproduce", "Run an earlier execution again, and compare."),
     "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),
     "runs": ("tasks.cli.runs:runs", "List executions, and show one."),
+    "try-reward": (
+        "tasks.cli.try_reward:try_reward",
+        "Score a few rows with the environment of a recipe.",
+    ),
     "ui": ("tasks.cli.ui:ui", "Serve the page of the runs on this machine."),
     "usage": ("tasks.cli.usage:usage", "Account for the store's disk, to the block."),
     "verify": ("tasks.cli.verify:verify", "Hash artifacts again, and find damaged ones."),

@@ -11,6 +11,7 @@ from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     JudgeModel,
     LLMJudge,
+    PythonEnvironment,
     RetrieverTool,
     RewardFunction,
     RewardModelScore,
@@ -20,6 +21,7 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.environments.targets import module_of
 from nemo_rl_core.store.files import hash_file, hash_folder
 from tasks.platform.user_source import user_source
 
@@ -46,14 +48,16 @@ def model_content(model: ModelConfig) -> str:
 def reward_content(environment: EnvironmentConfig) -> str:
     """Returns a digest of the scoring code and files.
 
-    These are modules of reward functions with their imports (see `user_source`), folders of reward
-    models, and files of retrievers.
+    These are modules of reward functions and environments with their imports (see `user_source`),
+    folders of reward models, and files of retrievers.
     """
     found = [_scored_by(each) for each in single_environments(environment)]
-    for tools_or_game in multi_turn_environments(environment):
-        if isinstance(tools_or_game, ToolUse):
-            tools = [each for each in tools_or_game.tools if isinstance(each, RetrieverTool)]
+    for answers in multi_turn_environments(environment):
+        if isinstance(answers, ToolUse):
+            tools = [each for each in answers.tools if isinstance(each, RetrieverTool)]
             found += [_file(Path(each.path).expanduser()) for each in tools]
+        if isinstance(answers, PythonEnvironment):
+            found.append(user_source(module_of(answers.target)))
     return " ".join(filter(None, found))
 
 

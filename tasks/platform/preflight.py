@@ -13,7 +13,6 @@ from nemo_rl_core.config.environment import (
     JudgeModel,
     LLMJudge,
     RegexMatch,
-    RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,
     WeightedSum,
@@ -26,9 +25,19 @@ from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.resources import ResourceManager
 from nemo_rl_core.environments.factory import make_scorer
+from nemo_rl_core.environments.needs import (
+    check_targets,
+    missing_columns,
+    no_columns,
+    refuse_incomplete_rows,
+)
 from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.types import Prompt
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.recipe import Recipe
+
+_MOST_BYTES_READ = 64 * 2**20
+"""Larger files take longer to read than a user waits before a run starts."""
 
 
 def preflight(inputs: Mapping[str, Any]) -> None:
@@ -65,8 +74,11 @@ def _check(experiment: PipelineRecipe) -> None:
     _check_tasks(experiment.measure, own.data or experiment.data)
     experiment.refuse_contradictions()
     for reward in experiment.rewards:
+        check_targets(reward)
         for environment in single_environments(reward):
             _check_environment(environment)
+    _check_rows(experiment.environment, experiment.data)
+    _check_rows(experiment.measure, own.data or experiment.data)
     for measure in _by_rows(experiment.measure):
         _check_measure(measure)
 
@@ -88,10 +100,6 @@ def _check_measure(measure: EnvironmentConfig) -> None:
 
 
 def _check_environment(environment: SingleEnvironmentConfig) -> None:
-    if isinstance(environment, RewardFunction):
-        from nemo_rl_core.environments.rewards.functional_reward import load_function
-
-        load_function(environment.target)
     if isinstance(environment, RegexMatch | JsonSchemaMatch):
         make_scorer(environment)
     if isinstance(environment, LLMJudge):
@@ -125,6 +133,32 @@ def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
             got=", ".join(sorted(found - known)),
             fix="name them in environment.tasks, or leave their rows out of the data",
         )
+
+
+def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
+    """Checks that rows of files have what scores them.
+
+    Large files, and rows of the hub, are checked before the first stage that scores them; what is
+    wrong with a row itself is named by `prepare_data`.
+    """
+    if not isinstance(data, FileData) or missing_columns(environment) is no_columns:
+        return
+    if _size(data) > _MOST_BYTES_READ:
+        return
+    for name, rows in zip(("train", "validation"), load_rows(data, seed=0), strict=True):
+        prompts = [
+            Prompt(str(row["id"]), row["prompt"], (), row["answer"], row["task"], row["metadata"])
+            for row in rows
+            if all(isinstance(row.get(key), str) for key in ("prompt", "answer", "metadata"))
+        ]
+        if len(prompts) == len(rows):
+            refuse_incomplete_rows(prompts, environment, name=name)
+
+
+def _size(data: FileData) -> int:
+    paths = [Path(name).expanduser() for name in (data.train, data.validation) if name]
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_section: str) -> None:

@@ -171,6 +171,26 @@ def test_a_recipe_that_is_neither_json_nor_a_file_is_refused(
     assert runs(own_store) == []
 
 
+def test_prompts_without_answers_are_refused_where_the_reward_needs_them(
+    refused: Callable[..., Finished], own_store: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+    files = {
+        "train": write_rows(tmp_path / "train.jsonl", rows),
+        "validation": write_rows(tmp_path / "validation.jsonl", [{"prompt": "0=", "answer": "0"}]),
+    }
+    finished = refused({"data": {"kind": "file", "max_prompt_tokens": 16, **files}})
+    assert finished.exit_code == 2
+    for word in (
+        "the train data set lacks the column answer, which the environment 'exact' needs",
+        "expected: the column answer in every row",
+        "got: answer: missing from all 2 rows. Columns that there are: prompt",
+        "fix: add the column to the data, or choose a reward that needs none",
+    ):
+        assert word in finished.text
+    assert runs(own_store) == []
+
+
 LONG = "1+" * 20 + "1="
 
 
@@ -178,10 +198,6 @@ LONG = "1+" * 20 + "1="
     ("train", "words"),
     [
         ([], ["the train data set is empty", "expected: at least one row", "fix:"]),
-        (
-            [{"prompt": "1+1="}, {"prompt": "2+2="}],
-            ["lacks the column answer", "expected: the columns prompt and answer", "got: prompt"],
-        ),
         (
             [*ROWS, {"prompt": " ", "answer": "1"}, {"prompt": "", "answer": "1"}],
             ["the train data set fails a check", "prompt is empty: rows 8, 9", "fix:"],

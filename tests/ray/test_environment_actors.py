@@ -155,9 +155,16 @@ def test_what_a_reward_is_made_of_comes_back(make: Callable[..., Scorer]) -> Non
     parts = [{"environment": ExactMatch()}, {"environment": RegexMatch(pattern="[0-9]+")}]
     config = WeightedSum.model_validate({"parts": parts})
     rows = rollouts("46", "47", "x")
-    scored = score_rollouts(make(config), rows)
+    scorer = make(config)
+    scored = score_rollouts(scorer, rows)
     assert scored == score_rollouts(make_scorer(config), rows)
     assert [each.components for each in scored] == [(1, 1), (0, 1), (0, 0)]
+    # The mean of each part has its name, from actors as from here.
+    columns = {"reward_components": torch.tensor([each.components for each in scored]).float()}
+    batch = {"rewards": torch.tensor([2.0, 1.0, 0.0]), **columns}
+    for each in (scorer, make_scorer(config)):
+        _, means = post_process(each, batch)
+        assert means == pytest.approx({"exact": 1 / 3, "regex": 2 / 3})
 
 
 @pytest.mark.slow

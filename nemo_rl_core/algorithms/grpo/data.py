@@ -15,7 +15,7 @@ from nemo_rl_core.algorithms.grpo.advantage_config import (
 )
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, OverlongFilter, OverlongPenalty
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.functional.advantages import (
     decoupled_group_normalized,
     group_centered,
@@ -133,6 +133,13 @@ def _of_components(batch: BatchedDataDict, advantage: GDPO, sample_mask: Tensor)
             expected=f"{len(advantage.weights)} rewards per completion, one for each weight",
             got=f"{found} from the environment",
             fix="give as many weights as the environment returns rewards",
+        )
+    if components.isnan().any():
+        raise RewardError(
+            "advantage 'gdpo' compares each reward within its group, and one of them is missing",
+            expected="a number from each reward function for each completion",
+            got="None, for a completion that the function does not apply to",
+            fix="return 0.0 in place of None, or choose another advantage",
         )
     return decoupled_group_normalized(
         components, batch["group_ids"], sample_mask, weights=advantage.weights

@@ -19,7 +19,8 @@ def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
     `schemas.validate_rows`.
 
     Raises:
-        DataError: For preference pairs, or a row whose turns cannot be separated.
+        DataError: For preference pairs, prompts without completions, or a row whose turns cannot be
+            separated.
     """
     rows = load_records(folder)
     if rows and row_kind(rows[0]) == "preferences":
@@ -28,6 +29,13 @@ def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
             expected="prompts with completions, conversations (messages), or text",
             got=f"the columns {', '.join(rows[0])}",
             fix="train on it with dpo or as a reward model, or rename chosen to completion",
+        )
+    if rows and not rows[0].get("completion", "any"):
+        raise DataError(
+            "the data set holds prompts alone, which supervised training cannot use",
+            expected="the column completion or answer beside prompt",
+            got="rows without completions",
+            fix="add one of the columns, or train with an algorithm that samples",
         )
     return [tokenize_row(tokenizer, row)["row"] for row in rows]
 

@@ -8,6 +8,7 @@
 | `messages` | conversations |
 | `prompt` and `answer`, or `prompt` and `completion` | prompts, which can be trained on as well |
 | `text` | plain text, trained on whole |
+| `prompt` alone | prompts without answers, for rewards that need none |
 
 The first matching line of the table applies. Turns are `{"role": ..., "content": ...}` in a list,
 or in the JSON of a list. Other columns are ignored with a warning.
@@ -107,6 +108,10 @@ def _prompt(record: Mapping[str, Any]) -> Row:
         "answer": _filled(answer, completion),
         "completion": _filled(completion, answer),
     }
+
+
+def _prompt_alone(record: Mapping[str, Any]) -> Row:
+    return {"prompt": stored(_text(record.get("prompt"))), "answer": "", "completion": ""}
 
 
 def _conversation(record: Mapping[str, Any]) -> Row:
@@ -243,4 +248,10 @@ _FORMATS = (
         _prompt,
     ),
     _Format(("text",), ("max_tokens",), "plain text, trained on whole", _text_row),
+    _Format(
+        ("prompt",),
+        ("max_tokens",),
+        "prompts without answers, for rewards that need none",
+        _prompt_alone,
+    ),
 )

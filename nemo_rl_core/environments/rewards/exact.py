@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from nemo_rl_core.config.environment import ExactMatch
-from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.interfaces import Scorer, no_answer
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Prompt, Rollout
 
 _WHITE_SPACE: dict[str, Callable[[str], str]] = {
     "strip": str.strip,
@@ -27,10 +27,17 @@ class ExactScorer(Scorer):
         self._ignore_case = config.ignore_case
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
-        """One score a rollout; comparing text cannot fail."""
+        """One score a rollout; comparing text cannot fail, where the row has an answer."""
         return [
-            float(self._normal(each.text) == self._normal(each.prompt.answer)) for each in rollouts
+            float(self._normal(each.text) == self._normal(each.prompt.answer))
+            if each.prompt.answer
+            else no_answer("exact match", each)
+            for each in rollouts
         ]
+
+    def missing_columns(self, prompt: Prompt) -> Sequence[str]:
+        """The answer, where the row has none."""
+        return () if prompt.answer else ("answer",)
 
     def _normal(self, text: str) -> str:
         text = self._trimmed(text)

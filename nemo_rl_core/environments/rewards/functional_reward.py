@@ -1,13 +1,9 @@
 """A user's own function as a reward."""
 
-import importlib
 import inspect
-import sys
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import (
@@ -19,29 +15,44 @@ from nemo_rl_core.environments.interfaces import (
     failure,
     raise_first,
 )
+from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_async
+from nemo_rl_core.environments.rewards.signatures import (
+    Fields,
+    RewardSignature,
+    Style,
+    fields_of,
+    given_fields,
+)
+from nemo_rl_core.environments.targets import import_module
 from nemo_rl_core.errors import ConfigError, RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Prompt, Rollout, unscored
 
-RewardCallable = Callable[[Any, Any], Any]
-"""`(prompt, response) -> float`, or `(prompts, responses) -> list of floats`."""
-
-Style = Literal["single", "batch"]
+RewardCallable = Callable[..., Any]
+"""Returns a number, or of lists as many numbers; see `signatures` for what it may take."""
 
 
 class FunctionalRewardWrapper(Scorer):
-    """A function of prompt and response as an environment.
+    """A function of a completion, and of whatever it names of the row, as an environment.
 
-    Whether the function takes two texts or two lists is read off the annotation of its first
-    parameter. Without one, the first call tries it with lists of one, then with texts; a function
-    with side effects should be annotated.
+    Parameters take what they are named after: `prompt`, `completion` (or `response`), `answer`,
+    `task`, `id`, `metadata`, or a column of the row; one with a default keeps it where the row has
+    no such column. `prompts` and `completions` (or `responses`) make it a batch function, and so
+    does a first parameter that is annotated as a list. TRL's and verl's signatures are recognised
+    (`signatures`). Two parameters of other names are prompt and completion. Where neither name nor
+    annotation says whether it takes texts or lists, the first call tries lists of one, then texts;
+    a function with side effects should be annotated.
+
+    A coroutine function is awaited for all completions at once. What returns None has no score.
 
     Args:
-        fn: `(prompt: str, response: str) -> float`, or
-            `(prompts: list[str], responses: list[str]) -> list[float]`.
+        fn: The function.
         name: What to call it in messages; the function's own name, where it is left out.
 
+    Attributes:
+        name: The same, for metrics.
+
     Raises:
-        ConfigError: When `fn` cannot be called with two arguments.
+        ConfigError: When `fn` takes no completion.
 
     Example:
         >>> reward = FunctionalRewardWrapper(lambda prompt, response: float(len(response)))
@@ -51,9 +62,10 @@ class FunctionalRewardWrapper(Scorer):
 
     def __init__(self, fn: RewardCallable, *, name: str | None = None) -> None:
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
-        _check_signature(fn, self.name)
+        self._signature = RewardSignature.of(fn, self.name)
         self._fn = fn
-        self._style: Style | None = _annotated_style(fn)
+        self._style: Style | None = self._signature.style
+        self._awaiting = AsyncCalls() if is_async(fn) else None
 
     @classmethod
     def from_target(cls, target: str) -> "FunctionalRewardWrapper":
@@ -62,8 +74,19 @@ class FunctionalRewardWrapper(Scorer):
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
-        prompts = [rollout.prompt.text for rollout in rollouts]
-        return self._outcomes(prompts, [rollout.text for rollout in rollouts])
+        return self._outcomes([fields_of(rollout) for rollout in rollouts])
+
+    def missing_columns(self, prompt: Prompt) -> list[str]:
+        """The required parameters for which the row has nothing."""
+        needed = self._signature.needed_columns
+        if not needed or (needed == {"answer"} and prompt.answer):
+            return []  # without reading the row's metadata, of which there may be millions
+        return self._signature.missing(fields_of(unscored(prompt)))
+
+    def close(self) -> None:
+        """Ends the loop that coroutines run in."""
+        if self._awaiting is not None:
+            self._awaiting.close()
 
     def rewards(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score a pair.
@@ -71,28 +94,34 @@ class FunctionalRewardWrapper(Scorer):
         Raises:
             RewardError: When the function raises, or returns what is not a finite number.
         """
-        return raise_first(self._outcomes(prompts, responses))
+        pairs = zip(prompts, responses, strict=True)
+        return raise_first(self._outcomes([given_fields(*pair, {}) for pair in pairs]))
 
     def step(
         self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
     ) -> EnvironmentReturn:
         """Scores `B` conversations and ends them.
 
-        The response is the last assistant turn, the prompt the last user turn before it.
+        The response is the last assistant turn, the prompt the last user turn before it; columns
+        are those of the conversation's metadata.
 
         Raises:
             RewardError: As `rewards`; and when a conversation has no answer in it.
         """
         import torch
 
-        pairs = [_last_exchange(log) for log in message_log_batch]
-        rewards = self.rewards([prompt for prompt, _ in pairs], [text for _, text in pairs])
+        about = list(metadata) if metadata else [None] * len(message_log_batch)
+        rows = [
+            given_fields(*_last_exchange(log), each if isinstance(each, Mapping) else {})
+            for log, each in zip(message_log_batch, about, strict=True)
+        ]
+        rewards = raise_first(self._outcomes(rows))
         return EnvironmentReturn(
             observations=[],
-            metadata=list(metadata) if metadata else [None] * len(pairs),
-            next_stop_strings=[None] * len(pairs),
+            metadata=about,
+            next_stop_strings=[None] * len(rows),
             rewards=torch.tensor(rewards, dtype=torch.float32),
-            terminateds=torch.ones(len(pairs), dtype=torch.bool),
+            terminateds=torch.ones(len(rows), dtype=torch.bool),
             answers=None,
         )
 
@@ -102,57 +131,62 @@ class FunctionalRewardWrapper(Scorer):
         """The batch as it was, and the mean of its `rewards [B]`."""
         return batch, {"mean_reward": float(batch["rewards"].float().mean())}
 
-    def _outcomes(
-        self, prompts: Sequence[str], responses: Sequence[str]
-    ) -> list[float | RewardError]:
-        if not prompts:
+    def _outcomes(self, rows: Sequence[Fields]) -> list[float | RewardError]:
+        if not rows:
             return []
         if self._style is None:
-            self._style = self._tried_style(prompts[0], responses[0])
-        if self._style == "batch":
-            return self._batch(prompts, responses)
+            self._style = self._tried_style(rows[0])
+        return self._batch(rows) if self._style == "batch" else self._singles(rows)
+
+    def _singles(self, rows: Sequence[Fields]) -> list[float | RewardError]:
+        calls: list[Call] = [partial(self._call, "single", [fields]) for fields in rows]
+        if self._awaiting is not None:
+            calls = self._awaiting.results(calls)
         return [
-            attempt(
-                partial(self._fn, prompt, response),
-                prompt=prompt,
-                completion=response,
-                source=self._source,
-            )
-            for prompt, response in zip(prompts, responses, strict=True)
+            attempt(partial(self._number, call), **self._about(fields))
+            for call, fields in zip(calls, rows, strict=True)
         ]
 
-    def _batch(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | RewardError]:
-        first = {"prompt": prompts[0], "completion": responses[0], "source": self._source}
+    def _batch(self, rows: Sequence[Fields]) -> list[float | RewardError]:
+        first = self._about(rows[0])
         values: list[Any] = []
+        call: Call = partial(self._call, "batch", rows)
+        if self._awaiting is not None:
+            (call,) = self._awaiting.results([call])
 
         def fill() -> float:
-            result = self._fn(list(prompts), list(responses))
-            values.extend(_as_list(result))
+            values.extend(_as_list(call()))
             return 0.0
 
         problem = attempt(fill, **first)
         if isinstance(problem, RewardError):
-            if len(prompts) == 1:
+            if len(rows) == 1:
                 return [problem]
             # One bad row is to cost no other its score.
-            pairs = zip(prompts, responses, strict=True)
-            return [
-                outcome for pair in pairs for outcome in self._batch(*([each] for each in pair))
-            ]
-        if len(values) != len(prompts):
-            got = f"{len(values)} rewards for {len(prompts)} completions"
-            return [failure("returned a wrong number of rewards", got, **first)] * len(prompts)
+            return [outcome for fields in rows for outcome in self._batch([fields])]
+        if len(values) != len(rows):
+            got = f"{len(values)} rewards for {len(rows)} completions"
+            return [failure("returned a wrong number of rewards", got, **first)] * len(rows)
         return [
-            checked(value, prompt=prompt, completion=response, source=self._source)
-            for value, prompt, response in zip(values, prompts, responses, strict=True)
+            checked(value, **self._about(fields))
+            for value, fields in zip(values, rows, strict=True)
         ]
 
-    def _tried_style(self, prompt: str, response: str) -> Style:
-        pair = {"prompt": prompt, "completion": response, "source": self._source}
-        (batch,) = self._batch([prompt], [response])
+    def _call(self, style: Style, rows: Sequence[Fields]) -> Any:
+        args, kwargs = self._signature.arguments(rows, style)
+        return self._fn(*args, **kwargs)
+
+    def _number(self, call: Call) -> Any:
+        result = call()
+        # verl's functions may return a dict; its other entries are figures of their own.
+        is_verl = self._signature.is_verl and isinstance(result, Mapping) and "score" in result
+        return result["score"] if is_verl else result
+
+    def _tried_style(self, fields: Fields) -> Style:
+        (batch,) = self._batch([fields])
         if not isinstance(batch, RewardError):
             return "batch"
-        single = attempt(partial(self._fn, prompt, response), **pair)
+        (single,) = self._singles([fields])
         if not isinstance(single, RewardError):
             return "single"
         raise RewardError(
@@ -163,6 +197,11 @@ class FunctionalRewardWrapper(Scorer):
             fix="annotate its first parameter with str or list[str], and mend what it raises",
         )
 
+    def _about(self, fields: Fields) -> dict[str, str]:
+        """What an error says of a row."""
+        texts = {"prompt": fields["prompt"], "completion": fields["completion"]}
+        return {**texts, "source": self._source}
+
     @property
     def _source(self) -> str:
         return f"the reward function {self.name!r}"
@@ -172,25 +211,18 @@ def load_function(target: str) -> RewardCallable:
     """The function that `module:function` names; modules of the current directory count.
 
     Raises:
-        ConfigError: When it cannot be imported or is no function of two arguments.
+        ConfigError: When it cannot be imported or takes no completion.
     """
     module_name, _, name = target.partition(":")
-    # At the end, so that a file of the user's cannot stand in for an installed package. It stays,
-    # since the module may import its neighbours later.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    # Named fault boundary: a user's module may raise anything, and exit, while it is imported.
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"the module of the reward function {target!r} cannot be imported",
-            expected=f"{module_name.replace('.', '/')}.py in the current directory, or installed",
-            got=f"{type(error).__name__}: {str(error)[:160]}",
-            fix="correct environment.target, or mend the module",
-        ) from error
+    module = import_module(module_name, of=f"the reward function {target!r}")
     fn = getattr(module, name, None)
+    if hasattr(fn, "step") and (inspect.isclass(fn) or not callable(fn)):
+        raise ConfigError(
+            f"environment.target: {target!r} is an environment, not a reward function",
+            expected="a function, with kind: function",
+            got=f"{'the class' if inspect.isclass(fn) else 'an object'} {name} with a method step",
+            fix=f'name it as {{kind: python, target: "{target}"}}',
+        )
     if not callable(fn):
         names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         raise unknown_names(
@@ -198,41 +230,11 @@ def load_function(target: str) -> RewardCallable:
             [name],
             names,
             otherwise="name one that it has",
-            expected=None if names else "a function of two arguments",
+            expected=None if names else "a function with a parameter completion",
         )
-    _check_signature(fn, target)
+    RewardSignature.of(fn, target)
     checked_fn: RewardCallable = fn
     return checked_fn
-
-
-def _check_signature(fn: RewardCallable, name: str) -> None:
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # Some built-ins have none; the first call will tell.
-        return
-    try:
-        signature.bind("prompt", "response")
-    except TypeError as error:
-        raise ConfigError(
-            f"the reward function {name!r} cannot be called with a prompt and a response",
-            expected="two positional arguments",
-            got=f"{name.rpartition(':')[2]}{signature}: {error}",
-            fix="give the other arguments defaults",
-        ) from error
-
-
-def _annotated_style(fn: RewardCallable) -> Style | None:
-    target = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004
-    try:
-        hints = typing.get_type_hints(target)
-        first = next(iter(inspect.signature(fn).parameters))
-    except (NameError, TypeError, ValueError, AttributeError, StopIteration):
-        return None
-    hint = hints.get(first)
-    if hint is str:
-        return "single"
-    base = typing.get_origin(hint) or hint
-    return "batch" if isinstance(base, type) and issubclass(base, Sequence) else None
 
 
 def _as_list(result: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import IO, Any
 from nemo_rl_core.config.environment import MathVerify
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Prompt, Rollout
 
 _START_SECONDS = 120.0
 _LOST_SECONDS = 600.0
@@ -51,6 +51,10 @@ class MathScorer(Scorer):
             self._references |= zip(answers, pool.map(self._fault, answers), strict=True)
             found = dict(zip(asked, pool.map(self._outcome, asked.values()), strict=True))
         return [found[r.prompt.answer, r.text] for r in rollouts]
+
+    def missing_columns(self, prompt: Prompt) -> Sequence[str]:
+        """The answer, where the row has none."""
+        return () if prompt.answer else ("answer",)
 
     def close(self) -> None:
         """Ends the child processes; the next call of `score` starts others."""

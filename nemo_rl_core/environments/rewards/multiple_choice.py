@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Prompt, Rollout
 
 _DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|rm)\b|[*`$]|(?<!\w)_|_(?!\w)")
 # Every repetition is bounded: a megabyte of brackets must not take a megabyte squared.
@@ -95,6 +95,10 @@ class MultipleChoiceScorer(Scorer):
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout."""
         return [self._outcome(rollout) for rollout in rollouts]
+
+    def missing_columns(self, prompt: Prompt) -> Sequence[str]:
+        """The answer, where the row has none."""
+        return () if prompt.answer else ("answer",)
 
     def _outcome(self, rollout: Rollout) -> float | RewardError:
         answer = rollout.prompt.answer.strip().strip("().").upper()

@@ -1,25 +1,37 @@
 """Several rewards as one."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from nemo_rl_core.environments.interfaces import Scorer, checked, raise_first
-from nemo_rl_core.errors import RewardError
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.errors import NotApplicableError, RewardError
+from nemo_rl_core.types import Prompt, Rollout
 
 
 class WeightedSumScorer(Scorer):
     """`sum_k weight_k * reward_k`; where a part fails, the rollout has no score.
 
+    A part that does not apply to a completion (a function that returns None) is left out of its
+    sum, and is `nan` among its components; where no part applies, the rollout has no score.
+
     Args:
         scorers: K parts; they are closed with the sum.
         weights: K weights.
+        names: K names, for metrics; None has no metrics.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        weights: Sequence[float],
+        names: Sequence[str] | None = None,
+    ) -> None:
         self._scorers = list(scorers)
         self._weights = list(weights)
+        self._names = unique_names(names or [])
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
         """One outcome a rollout: the sum, or the failure of the first part that fails."""
@@ -39,6 +51,18 @@ class WeightedSumScorer(Scorer):
             else replace(rollout, reward=self._sum(parts), components=parts)
             for rollout, parts in zip(rollouts, self._components(rollouts), strict=True)
         ]
+
+    def missing_columns(self, prompt: Prompt) -> list[str]:
+        """What any part lacks."""
+        return list(
+            dict.fromkeys(name for each in self._scorers for name in each.missing_columns(prompt))
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The batch as it was, and the mean of each part by its name."""
+        return batch, component_means(batch, self._names)
 
     def close(self) -> None:
         """Closes every part, also when one of them fails to."""
@@ -66,13 +90,45 @@ class WeightedSumScorer(Scorer):
         return total if isinstance(total, RewardError) else parts
 
     def _sum(self, parts: tuple[float, ...]) -> float:
-        return sum(w * part for w, part in zip(self._weights, parts, strict=True))
+        return sum(
+            weight * part
+            for weight, part in zip(self._weights, parts, strict=True)
+            if not math.isnan(part)
+        )
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names, of which a second of the same kind is `name_2`.
+
+    Example:
+        >>> unique_names(["near", "exact", "near"])
+        ['near', 'exact', 'near_2']
+    """
+    return [
+        name if place == names.index(name) else f"{name}_{list(names[: place + 1]).count(name)}"
+        for place, name in enumerate(names)
+    ]
+
+
+def component_means(batch: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """The mean of each reward of several, unweighted, over the completions that it applies to.
+
+    Args:
+        batch: What `rollout_batch` returns, with `reward_components [B, K]`.
+        names: K names, or none.
+    """
+    if not names:
+        return {}
+    means = batch["reward_components"].nanmean(dim=0).tolist()
+    return {name: mean for name, mean in zip(names, means, strict=True) if not math.isnan(mean)}
 
 
 def _all_or_first_failure(
     outcomes: tuple[float | RewardError, ...],
 ) -> tuple[float, ...] | RewardError:
+    applies = [each for each in outcomes if not isinstance(each, NotApplicableError)]
     try:
-        return tuple(raise_first(outcomes))
+        raise_first(applies or outcomes)
     except RewardError as error:
         return error
+    return tuple(each if isinstance(each, float | int) else math.nan for each in outcomes)

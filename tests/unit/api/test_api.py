@@ -81,6 +81,7 @@ def test_setup_makes_a_trainer_of_dpo() -> None:
 
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
+ASKED = [{"prompt": f"{n}+1="} for n in range(9)]
 SMALL = {"max_prompt_tokens": 16, "max_new_tokens": 8}
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(9)]
 
@@ -93,6 +94,27 @@ PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in r
         ({"reward_fn": lambda prompt: 1.0}, ConfigError, "a prompt and a response"),
         ({"dataset": []}, DataError, "data set is empty"),
         ({"dataset": [{"question": "1+1="}]}, DataError, "lacks the column prompt"),
+        ({"dataset": ASKED}, DataError, "lacks the column answer, which the environment 'exact'"),
+        (
+            {"dataset": ASKED, "reward_fn": lambda completion, answer: 1.0},
+            DataError,
+            "lacks the column answer, which reward_fn needs",
+        ),
+        (
+            {"reward_fn": lambda completion, solution: 1.0},
+            DataError,
+            r"lacks the column solution, .*\n.*\n.* prompt, .*answer, task, id, metadata",
+        ),
+        (
+            {"reward_fn": [lambda completion: 1.0], "reward_weights": [1.0, 2.0]},
+            ConfigError,
+            "a finite weight for each",
+        ),
+        (
+            {"environment": {"kind": "python", "target": "none:E"}},
+            ConfigError,
+            "'none:E' cannot be",
+        ),
         ({"dataset": "no/such/rows.jsonl"}, DataError, "no/such/rows.jsonl"),
         ({"dataset": PAIRS}, DataError, "no prompts with answers"),
         ({"dataset": ROWS, "algorithm": "dpo"}, DataError, "no preference pairs"),

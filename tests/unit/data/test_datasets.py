@@ -15,7 +15,7 @@ from nemo_rl_core.config.data import ArithmeticData, FileData, ReasoningGymData
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.reasoning_gym_draw import draw
 from nemo_rl_core.data.module import DataModule
-from nemo_rl_core.data.schemas import COLUMNS
+from nemo_rl_core.data.schemas import COLUMNS, validate_rows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -195,12 +195,28 @@ def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path
     ]
 
 
+def test_prompts_alone_have_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Tell a joke."}\n{"prompt": "And another."}\n')
+    name = str(tmp_path / "a.jsonl")
+    train, _ = load_rows(FileData(train=name, validation=name), seed=0)
+    assert [(row["prompt"], row["answer"]) for row in train] == [
+        ("Tell a joke.", ""),
+        ("And another.", ""),
+    ]
+    frame = validate_rows(train, tokenizer=None, max_prompt_tokens=None, name="train")
+    assert frame["answer"].tolist() == ["", ""]
+    # Where one row has an answer, the others are faults.
+    mixed = [*train, {**train[0], "id": "2", "prompt": "1+1=", "answer": "2"}]
+    with pytest.raises(DataError, match="answer is empty: rows 0, 1"):
+        validate_rows(mixed, tokenizer=None, max_prompt_tokens=None, name="train")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "fragment"),
     [
         ("a.txt", b"x", "one of .jsonl, .csv, .parquet"),
         ("missing.jsonl", None, "does not exist"),
-        ("a.jsonl", b'{"prompt": "p"}\n', "lacks the column answer"),
+        ("a.jsonl", b'{"answer": "p"}\n', "lacks the column prompt"),
         ("a.csv", b"question,reply\na,b\n", "the column prompt and the column answer"),
         ("a.jsonl", b'{"prompt": "p", "answer": "1"}\n{broken\n', "line 2"),
         ("a.jsonl", b"[1]\n", "not an object"),

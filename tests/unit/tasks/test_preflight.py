@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, DataError
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.grpo import GRPORecipe
@@ -45,6 +45,51 @@ def test_a_task_without_an_environment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tasks that no environment scores") as refused:
         check(data=data, environment=environment)
     assert (refused.value.expected, refused.value.got) == ("only arithmetic", "poems")
+
+
+def file_data(folder: Path, rows: list) -> dict:
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    names = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation")}
+    return {"kind": "file", "max_prompt_tokens": 16, **names}
+
+
+def test_a_reward_finds_its_columns_or_is_refused_with_those_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_column_rewards.py").write_text(
+        "def reward(completion, answer, level): return float(completion == answer) * level\n"
+    )
+    rows = [
+        {"prompt": f"{n}=", "answer": str(n), "metadata": {"level": n, "lvl": 1}} for n in (1, 2)
+    ]
+    environment = {"kind": "function", "target": "my_column_rewards:reward"}
+    measure = {"environment": {"kind": "exact"}}
+    check(data=file_data(tmp_path, rows), environment=environment, evaluation=measure)
+    del rows[1]["metadata"]["level"]
+    with pytest.raises(DataError, match="train data set lacks the column level") as refused:
+        check(data=file_data(tmp_path, rows), environment=environment, evaluation=measure)
+    assert "missing from 1 of 2 rows: 1" in refused.value.got
+    assert "answer, task, id, metadata, lvl" in refused.value.got
+
+
+def test_prompts_alone_pass_where_the_reward_needs_no_answer(tmp_path: Path) -> None:
+    data = file_data(tmp_path, [{"prompt": "1+1="}, {"prompt": "2+2="}])
+    regex = {"kind": "regex", "pattern": "[0-9]+"}
+    check(data=data, environment=regex)
+    part = {"environment": {"kind": "exact"}}
+    both = {"kind": "weighted_sum", "parts": [{"environment": regex}, part]}
+    for needy in ({"kind": "math"}, {"kind": "multiple_choice"}, {"kind": "tools"}, both):
+        with pytest.raises(DataError, match="lacks the column answer"):
+            check(data=data, environment=needy, evaluation={"environment": regex})
+
+
+def test_an_environment_of_ones_own_is_looked_at_before_a_run() -> None:
+    own = {"kind": "python", "target": "no_module_of_mine:Env"}
+    for each in (own, {"kind": "by_task", "tasks": [{"task": "arithmetic", "environment": own}]}):
+        with pytest.raises(ConfigError, match="'no_module_of_mine:Env' cannot be imported"):
+            check(environment=each)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.rollouts.batch import mean_advantages
-from nemo_rl_core.rollouts.records import save_rollouts
+from nemo_rl_core.rollouts.records import load_rollouts, save_rollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 S = math.sqrt(0.5)
@@ -226,6 +226,21 @@ def test_gdpo_without_its_rewards_says_how_many_it_needs(components):
     batch = batch_of(rollout(1.0, components=components), rollout(1.0, components=components))
     with pytest.raises(ConfigError, match=r"2 rewards(.|\n)*got: \d from"):
         advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
+
+
+def test_gdpo_refuses_a_reward_that_does_not_apply():
+    batch = batch_of(rollout(1.0, components=(1.0, math.nan)), rollout(0.0, components=(0.0, 1.0)))
+    with pytest.raises(RewardError, match=r"return 0\.0 in place of None"):
+        advantages(batch, advantage={"kind": "gdpo", "weights": [1, 1]}, loss={"kl": None})
+
+
+def test_a_reward_that_does_not_apply_is_recorded(tmp_path):
+    rollouts = [rollout(1.0, components=(1.0, math.nan)), rollout(0.0, components=(0.0, 1.0))]
+    save_rollouts(rollouts, tmp_path / "step.parquet")
+    (first, second) = load_rollouts(tmp_path / "step.parquet")
+    assert first.components[0] == 1.0
+    assert math.isnan(first.components[1])
+    assert second.components == (0.0, 1.0)
 
 
 def test_rows_hold_the_mean_advantage(tmp_path):

@@ -115,7 +115,7 @@ def test_a_batch_of_another_shape_is_refused(result: Any) -> None:
         FunctionalRewardWrapper(batch).rewards(*PAIRS)
 
 
-@pytest.mark.parametrize("fn", [lambda: 1.0, lambda p: 1.0, lambda p, r, answer: 1.0])
+@pytest.mark.parametrize("fn", [lambda: 1.0, lambda p: 1.0, lambda text, answer: 1.0])
 def test_functions_of_other_arity_are_refused_at_once(fn: Any) -> None:
     with pytest.raises(ConfigError, match="prompt and a response"):
         FunctionalRewardWrapper(fn)
@@ -185,6 +185,11 @@ def test_a_function_is_loaded_from_the_current_directory(
         ("def score(p, r): ...", "my_reward_f:scroe", "one of score"),
         ("score = 3", "my_reward_g:score", "no function"),
         ("def score(p): ...", "my_reward_h:score", "two positional"),
+        (
+            "class Env:\n    def step(self, logs, metadata): ...",
+            "my_reward_i:Env",
+            'kind: python, target: "my_reward_i:Env"',
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_a_config_error(

@@ -27,7 +27,7 @@ SEQUENCES = [([5, 9, 11], [7, EOS]), ([4], [6, 8, 10, 12, 14, EOS]), ([4, 5], [E
 
 
 def make_rollout(prompt: list[int], completion: list[int]) -> Rollout:
-    asked = Prompt("0", "?", tuple(prompt), "", "arithmetic")
+    asked = Prompt("0", "?", tuple(prompt), "?", "arithmetic")
     made = Completion(tuple(completion), (0.0,) * len(completion), truncated=False)
     return Rollout(asked, made, "!")
 

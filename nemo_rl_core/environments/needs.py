@@ -1,0 +1,133 @@
+"""Checks before anything is sampled: what a config names, and the columns that it needs."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from nemo_rl_core.config.environment import (
+    ByTask,
+    EnvironmentConfig,
+    ExactMatch,
+    MathVerify,
+    MultipleChoice,
+    PythonEnvironment,
+    RewardFunction,
+    ToolUse,
+    WeightedSum,
+    multi_turn_environments,
+    single_environments,
+)
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.environments.rewards.functional_reward import (
+    FunctionalRewardWrapper,
+    load_function,
+)
+from nemo_rl_core.environments.rewards.signatures import column_names, fields_of
+from nemo_rl_core.environments.targets import find_environment
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Prompt, unscored
+
+MissingColumns = Callable[[Prompt], Sequence[str]]
+"""The columns without which the row of a prompt cannot be scored, and which it lacks."""
+
+_NUM_NAMED_ROWS = 5
+
+
+def missing_columns(config: EnvironmentConfig) -> MissingColumns:
+    """What the environment of a config needs of a row; makes none, and starts nothing.
+
+    Raises:
+        ConfigError: When a reward function cannot be imported.
+    """
+    match config:
+        case ExactMatch() | MathVerify() | MultipleChoice():
+            return _answer
+        case ToolUse(answer=answer):
+            return missing_columns(answer)
+        case RewardFunction(target=target):
+            return FunctionalRewardWrapper.from_target(target).missing_columns
+        case WeightedSum(parts=parts):
+            needs = [missing_columns(part.environment) for part in parts]
+            return lambda prompt: list(
+                dict.fromkeys(name for need in needs for name in need(prompt))
+            )
+        case ByTask(tasks=tasks):
+            by_task = {each.task: missing_columns(each.environment) for each in tasks}
+            return lambda prompt: by_task.get(prompt.task, no_columns)(prompt)
+    return no_columns
+
+
+def check_targets(config: EnvironmentConfig) -> None:
+    """Imports the user's functions and environments that a config names; makes none of them.
+
+    Raises:
+        ConfigError: For the first that is not there, or is neither.
+    """
+    for single in single_environments(config):
+        if isinstance(single, RewardFunction):
+            load_function(single.target)
+    for answers in multi_turn_environments(config):
+        if isinstance(answers, PythonEnvironment):
+            find_environment(answers)
+
+
+def refuse_incomplete_rows(
+    prompts: Iterable[Prompt], scored_by: Scorer | EnvironmentConfig, *, name: str
+) -> None:
+    """Refuses rows that cannot be scored.
+
+    Args:
+        prompts: The rows, in their order.
+        scored_by: What will score them.
+        name: Of the data set, such as `train`.
+
+    Raises:
+        DataError: Names the columns, the rows (counted from 0), and the columns that there are.
+    """
+    if isinstance(scored_by, Scorer):
+        missing: MissingColumns = scored_by.missing_columns
+        scorer = "reward_fn"
+    else:
+        missing = missing_columns(scored_by)
+        scorer = f"the environment {scored_by.kind!r}"
+    if missing is no_columns:
+        return
+    lacking: dict[str, list[int]] = {}
+    first: Prompt | None = None
+    num_rows = 0
+    for place, prompt in enumerate(prompts):
+        num_rows += 1
+        for column in missing(prompt):
+            first = first or prompt
+            lacking.setdefault(column, []).append(place)
+    if first is None:
+        return
+    columns = " and the column ".join(lacking)
+    raise DataError(
+        f"the {name} data set lacks the column {columns}, which {scorer} needs",
+        expected=f"the column {columns} in every row",
+        got="; ".join(f"{column}: {_rows(rows, num_rows)}" for column, rows in lacking.items())
+        + f". Columns that there are: {', '.join(column_names(fields_of(unscored(first))))}",
+        fix="add the column to the data, or choose a reward that needs none"
+        + (
+            ""
+            if list(lacking) == ["answer"]
+            else "; a parameter with a default needs none, and one named as above takes that column"
+        ),
+    )
+
+
+def _answer(prompt: Prompt) -> Sequence[str]:
+    return () if prompt.answer else ("answer",)
+
+
+def no_columns(_: Prompt) -> Sequence[str]:
+    """What an environment needs that reads texts alone, or says itself what a row lacks."""
+    return ()
+
+
+def _rows(places: Sequence[int], num_rows: int) -> str:
+    if len(places) == num_rows:
+        return f"missing from all {num_rows} rows"
+    named = ", ".join(map(str, places[:_NUM_NAMED_ROWS]))
+    return f"missing from {len(places)} of {num_rows} rows: {named}" + (
+        " ..." if len(places) > _NUM_NAMED_ROWS else ""
+    )
