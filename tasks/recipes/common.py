@@ -14,7 +14,7 @@ from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfi
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
-from tasks.platform.contents import data_content, model_content, reward_content
+from tasks.platform.contents import data_content, model_content, reward_content, with_source
 from tasks.recipes.recipe import Recipe
 
 
@@ -166,7 +166,7 @@ class PromotionTaskConfig(FrozenConfig):
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
     """The fields of `TrainerSettings` in a recipe."""
     return {
-        "training": config.training,
+        "training": with_source(config.training),
         "cluster": config.cluster,
         "dtype": config.model.dtype,
         "seed": config.seed,
@@ -180,7 +180,7 @@ def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
         "environment": config.environment,
         "environment_workers": config.environment_workers,
         "reward_content": reward_content(config.environment),
-        "generation": config.generation,
+        "generation": with_source(config.generation),
         "rollouts": config.rollouts,
         "max_prompt_tokens": config.data.max_prompt_tokens,
     }

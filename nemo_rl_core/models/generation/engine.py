@@ -21,6 +21,7 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
     refuse_more_than,
 )
+from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
@@ -93,13 +94,13 @@ class Generation(GenerationInterface):
         return self._setup.config.backend
 
     def _start(self) -> None:
-        config = self._setup.config
+        config, backend = self._setup.config, get_generation_backend(self._backend)
         self._workers, is_new = self._session.workers(
-            get_generation_backend(self._backend),
+            backend,
             name=self._name,
-            key=f"{self._backend} {_engine_key(self._setup)}",
+            key=f"{self._backend} {id(backend)} {_engine_key(self._setup)}",
             sharding=self._sharding,
-            env_vars=engine_environment(config),
+            env_vars={**engine_environment(config), **user_search_path(config)},
         )
         if is_new:
             self._workers.run_all_workers_single_data("setup", self._setup)

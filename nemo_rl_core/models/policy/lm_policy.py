@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import (
@@ -58,7 +59,11 @@ class Policy(PolicyInterface):
         sharding = training_sharding(training, session.cluster.world_size)
         # The set-up is no part of the key: workers are set up anew for every policy.
         self.workers, _ = session.workers(
-            backend, name=name, key=training.backend, sharding=sharding
+            backend,
+            name=name,
+            key=f"{training.backend} {id(backend)}",  # a name may be registered again
+            sharding=sharding,
+            env_vars=user_search_path(training),
         )
         self._session, self._name = session, name
         self._generates = hasattr(backend, "generate")
