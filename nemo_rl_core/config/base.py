@@ -20,6 +20,7 @@ from nemo_rl_core.config.sections import (
     unknown_keys,
     without,
 )
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 _MAX_BESIDE_HINT = 16
@@ -198,3 +199,7 @@ def _text(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_not_found":
         return "must say of which kind it is, as in {kind: ...}"
     return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

@@ -1,6 +1,6 @@
 """The optimizer's settings, and which backend trains over which axes."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -16,6 +16,7 @@ from pydantic import (
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 
@@ -260,3 +261,7 @@ TrainingConfig = Annotated[
     | Annotated[SerializeAsAny[RegisteredTraining], Tag(REGISTERED)],
     kind_or("dtensor", "backend", known=_BUILT_IN, otherwise=REGISTERED),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)
