@@ -30,6 +30,7 @@ from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
+from nemo_rl_core.trainers.defaults import with_defaults_of
 from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
@@ -155,6 +156,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             samples = "generation" in self.settings_class.model_fields
             overrides = settings.options(cluster, of_generate=samples) | overrides
             settings = self._build_config_from_pretrained(self.model, **overrides)
+            settings = with_defaults_of(self.model, settings, type(self))
         elif isinstance(settings, PolicyInterface):
             self.model = overrides.pop("model", None) or getattr(settings, "model_name", None)
             settings = self._build_config_from_pretrained(self.model or "", **overrides)
@@ -177,6 +179,10 @@ class BaseTrainer(ABC, Generic[S, C]):
     ) -> Self:
         """A trainer of a model, with every setting at its default but those given.
 
+        The defaults follow the model: a pretrained one gets the learning rate, completion length
+        and type that such models are trained with, and the GPUs of this machine. What was chosen is
+        logged, and part of the recorded config.
+
         Args:
             model: A hub name, a folder in the transformers layout, the config of a model, or a
                 policy, as the constructor takes it.
@@ -192,7 +198,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm)
         config = cls._build_config_from_pretrained(model, **overrides)
         refuse_unclaimed(cls.settings_class, config, overrides)
-        trainer = cls(config)
+        trainer = cls(with_defaults_of(model, config, cls))
         trainer.model, trainer._own = model, own
         if isinstance(own.engine, Generation):
             trainer._session = own.engine.session

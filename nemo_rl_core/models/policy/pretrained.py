@@ -9,7 +9,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor
@@ -50,9 +50,23 @@ _OF_GENERATE = frozenset({"max_new_tokens"})
 
 
 class PolicyOptions(OptimizerConfig):
-    """The options of a pretrained policy besides the settings of its backend."""
+    """The options of a pretrained policy besides the settings of its backend.
 
-    dtype: DType = "float32"
+    Attributes:
+        dtype: Type of the matrix products; `auto` is bfloat16 on a GPU, else float32.
+        temperature: What logits are divided by.
+        max_new_tokens: The longest completion of `generate`.
+    """
+
+    @property
+    def dtype_here(self) -> DType:
+        """The type on this machine."""
+        if self.dtype == "auto":
+            return "bfloat16" if count_gpus() else "float32"
+        return self.dtype
+
+    learning_rate: PositiveFloat = 1e-6
+    dtype: DType | Literal["auto"] = "auto"
     seed: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192
@@ -166,7 +180,7 @@ class PretrainedPolicy(PolicyInterface):
             training=self._training,
             max_tokens_per_microbatch=options.max_tokens_per_microbatch,
             temperature=options.temperature,
-            dtype=options.dtype,
+            dtype=options.dtype_here,
             seed=options.seed,
         )
 
@@ -249,7 +263,7 @@ class PretrainedPolicy(PolicyInterface):
             config=config,
             max_model_len=context_length(base) or _UNBOUNDED_CONTEXT,
             stop_token_ids=stop_token_ids(base, load_tokenizer(base)),
-            dtype=options.dtype,
+            dtype=options.dtype_here,
             seed=options.seed,
         )
         return Generation(self.policy.session, setup, name=f"engine of {self._name}")
