@@ -37,7 +37,7 @@ _GPUS_OF_A_NODE: Final = 8
 
 
 @dataclass(frozen=True)
-class Machine:
+class DefaultsContext:
     """What defaults depend on besides the model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Machine:
 
 
 def defaults_of_pretrained(
-    values: Mapping[str, Any], *, section: str, samples: bool, machine: Machine
+    values: Mapping[str, Any], *, section: str, samples: bool, context: DefaultsContext
 ) -> dict[str, Any]:
     """What is filled in for a pretrained model, by its path in the settings.
 
@@ -61,7 +61,7 @@ def defaults_of_pretrained(
         values: The settings that are given, as nested mappings.
         section: Of the algorithm.
         samples: Whether the algorithm samples completions.
-        machine: This machine, and the model's context.
+        context: This machine, and the longest sequence of the model.
 
     Returns:
         For example `{"grpo.learning_rate": 1e-6}`; nothing that is given is in it.
@@ -69,15 +69,15 @@ def defaults_of_pretrained(
     found: dict[str, Any] = {}
     training = values.get("training") or {}
     found |= _rates(values, section, uses_lora=_get(training, "lora") is not None)
-    if "cluster" not in values and machine.num_gpus:
-        found["cluster"] = _whole_machine(training, machine.num_gpus)
+    if "cluster" not in values and context.num_gpus:
+        found["cluster"] = _whole_machine(training, context.num_gpus)
     if values.get("dtype", "auto") == "auto":
         cluster = _cluster({**values, **found})
         found["dtype"] = "bfloat16" if cluster.num_gpus else "float32"
     generation = _section(values, "generation")
     if samples and "max_new_tokens" not in generation:
         prompt = int(values.get("max_prompt_tokens", 512))
-        room = (machine.context_length or prompt + MAX_NEW_TOKENS) - prompt
+        room = (context.context_length or prompt + MAX_NEW_TOKENS) - prompt
         found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room) if room > 0 else 1
     if samples and "cluster" in found and not {"num_engines", "backend"} & {*generation}:
         ranks = int(generation.get("tensor_parallel_size", 1))

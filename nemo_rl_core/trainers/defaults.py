@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.defaults import (
-    Machine,
+    DefaultsContext,
     as_sentence,
     defaults_of_pretrained,
     filled,
@@ -34,10 +34,10 @@ def with_defaults_of(
         return dict(config)
     folder = Path(model if isinstance(model, str | Path) else model.name).expanduser()
     is_here = (folder / "config.json").is_file()
-    machine = Machine(count_gpus(), context_length(folder) if is_here else None)
+    context = DefaultsContext(count_gpus(), context_length(folder) if is_here else None)
     samples = "generation" in trainer.settings_class.model_fields
     found = defaults_of_pretrained(
-        config, section=trainer.algorithm, samples=samples, machine=machine
+        config, section=trainer.algorithm, samples=samples, context=context
     )
     if found:
         _LOG.warning("chosen for the pretrained model %s: %s", folder.name, as_sentence(found))

@@ -20,7 +20,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData
 from nemo_rl_core.config.defaults import (
     LEARNING_RATES,
-    Machine,
+    DefaultsContext,
     as_sentence,
     defaults_of_pretrained,
     filled,
@@ -147,7 +147,9 @@ def _of_algorithms(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dic
         sections += [section] * (field is not None and is_run)
     found: dict[str, Any] = {}
     for section in sections:
-        found |= defaults_of_pretrained(given, section=section, samples=True, machine=Machine())
+        found |= defaults_of_pretrained(
+            given, section=section, samples=True, context=DefaultsContext()
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from nemo_rl_core import (
     RewardModelTrainer,
     SFTTrainer,
 )
-from nemo_rl_core.config.defaults import Machine, defaults_of_pretrained, rate_warning
+from nemo_rl_core.config.defaults import DefaultsContext, defaults_of_pretrained, rate_warning
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.trainers import defaults
 
@@ -63,7 +63,9 @@ def test_completions_fit_the_context_of_the_model(tiny_model: Path) -> None:
 
 
 def chosen(num_gpus: int, **values: Any) -> dict[str, Any]:
-    return defaults_of_pretrained(values, section="grpo", samples=True, machine=Machine(num_gpus))
+    return defaults_of_pretrained(
+        values, section="grpo", samples=True, context=DefaultsContext(num_gpus)
+    )
 
 
 @pytest.mark.parametrize(
