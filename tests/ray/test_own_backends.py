@@ -22,8 +22,6 @@ from nemo_rl_core.models import HuggingFaceGeneration, HuggingFacePolicy, Megatr
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.generation.interfaces import GenerationInterface
 
-pytestmark = pytest.mark.slow
-
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(7)]
 SMALL = {
     "cluster": {"num_threads": 1},
@@ -105,6 +103,7 @@ class OwnEngine(GenerationInterface):
         )
 
 
+@pytest.mark.slow
 def test_registered_backends_train_and_sample(session: ClusterSession, tiny_model: Path) -> None:
     result = train(
         tiny_model,
@@ -120,6 +119,7 @@ def test_registered_backends_train_and_sample(session: ClusterSession, tiny_mode
     assert result.manifest.config["generation"]["backend"] == "plain_loop"
 
 
+@pytest.mark.slow
 def test_an_engine_of_ones_own_samples_from_the_weights_of_each_step(
     session: ClusterSession, tiny_model: Path
 ) -> None:
@@ -135,6 +135,7 @@ def test_an_engine_of_ones_own_samples_from_the_weights_of_each_step(
     assert not torch.equal(before, engine.model.state_dict()["model.embed_tokens.weight"])
 
 
+@pytest.mark.thorough
 def test_an_engine_that_runs_is_handed_to_a_trainer(
     session: ClusterSession, tiny_model: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_an_engine_that_runs_is_handed_to_a_trainer(
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_the_batches_of_the_documents_go_through_a_policys_methods(
     session: ClusterSession, tiny_model: Path
 ) -> None:
@@ -171,6 +173,7 @@ def test_the_batches_of_the_documents_go_through_a_policys_methods(
     policy.shutdown()
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_composed_of_its_parts(
     session: ClusterSession, tiny_model: Path, engine: VllmGeneration
 ) -> None:
@@ -190,6 +193,7 @@ def test_a_pipeline_is_composed_of_its_parts(
     policy.shutdown()
 
 
+@pytest.mark.thorough
 def test_a_megatron_policy_generates_from_what_it_has_learnt(
     session: ClusterSession, tiny_model: Path
 ) -> None:
