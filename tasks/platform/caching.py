@@ -63,6 +63,7 @@ NOT_RUN_BY_STAGES = {
     },
     "nemo_rl_core.trainers.base": {
         "nemo_rl_core.models.policy.pretrained",
+        "nemo_rl_core.trainers.defaults",
         "nemo_rl_core.trainers.fitting",
     },
 }
