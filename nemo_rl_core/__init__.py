@@ -6,6 +6,8 @@ every stage of a pipeline does, loads neither torch nor Ray.
 
 from typing import Any
 
+from nemo_rl_core.documented_names import install
+
 _PUBLIC = {
     "train": ".api.train",
     "register_algorithm": ".api.functional",
@@ -23,6 +25,8 @@ _PUBLIC = {
     "SFTTrainer": ".algorithms.sft.trainer",
 }
 __all__ = list(_PUBLIC)
+
+install()
 
 
 def __getattr__(name: str) -> Any:

@@ -44,6 +44,10 @@ class DataError(NemoRLError):
     """Rows are missing, malformed, empty or too long."""
 
 
+class MissingColumnError(DataError, KeyError):
+    """A batch lacks a column that is read; also a `KeyError`, as of any mapping."""
+
+
 class ModelError(NemoRLError):
     """A model folder, name or tokenizer cannot be used."""
 

@@ -49,6 +49,8 @@ def tag(kind: type[BaseModel]) -> tuple[str, str] | None:
         values = get_args(field.annotation) if field is not None else ()
         if len(values) == 1:
             return name, str(values[0])
+        if field is not None and name == "backend":
+            return name, "NAME"
     return None
 
 

@@ -1,6 +1,6 @@
 """The base of every config: frozen, closed to unknown keys, clear about mistakes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
@@ -20,6 +20,7 @@ from nemo_rl_core.config.sections import (
     unknown_keys,
     without,
 )
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 _MAX_BESIDE_HINT = 16
@@ -69,13 +70,21 @@ class FrozenConfig(BaseModel):
         return type(self).model_validate({**self.model_dump(), **changes})
 
 
-def kind_or(unsaid: str, key: str = "kind") -> Discriminator:
-    """Discriminates a union's variants by `key`; a map without that key is the variant `unsaid`."""
+def kind_or(
+    unsaid: str, key: str = "kind", *, known: Collection[str] = (), otherwise: str = ""
+) -> Discriminator:
+    """Discriminates a union's variants by `key`; a map without that key is the variant `unsaid`.
+
+    Args:
+        unsaid: The variant of a map without the key.
+        key: Whose value names the variant.
+        known: The variants by name, in a union that has one for all other names.
+        otherwise: The tag of that one; empty in a union without it.
+    """
 
     def kind_of(value: Any) -> str:
-        if isinstance(value, dict):
-            return str(value.get(key, unsaid))
-        return str(getattr(value, key, unsaid))
+        said = value.get(key, unsaid) if isinstance(value, dict) else getattr(value, key, unsaid)
+        return otherwise if otherwise and said not in known else str(said)
 
     return Discriminator(kind_of)
 
@@ -190,3 +199,7 @@ def _text(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "union_tag_not_found":
         return "must say of which kind it is, as in {kind: ...}"
     return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    Tag,
+    model_validator,
+)
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.errors import ConfigError
 
 _SMALLEST_TEMPERATURE = 0.01
@@ -121,11 +130,29 @@ class MegatronGenerationConfig(SplitEngine):
     backend: Literal["megatron"] = "megatron"
 
 
+class RegisteredGeneration(RegisteredBackend, SamplingConfig):
+    """An engine of your own, under the name that it is registered with.
+
+    A subclass that is named at registration adds settings.
+    """
+
+    @classmethod
+    def sections(cls) -> "SectionTable[RegisteredGeneration]":
+        """The registered engines."""
+        return GENERATION_SECTIONS
+
+
+_BUILT_IN = ("vllm", "hf", "megatron")
+GENERATION_SECTIONS: SectionTable[RegisteredGeneration] = SectionTable(
+    "generation backend", RegisteredGeneration, _BUILT_IN, "register_generation_backend"
+)
+
 GenerationConfig = Annotated[
     Annotated[VllmGenerationConfig, Tag("vllm")]
     | Annotated[HuggingFaceGenerationConfig, Tag("hf")]
-    | Annotated[MegatronGenerationConfig, Tag("megatron")],
-    kind_or("vllm", "backend"),
+    | Annotated[MegatronGenerationConfig, Tag("megatron")]
+    | Annotated[SerializeAsAny[RegisteredGeneration], Tag(REGISTERED)],
+    kind_or("vllm", "backend", known=_BUILT_IN, otherwise=REGISTERED),
 ]
 
 

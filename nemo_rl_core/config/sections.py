@@ -106,7 +106,8 @@ def _explained(
     path, key = (*section.path, given), str(given)
     renamed: Mapping[str, str] = getattr(section.kind, "renamed", {})
     meant = renamed.get(key) or closest_name(key, choices)
-    places = [_of_variants(key, section), _homes(key, top, values)]
+    own_hint = getattr(section.kind, "unknown_key_hint", lambda: None)()
+    places = [_of_variants(key, section), _homes(key, top, values), own_hint]
     facts = [place for place in places if place]
     if not facts or key in renamed:
         return UnknownKey(path, choices, name_hint(key, choices, renamed), meant)
@@ -225,7 +226,10 @@ def _chosen(
         inner, *metadata = get_args(annotation)
         return _chosen(inner, value, _discriminator(metadata) or by)
     if get_origin(annotation) not in (Union, UnionType):
-        return next(iter(_classes(annotation)), None)
+        found = next(iter(_classes(annotation)), None)
+        # A class may stand for others, which are registered under names.
+        class_for = getattr(found, "class_for", None)
+        return class_for(value) if class_for else found
     members = [member for member in get_args(annotation) if _classes(member)]
     if by is not None and len(members) > 1:
         members = [member for member in members if _has_tag(member, by, value)]

@@ -1,6 +1,6 @@
 """The optimizer's settings, and which backend trains over which axes."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -8,12 +8,15 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializeAsAny,
     Tag,
     model_validator,
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 
@@ -224,7 +227,41 @@ class MegatronTraining(Parallelism):
         return self
 
 
+class RegisteredTraining(RegisteredBackend, Parallelism):
+    """A training backend of your own, under the name that it is registered with.
+
+    A subclass that is named at registration adds settings; without one the section has none, and
+    the model is not split.
+    """
+
+    @classmethod
+    def sections(cls) -> "SectionTable[RegisteredTraining]":
+        """The registered training backends."""
+        return TRAINING_SECTIONS
+
+    @model_validator(mode="after")
+    def _nothing_is_split_unread(self) -> "RegisteredTraining":
+        if self._is_open() and (self.ranks_per_replica > 1 or self.sequence_parallel):
+            raise ValueError(
+                f"the training backend {self.backend!r} is registered without a config, so that "
+                "it does not split the model: leave the parallel sizes out, or name a subclass of "
+                "RegisteredTraining, register_training_backend(name, config=...)"
+            )
+        return self
+
+
+_BUILT_IN = ("dtensor", "megatron")
+TRAINING_SECTIONS: SectionTable[RegisteredTraining] = SectionTable(
+    "training backend", RegisteredTraining, _BUILT_IN, "register_training_backend"
+)
+
 TrainingConfig = Annotated[
-    Annotated[DTensorTraining, Tag("dtensor")] | Annotated[MegatronTraining, Tag("megatron")],
-    kind_or("dtensor", "backend"),
+    Annotated[DTensorTraining, Tag("dtensor")]
+    | Annotated[MegatronTraining, Tag("megatron")]
+    | Annotated[SerializeAsAny[RegisteredTraining], Tag(REGISTERED)],
+    kind_or("dtensor", "backend", known=_BUILT_IN, otherwise=REGISTERED),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

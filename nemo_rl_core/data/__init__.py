@@ -1,1 +1,9 @@
 """Loading, validation and tokenization of data sets."""
+
+from typing import Any
+
+from nemo_rl_core.documented_names import documented
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

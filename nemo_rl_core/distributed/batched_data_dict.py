@@ -1,12 +1,13 @@
 """A dictionary of columns with one row a sequence."""
 
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
 from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.errors import MissingColumnError
 
 MULTIMODAL_COLUMNS = frozenset(
     {
@@ -18,6 +19,23 @@ MULTIMODAL_COLUMNS = frozenset(
     }
 )
 """Columns that are arguments of vision-language models in transformers."""
+
+_MEANINGS = {
+    "input_ids": "[B, T] token ids, padded on the right",
+    "attention_mask": "[B, T], 1 on the tokens of a row, or input_lengths [B] in its place",
+    "input_lengths": "[B] tokens of each row",
+    "token_mask": "[B, T-1], 1 where the next token is trained on",
+    "sample_mask": "[B], 1 for a row that is trained on",
+    "advantages": "[B, T-1], or [B] for all tokens of a row",
+    "prev_logprobs": "[B, T-1] under the policy that sampled: policy.get_logprobs(batch)",
+    "generation_logprobs": "[B, T-1] as the engine reported them",
+    "reference_logprobs": "[B, T-1]: policy.get_reference_logprobs(batch)",
+    "is_chosen": "[B], True for the chosen completion of a pair",
+    "pair_ids": "[B], the same number for both completions of a pair",
+    "kl_baseline": "[B], the estimate that KTO compares with",
+    "topk_logprobs": "[B, T-1, K] of the teacher: policy.get_reference_topk_logprobs(batch, k)",
+}
+"""What the columns of the losses hold, for messages."""
 
 
 class BatchedDataDict(UserDict[str, Any]):
@@ -33,6 +51,26 @@ class BatchedDataDict(UserDict[str, Any]):
     """The plan by which the rows are computed, or None; its indices count within this batch.
 
     Copies, moves and pickles keep it; a batch with other rows has none."""
+
+    def __missing__(self, name: str) -> Any:
+        self.require([name])
+
+    def require(self, names: Iterable[str]) -> None:
+        """Refuses a batch that lacks columns.
+
+        Raises:
+            MissingColumnError: Names all of them, and what they hold.
+        """
+        missing = [name for name in names if name not in self.data]
+        if not missing:
+            return
+        meanings = [f"{name} {_MEANINGS[name]}" for name in missing if name in _MEANINGS]
+        raise MissingColumnError(
+            f"the batch has no column {', '.join(map(repr, missing))}",
+            expected="; ".join(meanings) or None,
+            got=f"the columns {', '.join(sorted(self.data))}" if self.data else "no columns",
+            fix="add it to the batch" if len(missing) == 1 else "add them to the batch",
+        )
 
     @classmethod
     def from_batches(

@@ -25,7 +25,14 @@ A rollout is **scored** when its reward has been computed, **valid** when nothin
 `factory` makes all of them from their configs.
 """
 
+from typing import Any
+
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.targets import get_environment, register_environment
 
 __all__ = ["FunctionalRewardWrapper", "get_environment", "register_environment"]
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

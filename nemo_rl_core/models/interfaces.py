@@ -7,6 +7,8 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 
@@ -49,12 +51,41 @@ class GenerationOutputSpec(TypedDict):
     truncated: "torch.Tensor"
 
 
+class TrainingDatumSpec(TypedDict):
+    """Columns of a batch that is trained on; a loss reads others besides.
+
+    Attributes:
+        input_ids: `[B, T]`, padded on the right.
+        input_lengths: `[B]`; or else
+        attention_mask: `[B, T]`, 1 on the tokens of a row.
+        token_mask: `[B, T-1]`, 1 where the next token is trained on; by default everywhere.
+        sample_mask: `[B]`, 1 for rows that are trained on; by default all.
+    """
+
+    input_ids: "torch.Tensor"
+    input_lengths: NotRequired["torch.Tensor"]
+    attention_mask: NotRequired["torch.Tensor"]
+    token_mask: NotRequired["torch.Tensor"]
+    sample_mask: NotRequired["torch.Tensor"]
+
+
+class LogprobsSpec(TypedDict):
+    """What `get_logprobs` returns.
+
+    Attributes:
+        logprobs: `[B, T-1]` of the next tokens in nats, 0 where `token_mask` is not set.
+    """
+
+    logprobs: "torch.Tensor"
+
+
 class PolicyInterface(ABC):
     """A model that can be trained, and asked for logprobs or, with a scalar head, for values.
 
     Every algorithm trains; which of the others an algorithm asks for is its own affair: PPO asks a
     critic for values, distillation a teacher for its likeliest tokens. So only `train` must be
-    there; the others are for you to add where your algorithm needs them.
+    there; the others are for you to add where your algorithm needs them. A trainer takes such a
+    policy in place of a model, `GRPOTrainer(policy, model=...)`.
     """
 
     @abstractmethod
@@ -68,7 +99,7 @@ class PolicyInterface(ABC):
             loss_fn: A `LossFunction`: yours may be a plain function of that signature.
         """
 
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes `input_ids [B, T]`; engines do that faster (`GenerationInterface`)."""
         raise NotImplementedError(f"{type(self).__name__} has no generate")
 
@@ -88,18 +119,33 @@ class PolicyInterface(ABC):
         """`values [B, T]` of the prefixes that end with each token; 0 past a sequence's end."""
         raise NotImplementedError(f"{type(self).__name__} has no get_values")
 
+    def save_checkpoint(self, path: "Path") -> None:
+        """Writes the weights into `path/model`, and what training goes on from beside it.
+
+        A trainer calls it on the steps that are saved; without it a run keeps no weights.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no save_checkpoint")
+
+    def load_checkpoint(self, path: "Path") -> None:
+        """Goes on from what `save_checkpoint` wrote."""
+        raise NotImplementedError(f"{type(self).__name__} has no load_checkpoint")
+
 
 class GenerationInterface(ABC):
-    """An engine that completes prompts."""
+    """An engine that completes prompts.
+
+    A trainer takes one in place of its own, `from_pretrained(model, generation=engine)`, and calls
+    its `update_weights(policy)` before it samples; `policy.state_dict()` has the weights.
+    """
 
     @abstractmethod
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes a `GenerationDatumSpec` batch; gives a `GenerationOutputSpec` one, in order."""
 
     @abstractmethod
-    def prepare_for_generation(self) -> None:
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Makes the engine ready; weights are those of the last update."""
 
     @abstractmethod
-    def finish_generation(self) -> None:
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
         """Gives back what the engine needs only while it generates."""

@@ -12,6 +12,7 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, score_rollouts
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.rollouts.engine import RolloutEngine
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
@@ -34,6 +35,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         scorer: Takes the place of the environment that the settings name.
         reward_model: For an environment `reward_model` that names no model.
         gate: The bounds of the engine's proofs.
+        generation: An engine that runs already; by default one is started.
 
     Attributes:
         tokenizer: The model's.
@@ -52,11 +54,12 @@ class Sampler(AbstractContextManager["Sampler"]):
         scorer: Scorer | None = None,
         reward_model: Path | None = None,
         gate: GateConfig | None = None,
+        generation: Generation | OwnGeneration | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model_folder)
         # Before the engine, which takes longer to start than a reward takes to be refused.
         self._scorer = scorer or scorer_of(session, settings, model_folder, reward_model)
-        self.generation = self._engine_class(
+        self.generation = generation or self._engine_class(
             session,
             GenerationSetup(
                 model_folder=model_folder,

@@ -94,6 +94,11 @@ def model_shape(folder: Path) -> ModelFlops:
     return ModelFlops(multiplied, config.get("num_hidden_layers", 0), width)
 
 
+def num_parameters(folder: Path) -> int:
+    """How many weights the files of a model have."""
+    return sum(sum(_num_weights(file).values()) for file in folder.glob("*.safetensors"))
+
+
 def _num_weights(file: Path) -> dict[str, int]:
     """Number of weights by tensor, from the header of a safetensors file."""
     with file.open("rb") as stream:

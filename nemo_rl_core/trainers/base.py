@@ -23,13 +23,18 @@ from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
+from nemo_rl_core.trainers.defaults import with_defaults_of
 from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
+from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
 from nemo_rl_core.trainers.sections import rows_per_step, steps_of
 from nemo_rl_core.trainers.validation import ValidationRunner
@@ -87,15 +92,19 @@ class BaseTrainer(ABC, Generic[S, C]):
         settings: An instance of `settings_class`, or what makes one: a mapping with the section of
             the algorithm, and `seed`, `cluster`, `training` and so on where they are not the
             defaults. A `HuggingFacePolicy` or `MegatronPolicy` stands for its model and options;
-            after `fit` it has what was learnt.
+            after `fit` it has what was learnt. Any other `PolicyInterface` is trained itself, in
+            this process; `model` then names the model whose tokenizer the data is written with, or
+            the policy has an attribute `model_name`.
         session: Where the workers run, or a cluster of your own; by default that of the policy,
             or of the settings' cluster.
-        **overrides: Settings by name, beside a policy; as those of `from_pretrained`.
+        **overrides: Settings by name, beside a policy; as those of `from_pretrained`. `generation`
+            may be a `GenerationInterface`, which samples in place of an engine of the trainer's.
 
     Attributes:
         algorithm: The name of the section, and of the algorithm; by default that of the class,
             small and without `Trainer`.
         settings_class: What `settings` is checked against.
+        refuses_own: By `policy` and `engine`, why the algorithm takes none of the user's.
         settings: As checked.
         model: What `fit` trains, where `from_pretrained` was told.
         policy: The model in training, while a run goes on.
@@ -108,9 +117,10 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     algorithm: ClassVar[str]
     settings_class: ClassVar[type[TrainerSettings]]
+    refuses_own: ClassVar[Mapping[str, str]] = {}
 
     settings: S
-    policy: Policy
+    policy: "Policy | OwnPolicy"
     step: int
     timer: Timer
     model: str | Path | ModelConfig | None = None
@@ -127,20 +137,29 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def __init__(
         self,
-        settings: TrainerSettings | Mapping[str, Any] | PretrainedPolicy,
+        settings: TrainerSettings | Mapping[str, Any] | PolicyInterface,
         session: ClusterSession | RayVirtualCluster | None = None,
         **overrides: Any,
     ) -> None:
         self._given = settings if isinstance(settings, PretrainedPolicy) else None
+        self._own = OwnParts.taken_from(settings, overrides, self.settings_class)
+        self._own.refuse_unfit(self.refuses_own, algorithm=self.algorithm)
         session = session or (self._given.cluster if self._given else None)
+        if session is None and isinstance(self._own.engine, Generation):
+            session = self._own.engine.session
         self._session = (
             ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
         )
         if isinstance(settings, PretrainedPolicy):
             self.model = settings.model_name
             cluster = self._session.cluster if self._session else None
-            overrides = settings.options(cluster) | overrides
+            samples = "generation" in self.settings_class.model_fields
+            overrides = settings.options(cluster, of_generate=samples) | overrides
             settings = self._build_config_from_pretrained(self.model, **overrides)
+            settings = with_defaults_of(self.model, settings, type(self))
+        elif isinstance(settings, PolicyInterface):
+            self.model = overrides.pop("model", None) or getattr(settings, "model_name", None)
+            settings = self._build_config_from_pretrained(self.model or "", **overrides)
         refuse_unclaimed(self.settings_class, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
 
@@ -155,21 +174,34 @@ class BaseTrainer(ABC, Generic[S, C]):
             raise describe(error, values) from error
 
     @classmethod
-    def from_pretrained(cls, model: str | Path | ModelConfig, **overrides: Any) -> Self:
+    def from_pretrained(
+        cls, model: str | Path | ModelConfig | PolicyInterface, **overrides: Any
+    ) -> Self:
         """A trainer of a model, with every setting at its default but those given.
 
+        The defaults follow the model: a pretrained one gets the learning rate, completion length
+        and type that such models are trained with, and the GPUs of this machine. What was chosen is
+        logged, and part of the recorded config.
+
         Args:
-            model: A hub name, a folder in the transformers layout, or the config of a model.
+            model: A hub name, a folder in the transformers layout, the config of a model, or a
+                policy, as the constructor takes it.
             **overrides: Settings by name, wherever they stand: `learning_rate` of the algorithm's
                 section, `max_new_tokens` of `generation`, `seed`, or a whole section as a mapping.
 
         Raises:
             ConfigError: For a name that is no setting, or one of several sections.
         """
+        if isinstance(model, PolicyInterface):
+            return cls(model, **overrides)
+        own = OwnParts.taken_from(model, overrides, cls.settings_class)
+        own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm)
         config = cls._build_config_from_pretrained(model, **overrides)
         refuse_unclaimed(cls.settings_class, config, overrides)
-        trainer = cls(config)
-        trainer.model = model
+        trainer = cls(with_defaults_of(model, config, cls))
+        trainer.model, trainer._own = model, own
+        if isinstance(own.engine, Generation):
+            trainer._session = own.engine.session
         return trainer
 
     @classmethod
@@ -230,7 +262,10 @@ class BaseTrainer(ABC, Generic[S, C]):
         if self.model is None:
             raise ConfigError(
                 f"this {type(self).__name__} has no model to train",
-                fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)",
+                fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)"
+                if self._own.policy is None
+                else f"name the model whose tokenizer it has, {type(self).__name__}(policy, "
+                "model=FOLDER)",
             )
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
@@ -352,9 +387,14 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         """Makes ready whatever steps need; `resources` ends with the run."""
         self._batches = self._load(spec)  # first: rows of a wrong kind must start no worker
-        self.policy = Policy(self.session, self._training_setup(spec))
+        self.policy = self._make_policy(spec)
         if spec.resume is not None:
             self.policy.load_checkpoint(spec.resume)
+
+    def _make_policy(self, spec: RunSpec) -> "Policy | OwnPolicy":
+        if self._own.policy is None:
+            return Policy(self.session, self._training_setup(spec))
+        return OwnPolicy(self._own.policy)
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return TrainingSetup(

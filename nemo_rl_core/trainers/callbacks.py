@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
-    from nemo_rl_core.models.policy import Policy
+    from nemo_rl_core.models.interfaces import PolicyInterface
     from nemo_rl_core.telemetry.timer import Timer
 
 Metrics = Mapping[str, float]
@@ -23,7 +23,6 @@ class RunningTrainer(Protocol):
     """
 
     algorithm: ClassVar[str]
-    policy: "Policy"
     step: int
     timer: "Timer"
 
@@ -35,6 +34,11 @@ class RunningTrainer(Protocol):
     @property
     def config(self) -> "LoopConfig":
         """The algorithm's section of the settings."""
+        ...
+
+    @property
+    def policy(self) -> "PolicyInterface":
+        """The model in training."""
         ...
 
 

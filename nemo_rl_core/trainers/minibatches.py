@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
-from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.interfaces import PolicyInterface
 
 _STEP_METRICS = frozenset({"grad_norm", "learning_rate"})
 """Figures of an optimizer step as such, each of which counts once."""
 
 
 def train_in_parts(
-    policy: Policy,
+    policy: PolicyInterface,
     batch: BatchedDataDict,
     loss_fn: LossFunction,
     *,

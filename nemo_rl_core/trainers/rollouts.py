@@ -3,17 +3,21 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
 
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
-from nemo_rl_core.data.pretrained import context_length, load_tokenizer
+from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.environments.needs import refuse_incomplete_rows
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.evals.evaluate import greedy_metrics
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.own import OwnGeneration
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.rollouts.post_processing import mean_metrics
 from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
@@ -63,11 +67,29 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 scorer=spec.scorer,
                 reward_model=spec.reward_model,
                 gate=self.config.gate if isinstance(self.config, Gated) else None,
+                generation=self._own_generation(spec),
             )
         )
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
+
+    def _make_policy(self, spec: RunSpec) -> Policy | OwnPolicy:
+        made = super()._make_policy(spec)
+        if isinstance(made, OwnPolicy):
+            return OwnPolicy(made.policy, temperature=self.settings.generation.temperature)
+        return made
+
+    def _own_generation(self, spec: RunSpec) -> Generation | OwnGeneration | None:
+        """The engine of the user's, or the policy's own generation; None for one to be started."""
+        engine = self._own.engine or (self.policy if isinstance(self.policy, OwnPolicy) else None)
+        if engine is None or isinstance(engine, Generation):
+            return engine
+        return OwnGeneration(
+            engine,
+            self.settings.generation,
+            stop_token_ids=stop_token_ids(spec.start, load_tokenizer(spec.start)),
+        )
 
     def _check_context(self, model_folder: Path) -> None:
         """Before any worker starts: vLLM says the same a minute later, and less plainly."""
@@ -141,7 +163,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         """Gives the engine the policy's weights, as they are after that step."""
-        sampler.generation.update_weights(self.policy)
+        sampler.generation.update_weights(cast("Policy", self.policy))
 
     @contextmanager
     def _awake(self, sampler: Sampler) -> Iterator[None]:

@@ -27,7 +27,7 @@ _REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
 
 NOT_OF_THE_RESULT = frozenset(
     [
-        *("nemo_rl_core.config.tracking", "nemo_rl_core.history"),
+        *("nemo_rl_core.config.tracking", "nemo_rl_core.documented_names", "nemo_rl_core.history"),
         *(
             "nemo_rl_core.telemetry.display",
             "nemo_rl_core.telemetry.logger_facade",
@@ -63,6 +63,7 @@ NOT_RUN_BY_STAGES = {
     },
     "nemo_rl_core.trainers.base": {
         "nemo_rl_core.models.policy.pretrained",
+        "nemo_rl_core.trainers.defaults",
         "nemo_rl_core.trainers.fitting",
     },
 }

@@ -4,8 +4,11 @@ A stage's record contains these digests beside the names, so that a changed file
 for Flyte's cache. Generated data has none, since its source is digested.
 """
 
+from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
+from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig, FileData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
@@ -21,9 +24,12 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.config.registered import RegisteredBackend
 from nemo_rl_core.environments.targets import module_of
 from nemo_rl_core.store.files import hash_file, hash_folder
 from tasks.platform.user_source import user_source
+
+Section = TypeVar("Section", bound=FrozenConfig)
 
 
 def data_content(data: DataConfig) -> str:
@@ -59,6 +65,13 @@ def reward_content(environment: EnvironmentConfig) -> str:
         if isinstance(answers, PythonEnvironment):
             found.append(user_source(module_of(answers.target)))
     return " ".join(filter(None, found))
+
+
+def with_source(section: Section) -> Section:
+    """A section with the digest of the user's source that its backend runs, if it has such."""
+    if not isinstance(section, RegisteredBackend) or section.module is None:
+        return section
+    return section.replace(source=sha256(user_source(section.module).encode()).hexdigest())
 
 
 def _model_of(environment: SingleEnvironmentConfig) -> str | None:

@@ -1,11 +1,13 @@
 """Checks before a run starts: models, files, resources, rewards."""
 
+import logging
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.data import DataConfig, FileData, HubData
+from nemo_rl_core.config.defaults import LEARNING_RATES, rate_warning
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
@@ -32,10 +34,12 @@ from nemo_rl_core.environments.needs import (
     refuse_incomplete_rows,
 )
 from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.telemetry.cost import num_parameters
 from nemo_rl_core.types import Prompt
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.recipe import Recipe
 
+_LOG = logging.getLogger(__name__)
 _MOST_BYTES_READ = 64 * 2**20
 """Larger files take longer to read than a user waits before a run starts."""
 
@@ -60,6 +64,7 @@ def _check(experiment: PipelineRecipe) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(model.name)
+    _warn_of_the_rates(experiment)
     for data in (experiment.data, experiment.evaluation.data):
         if isinstance(data, FileData):
             _check_files(data)
@@ -81,6 +86,25 @@ def _check(experiment: PipelineRecipe) -> None:
     _check_rows(experiment.measure, own.data or experiment.data)
     for measure in _by_rows(experiment.measure):
         _check_measure(measure)
+
+
+def _warn_of_the_rates(experiment: PipelineRecipe) -> None:
+    """Logs learning rates that would wreck the pretrained model of a recipe."""
+    folder = Path(experiment.model.name).expanduser()
+    if not isinstance(experiment.model, PretrainedModel) or not folder.is_dir():
+        return
+    uses_lora = getattr(experiment.training, "lora", None) is not None
+    for section in LEARNING_RATES:
+        config = getattr(experiment, section, None)
+        if config is not None:
+            text = rate_warning(
+                section,
+                config.learning_rate,
+                num_parameters=num_parameters(folder),
+                uses_lora=uses_lora,
+            )
+            if text:
+                _LOG.warning("%s", text)
 
 
 def _by_rows(environment: EnvironmentConfig) -> list[EnvironmentConfig]:

@@ -1,21 +1,41 @@
 """What the recipes of all workflows share, and the records of the stages that they share."""
 
-from typing import Any
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData
+from nemo_rl_core.config.defaults import (
+    LEARNING_RATES,
+    DefaultsContext,
+    as_sentence,
+    defaults_of_pretrained,
+    filled,
+)
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
-from tasks.platform.contents import data_content, model_content, reward_content
-from tasks.recipes.recipe import Recipe
+from nemo_rl_core.errors import ConfigError
+from tasks.platform.contents import data_content, model_content, reward_content, with_source
+from tasks.recipes.recipe import Recipe, with_base
+
+_LOG = logging.getLogger(__name__)
 
 
 class PipelineRecipe(Recipe):
@@ -50,6 +70,21 @@ class PipelineRecipe(Recipe):
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _follow_the_model(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        if not isinstance(value, dict):
+            kept: Self = handler(value)
+            return kept
+        found: dict[str, Any] = {}
+        # What is wrong with the values is said by their validation.
+        with suppress(ConfigError, ValidationError):
+            found = _chosen_for(cls, laid := with_base(value))
+            value = filled(laid, found)
+        validated: Self = handler(value)
+        _tell(found)
+        return validated
+
     @property
     def experiments(self) -> "list[PipelineRecipe]":
         """The experiment itself."""
@@ -76,6 +111,57 @@ class PipelineRecipe(Recipe):
         Raises:
             ConfigError: For the first such setting.
         """
+
+
+def _chosen_for(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe leaves to its model: for a pretrained one, by path.
+
+    The shape of the cluster is stated in a recipe, since it is part of the result, and not read off
+    the machine that happens to read the recipe.
+    """
+    model = values.get("model")
+    if isinstance(model, BaseModel):
+        model = model.model_dump()
+    if not isinstance(model, Mapping):
+        return {}
+    found: dict[str, Any] = {}
+    is_pretrained = model.get("kind", "pretrained") == "pretrained"
+    if is_pretrained:
+        found |= _of_algorithms(kind, values)
+    if model.get("dtype", "auto" if is_pretrained else None) == "auto":
+        cluster = values.get("cluster") or {}
+        shape = cluster.get("shape") if isinstance(cluster, Mapping) else cluster.shape
+        found["model.dtype"] = "bfloat16" if (shape or "laptop") != "laptop" else "float32"
+    return found
+
+
+def _of_algorithms(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**values, "dtype": "float32"}  # that of the model is chosen apart
+    sections = [""]  # without an algorithm: the length of completions
+    for section in LEARNING_RATES:
+        field = kind.model_fields.get(section)
+        # A stage that a recipe leaves out stays out.
+        is_run = isinstance(values.get(section), Mapping) or (
+            field is not None and field.default is not None and section not in values
+        )
+        sections += [section] * (field is not None and is_run)
+    found: dict[str, Any] = {}
+    for section in sections:
+        found |= defaults_of_pretrained(
+            given, section=section, samples=True, context=DefaultsContext()
+        )
+    return found
+
+
+_told: set[str] = set()
+
+
+def _tell(found: Mapping[str, Any]) -> None:
+    """Logs what was chosen, once a process: a recipe is read several times in a run."""
+    sentence = as_sentence(found)
+    if found and sentence not in _told:
+        _told.add(sentence)
+        _LOG.warning("chosen for the recipe's model: %s", sentence)
 
 
 class ModelTaskConfig(FrozenConfig):
@@ -166,7 +252,7 @@ class PromotionTaskConfig(FrozenConfig):
 def trainer_fields(config: PipelineRecipe) -> dict[str, Any]:
     """The fields of `TrainerSettings` in a recipe."""
     return {
-        "training": config.training,
+        "training": with_source(config.training),
         "cluster": config.cluster,
         "dtype": config.model.dtype,
         "seed": config.seed,
@@ -180,7 +266,7 @@ def rollout_fields(config: PipelineRecipe) -> dict[str, Any]:
         "environment": config.environment,
         "environment_workers": config.environment_workers,
         "reward_content": reward_content(config.environment),
-        "generation": config.generation,
+        "generation": with_source(config.generation),
         "rollouts": config.rollouts,
         "max_prompt_tokens": config.data.max_prompt_tokens,
     }

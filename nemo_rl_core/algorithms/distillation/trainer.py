@@ -1,12 +1,16 @@
 """On-policy distillation (GKD, arXiv:2306.13649): the student samples, the teacher scores."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import ClassVar, cast
 
 from nemo_rl_core.algorithms.distillation.config import DistillationConfig, DistillationSettings
 from nemo_rl_core.algorithms.distillation.loss import DistillationLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
 from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
@@ -23,6 +27,10 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     algorithm = "distillation"
     settings_class = DistillationSettings
+    refuses_own: ClassVar[Mapping[str, str]] = {
+        "policy": "the loss reads the teacher's likeliest tokens from a training backend",
+        "engine": "the student's logprobs are not computed in a step, so nothing would check it",
+    }
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         _refuse_without_teacher(spec)
@@ -39,7 +47,8 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
         # The student's logprobs are not computed in a step, so there is no gate.
-        sampler.generation.prove(self.policy)
+        assert isinstance(sampler.generation, Generation)
+        sampler.generation.prove(cast("Policy", self.policy))
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)

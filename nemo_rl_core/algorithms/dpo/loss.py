@@ -78,6 +78,15 @@ class DPOLossFn:
 
     config: PreferenceLoss = field(default_factory=SigmoidLoss)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the loss reads besides the masks."""
+        return (
+            "is_chosen",
+            "pair_ids" if self.config.needs_pairs else "kl_baseline",
+            *(("reference_logprobs",) if self.config.needs_reference else ()),
+        )
+
     def __call__(
         self,
         next_token_logprobs: Tensor,

@@ -1,9 +1,12 @@
 """GRPO with an engine that samples while the model trains."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import ClassVar, cast
 
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
 from nemo_rl_core.trainers.base import RunSpec
@@ -20,6 +23,10 @@ class AsyncGRPOTrainer(GRPOTrainer):
     """
 
     sampler_class = StreamingSampler
+    refuses_own: ClassVar[Mapping[str, str]] = {
+        "policy": "the engine samples while a training backend's workers train",
+        "engine": "the engine takes weights while it generates, which vLLM alone does here",
+    }
     samples_ahead = True
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
@@ -60,7 +67,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """Also before a validation, in whose wake samples go on with the new weights."""
         assert isinstance(sampler, StreamingSampler)
         with self._stream.exclusive():
-            sampler.generation.update_weights(self.policy, weight_version=last_step)
+            sampler.generation.update_weights(cast("Policy", self.policy), weight_version=last_step)
 
     def _validate(self) -> dict[str, float]:
         if self.sampler is None:

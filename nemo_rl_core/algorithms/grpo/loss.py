@@ -69,6 +69,17 @@ class GRPOLossFn:
     config: LossConfig = field(default_factory=ClippedLoss)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the loss reads besides the masks."""
+        config = self.config
+        return (
+            "advantages",
+            *(() if isinstance(config, OnPolicyLoss) else ("prev_logprobs",)),
+            *(("reference_logprobs",) if config.kl is not None else ()),
+            *(("generation_logprobs",) if config.importance is not None else ()),
+        )
+
+    @property
     def sequence_means(self) -> frozenset[str]:
         """The metrics that are means over sequences; all others are means over tokens."""
         return frozenset() if self.config.reduction == "token_mean" else frozenset({"loss"})

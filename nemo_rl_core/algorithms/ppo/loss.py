@@ -5,6 +5,7 @@ The KL penalty is part of the reward, and so of the advantages; neither loss con
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -36,6 +37,9 @@ class PPOLossFn:
     """
 
     config: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+
+    columns: ClassVar = ("advantages", "prev_logprobs")
+    """The columns that the loss reads besides the masks."""
 
     def __call__(
         self,

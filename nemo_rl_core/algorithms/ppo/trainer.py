@@ -1,9 +1,11 @@
 """Proximal policy optimization (PPO, arXiv:1707.06347) with a critic."""
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, cast
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
 from nemo_rl_core.algorithms.ppo.data import add_advantages, value_columns
@@ -36,6 +38,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     algorithm = "ppo"
     settings_class = PPOSettings
+    refuses_own: ClassVar[Mapping[str, str]] = {
+        "policy": "the critic is trained by the policy's backend",
+    }
 
     critic: Policy
 
@@ -110,7 +115,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         )
 
     def _trained(self) -> "PolicyAndCritic":
-        return PolicyAndCritic(self.policy, self.critic)
+        return PolicyAndCritic(cast("Policy", self.policy), self.critic)
 
     def _peak_memory_gib(self) -> float:
         return super()._peak_memory_gib() + self.critic.peak_memory_gib()

@@ -1,7 +1,9 @@
 """Training of reward models on preference pairs."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import ClassVar
 
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, RewardModelSettings
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
@@ -22,6 +24,9 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
 
     algorithm = "reward_model"
     settings_class = RewardModelSettings
+    refuses_own: ClassVar[Mapping[str, str]] = {
+        "policy": "the losses read the values of a scalar head, which a training backend has",
+    }
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)

@@ -1,16 +1,23 @@
 """Interface of generation backends, and their registry."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from nemo_rl_core.config.generation import GenerationConfig
+from nemo_rl_core.config.generation import (
+    GENERATION_SECTIONS,
+    GenerationConfig,
+    RegisteredGeneration,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.registry import Registry
+
+B = TypeVar("B", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,28 @@ _GENERATION_BACKENDS: Registry[GenerationBackend] = Registry(
         "megatron": "nemo_rl_core.backends.generation.megatron:MegatronInferenceBackend",
     },
 )
-register_generation_backend = _GENERATION_BACKENDS.register
-"""Class decorator that registers a generation backend under a name."""
+
+
+def register_generation_backend(
+    name: str, *, config: type[RegisteredGeneration] | None = None
+) -> Callable[[type[B]], type[B]]:
+    """A class decorator that registers a generation backend, which a recipe or trainer then names.
+
+    Args:
+        name: For the key `backend` of the section `generation`.
+        config: The class of that section; None for a backend without settings of its own.
+
+    Raises:
+        ConfigError: If `config` does not extend `RegisteredGeneration`.
+    """
+
+    def add(cls: type[B]) -> type[B]:
+        GENERATION_SECTIONS.add(name, config, cls.__module__)
+        _GENERATION_BACKENDS[name] = cls
+        return cls
+
+    return add
+
+
 get_generation_backend = _GENERATION_BACKENDS.get
 """Returns the generation backend of a name; unknown names raise `ConfigError` with the choices."""

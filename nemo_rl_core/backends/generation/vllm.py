@@ -24,6 +24,7 @@ from nemo_rl_core.checkpoints.weights import require_finite, stored_tensors
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -290,3 +291,7 @@ def _logprobs_mode(config: VllmGenerationConfig) -> str:
     if config.temperature == 1 and not config.draws_from_all:
         return "raw_logprobs"
     return "processed_logprobs"
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

@@ -1,17 +1,25 @@
 """Interface of training backends, and their registry."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from nemo_rl_core.config.model import DType
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
+from nemo_rl_core.config.training import (
+    TRAINING_SECTIONS,
+    DTensorTraining,
+    OptimizerConfig,
+    RegisteredTraining,
+    TrainingConfig,
+)
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.registry import Registry
+
+B = TypeVar("B", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,28 @@ _TRAINING_BACKENDS: Registry[TrainingBackend] = Registry(
         "megatron": "nemo_rl_core.backends.training.megatron.backend:MegatronBackend",
     },
 )
-register_training_backend = _TRAINING_BACKENDS.register
-"""Class decorator that registers a training backend under a name."""
+
+
+def register_training_backend(
+    name: str, *, config: type[RegisteredTraining] | None = None
+) -> Callable[[type[B]], type[B]]:
+    """A class decorator that registers a training backend, which a recipe or trainer then names.
+
+    Args:
+        name: For the key `backend` of the section `training`.
+        config: The class of that section; None for a backend without settings of its own.
+
+    Raises:
+        ConfigError: If `config` does not extend `RegisteredTraining`.
+    """
+
+    def add(cls: type[B]) -> type[B]:
+        TRAINING_SECTIONS.add(name, config, cls.__module__)
+        _TRAINING_BACKENDS[name] = cls
+        return cls
+
+    return add
+
+
 get_training_backend = _TRAINING_BACKENDS.get
 """Returns the training backend of a name; unknown names raise `ConfigError` with the choices."""

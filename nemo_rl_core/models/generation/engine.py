@@ -15,13 +15,16 @@ from nemo_rl_core.backends.decoding.requests import row_seeds
 from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
+    GenerationConfig,
     MegatronGenerationConfig,
     SamplingConfig,
     SplitEngine,
     VllmGenerationConfig,
     refuse_more_than,
 )
+from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.config.trainer import GateConfig
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
@@ -29,18 +32,19 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import WeightLink
 from nemo_rl_core.errors import (
     ConsistencyError,
-    DataError,
     TransferError,
     WorkerLostError,
 )
-from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.models.columns import as_training_batch, with_lengths
+from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterface
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.validation.logprobs import as_training_batch
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import model_shape
 
 _LOG = logging.getLogger(__name__)
+_READ = frozenset({*GenerationDatumSpec.__annotations__})
+"""The columns that engines read."""
 _WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
 
 
@@ -88,28 +92,39 @@ class Generation(GenerationInterface):
         self.load_weights(setup.model_folder)
 
     @property
+    def config(self) -> GenerationConfig:
+        """How completions are sampled."""
+        return self._setup.config
+
+    @property
+    def session(self) -> ClusterSession:
+        """Where the workers run."""
+        return self._session
+
+    @property
     def _backend(self) -> str:
         """The registered name of what the workers run."""
         return self._setup.config.backend
 
     def _start(self) -> None:
-        config = self._setup.config
+        config, backend = self._setup.config, get_generation_backend(self._backend)
         self._workers, is_new = self._session.workers(
-            get_generation_backend(self._backend),
+            backend,
             name=self._name,
-            key=f"{self._backend} {_engine_key(self._setup)}",
+            key=f"{self._backend} {id(backend)} {_engine_key(self._setup)}",
             sharding=self._sharding,
-            env_vars=engine_environment(config),
+            env_vars={**engine_environment(config), **user_search_path(config)},
         )
         if is_new:
             self._workers.run_all_workers_single_data("setup", self._setup)
         self._proven: Path | Policy | None = None
 
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Completes a batch as `GenerationDatumSpec` has it, in its order.
 
         Lengths may be said by `attention_mask [B, T]` instead; without `seeds`, rows get such as
-        depend on the engine's seed and the number of such calls before.
+        depend on the engine's seed and the number of such calls before. Columns that no engine
+        reads come back as they are, and with them `completions`, the texts.
 
         Raises:
             DataError: If prompts are not padded on the right, or leave no room for a completion.
@@ -118,12 +133,26 @@ class Generation(GenerationInterface):
             WorkerLostError: If a worker is lost, and once more after all were started again.
         """
         batch = self._completed_columns(data)
+        others = {name: batch.pop(name) for name in list(batch) if name not in _READ}
         try:
-            return self._generate(batch, greedy=greedy)
+            output = self._generate(batch, greedy=greedy)
         except WorkerLostError as lost:
             _LOG.warning("%s; the engine is started again", lost.problem)
             self._restart(lost)
-        return self._generate(batch, greedy=greedy)
+            output = self._generate(batch, greedy=greedy)
+        if others:
+            output.update({**others, "completions": self._texts(output)})
+        return output
+
+    def _texts(self, output: BatchedDataDict) -> list[str]:
+        """The completions without special tokens."""
+        tokenizer = load_tokenizer(self._setup.model_folder)
+        ends = output["unpadded_sequence_lengths"].tolist()
+        starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
+        return [
+            tokenizer.decode(ids[start:end], skip_special_tokens=True)
+            for ids, start, end in zip(output["output_ids"], starts, ends, strict=True)
+        ]
 
     def _generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
         self._prove_folder()
@@ -154,16 +183,7 @@ class Generation(GenerationInterface):
         return whole
 
     def _completed_columns(self, data: BatchedDataDict) -> BatchedDataDict:
-        batch = data.copy()
-        if "input_lengths" not in batch:
-            mask = batch.pop("attention_mask").bool()
-            if (mask[:, 1:] & ~mask[:, :-1]).any():
-                raise DataError(
-                    "prompts of a generation batch are padded on the left",
-                    expected="attention_mask of ones, and zeros behind them",
-                    fix="pad on the right",
-                )
-            batch["input_lengths"] = mask.sum(dim=1)
+        batch = with_lengths(data)
         if "seeds" not in batch:
             batch["seeds"] = row_seeds(self._setup.seed + self._num_unseeded_calls, batch.size)
             self._num_unseeded_calls += 1
@@ -188,17 +208,21 @@ class Generation(GenerationInterface):
                 fix="run the same command again: it resumes from the last save",
             ) from lost
 
-    def prepare_for_generation(self) -> None:
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Takes the GPU's memory back; on a CPU, engines keep theirs.
 
         Workers that are lost are started again, with the weights that they had.
+
+        Args:
+            *args: Not read: weights and cache wake together.
+            **kwargs: Not read either; NeMo RL's callers pass `tags`.
         """
         try:
             self._workers.run_all_workers_single_data("wake")
         except WorkerLostError as lost:
             self._restart(lost)
 
-    def finish_generation(self) -> None:
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
         """Gives the GPU's memory away, for training to use; the next call takes it back.
 
         Workers that are lost hold none of it. The next call that needs them starts them again.

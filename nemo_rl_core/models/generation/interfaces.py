@@ -1,5 +1,8 @@
 """What a generation engine takes and gives; yours may implement it, too."""
 
+from typing import Any
+
+from nemo_rl_core.documented_names import documented
 from nemo_rl_core.models.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
@@ -7,3 +10,7 @@ from nemo_rl_core.models.interfaces import (
 )
 
 __all__ = ["GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec"]
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

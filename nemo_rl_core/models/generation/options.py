@@ -50,7 +50,8 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
     Args:
         options: `model_name`; `dtype` (or `precision`), `max_model_len`, `stop_token_ids`,
             `pad_token_id`, `seed`; and the fields of the config. Those in `vllm_cfg` may stand
-            beside it as well.
+            beside it as well. `eos_token_id`, one or a list, adds to `stop_token_ids`;
+            `do_sample: false` is `temperature: 0`.
         config_class: Of the engine.
 
     Raises:
@@ -67,6 +68,12 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
             fix="leave async_engine out",
         )
     named = {_ALIASES.get(name, name): value for name, value in flat.items()}
+    if not named.pop("do_sample", True):  # transformers' word for the likeliest token always
+        named["temperature"] = 0.0
+    if "eos_token_id" in named:
+        ends = named.pop("eos_token_id")
+        ends = list(ends) if isinstance(ends, list | tuple) else [ends]
+        named["stop_token_ids"] = [*ends, *(named.get("stop_token_ids") or ())]
     if "dtype" in named:  # a name, or the type itself
         named["dtype"] = str(named["dtype"]).removeprefix("torch.")
     of_model = {key: named.pop(key) for key in list(named) if key in _ModelOptions.model_fields}

@@ -40,6 +40,8 @@ class VllmConfig(TypedDict, total=False):
     top_p: float
     top_k: int | None
     repetition_penalty: float
+    do_sample: bool
+    eos_token_id: int | list[int]
     pad_token_id: int
     stop_token_ids: list[int] | None
     stop_strings: list[str]

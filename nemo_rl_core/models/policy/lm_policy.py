@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.named_sharding import (
@@ -14,10 +17,12 @@ from nemo_rl_core.distributed.named_sharding import (
     TENSOR,
     training_sharding,
 )
+from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.sharding import Shards, shard_for_training
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import model_shape
@@ -39,6 +44,7 @@ class Policy(PolicyInterface):
             them over; a policy and a critic that live side by side need two names.
 
     Attributes:
+        session: Where the workers run.
         workers: Whose backend is a `SendsWeights`; a `WeightLink` leads from them.
 
     Raises:
@@ -58,9 +64,13 @@ class Policy(PolicyInterface):
         sharding = training_sharding(training, session.cluster.world_size)
         # The set-up is no part of the key: workers are set up anew for every policy.
         self.workers, _ = session.workers(
-            backend, name=name, key=training.backend, sharding=sharding
+            backend,
+            name=name,
+            key=f"{training.backend} {id(backend)}",  # a name may be registered again
+            sharding=sharding,
+            env_vars=user_search_path(training),
         )
-        self._session, self._name = session, name
+        self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
         self._num_copies = sharding.axis_size(DATA)
         self._max_tokens = setup.max_tokens_per_microbatch
@@ -88,7 +98,16 @@ class Policy(PolicyInterface):
         return self._computed("get_values", data, ["values"])
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
-        """One optimizer step over the whole batch."""
+        """One optimizer step over the whole batch.
+
+        Args:
+            data: As `training_columns` takes it, and the columns that the loss reads.
+            loss_fn: The loss.
+
+        Raises:
+            MissingColumnError: Names a column that the batch lacks.
+        """
+        data = training_columns(data)
         answers = self.workers.run_all_workers_sharded_data(
             "train_step",
             in_sharded_axes=[DATA],
@@ -105,6 +124,7 @@ class Policy(PolicyInterface):
         self, method: str, data: BatchedDataDict, names: list[str], **options: Any
     ) -> BatchedDataDict:
         """What the ranks compute of their rows, in the batch's order, as columns of these names."""
+        data = training_columns(data)
         shards = self._shards(data)
         answers = self.workers.run_all_workers_sharded_data(
             method,
@@ -130,26 +150,43 @@ class Policy(PolicyInterface):
             share_rows=self._shares_rows,
         )
 
-    def generate(self, data: BatchedDataDict, greedy: bool, **options: Any) -> BatchedDataDict:
+    @property
+    def generates(self) -> bool:
+        """Whether `generate` completes prompts: on one rank of a backend that can."""
+        return self._generates and self.workers.world_size == 1
+
+    def generate(
+        self, data: BatchedDataDict, greedy: bool = False, **options: Any
+    ) -> BatchedDataDict:
         """Completes prompts in the training worker: slow, but with no engine.
 
         Args:
-            data: `input_ids [B, T]`, and what the backend's `generate` reads besides.
+            data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`, and what
+                the backend's `generate` reads besides.
             greedy: The likeliest token at every step, in place of a sample.
             **options: As the backend's `generate` takes them.
 
         Raises:
             NotImplementedError: If the backend does not generate, or the model has several ranks.
         """
-        if not self._generates or self.workers.world_size > 1:
+        if not self.generates:
             raise NotImplementedError(
                 f"{self.workers.world_size} ranks of this backend do not generate: give the "
                 "weights to an engine, VllmGeneration(...).update_weights(policy)"
             )
         output: BatchedDataDict = self.workers.run_single_worker(
-            "generate", data, greedy=greedy, **options
+            "generate", with_lengths(data), greedy=greedy, **options
         )
         return output
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights on the CPU, whole, under the names of the transformers checkpoint.
+
+        For an engine of your own; the built-in ones take weights from worker to worker.
+        """
+        answers = self.workers.run_all_workers_single_data("__ray_call__", _whole_weights)
+        weights: dict[str, torch.Tensor] = answers[0]
+        return weights
 
     def check_alive(self) -> None:
         """Raises what ends a run: a worker that holds a part of what was trained is gone.
@@ -189,4 +226,14 @@ class Policy(PolicyInterface):
 
     def shutdown(self) -> None:
         """Ends the workers, where no other policy is to take them over; may be called again."""
-        self._session.discard(self._name)
+        self.session.discard(self._name)
+
+
+def _whole_weights(backend: Any) -> dict[str, torch.Tensor]:
+    """The weights of a rank's backend; every rank gathers, and rank 0 returns them."""
+    is_first = rank() == 0
+    found = {}
+    for name, tensor in backend.named_weights():
+        if is_first:
+            found[name] = tensor.detach().to("cpu", copy=True)
+    return found

@@ -6,15 +6,23 @@ of Megatron know: `torch_dtype`, `load_in_8bit`, `tensor_model_parallel_size` an
 
 import itertools
 import logging
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from torch import Tensor
 
+from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
+from nemo_rl_core.config.generation import (
+    HuggingFaceGenerationConfig,
+    MegatronGenerationConfig,
+    SamplingConfig,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.config.training import (
@@ -23,23 +31,42 @@ from nemo_rl_core.config.training import (
     MegatronTraining,
     OptimizerConfig,
 )
+from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.resources import count_gpus
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.models.columns import fill, training_columns
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.lm_policy import Policy
+from nemo_rl_core.models.policy.reward_loss import RewardLossFn, as_rewards
 
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count(1)
+_UNBOUNDED_CONTEXT = 2**31
+_OF_GENERATE = frozenset({"max_new_tokens"})
 
 
 class PolicyOptions(OptimizerConfig):
-    """The options of a pretrained policy besides the settings of its backend."""
+    """The options of a pretrained policy besides the settings of its backend.
 
-    dtype: DType = "float32"
+    Attributes:
+        dtype: Type of the matrix products; `auto` is bfloat16 on a GPU, else float32.
+        temperature: What logits are divided by.
+        max_new_tokens: The longest completion of `generate`.
+    """
+
+    @property
+    def dtype_here(self) -> DType:
+        """The type on this machine."""
+        if self.dtype == "auto":
+            return "bfloat16" if count_gpus() else "float32"
+        return self.dtype
+
+    learning_rate: PositiveFloat = 1e-6
+    dtype: DType | Literal["auto"] = "auto"
     seed: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192
@@ -96,6 +123,8 @@ class PretrainedPolicy(PolicyInterface):
         self._name = f"{type(self).__name__} {next(_numbers)}"
         self._trained: Path | None = None
         self._running: Policy | None = None
+        self._engine: Any = None
+        self._num_updates, self._num_updates_of_engine = 0, -1
 
     def _renamed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         named = {}
@@ -120,18 +149,26 @@ class PretrainedPolicy(PolicyInterface):
         shape: ShapeName = "cluster" if count_gpus() else "laptop"
         return ClusterConfig(shape=shape, num_workers=self._training.ranks_per_replica)
 
-    def options(self, cluster: RayVirtualCluster | None = None) -> dict[str, Any]:
+    def options(
+        self, cluster: RayVirtualCluster | None = None, *, of_generate: bool = True
+    ) -> dict[str, Any]:
         """The options as a trainer's `from_pretrained` takes them.
 
         Args:
             cluster: That the trainer was given; None where it has none, and trains one copy of the
                 model on this machine.
+            of_generate: With those that say how `generate` samples, for a trainer that samples.
         """
         config = self._one_copy()
         if cluster is not None:
             shape: ShapeName = "cluster" if cluster.use_gpus else "laptop"
             config = ClusterConfig(shape=shape, num_workers=cluster.world_size)
-        return {"training": self._training, "cluster": config, **self._options_given}
+        given = {
+            name: value
+            for name, value in self._options_given.items()
+            if of_generate or name not in _OF_GENERATE
+        }
+        return {"training": self._training, "cluster": config, **given}
 
     def _setup(self) -> TrainingSetup:
         base = local_folder(self.model_name)
@@ -143,7 +180,7 @@ class PretrainedPolicy(PolicyInterface):
             training=self._training,
             max_tokens_per_microbatch=options.max_tokens_per_microbatch,
             temperature=options.temperature,
-            dtype=options.dtype,
+            dtype=options.dtype_here,
             seed=options.seed,
         )
 
@@ -168,21 +205,80 @@ class PretrainedPolicy(PolicyInterface):
         """`topk_ids` and `topk_logprobs [B, T-1, k]` under the model as it was."""
         return self.policy.get_reference_topk_logprobs(data, k)
 
-    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
-        """One optimizer step over the whole batch."""
-        return self.policy.train(data, loss_fn)
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction | Any) -> dict[str, Any]:
+        """One optimizer step over the whole batch.
+
+        Args:
+            data: As `training_columns` takes it. Of the columns that the loss reads,
+                `prev_logprobs` and `reference_logprobs` are computed where they are missing.
+            loss_fn: The loss; its `columns` name what it reads. Rewards `[B]`, or what an
+                environment's `step` returns, stand for `RewardLossFn` and its `advantages`.
+
+        Raises:
+            MissingColumnError: Names a column that does not follow from the others.
+        """
+        rewards = as_rewards(loss_fn, num_rows=data.size)
+        if rewards is not None:
+            data = BatchedDataDict({**data, "advantages": rewards - rewards.mean()})
+            loss_fn = RewardLossFn()
+        batch = training_columns(data)
+        sources: dict[str, Callable[[], Tensor]] = {
+            "prev_logprobs": lambda: self.policy.get_logprobs(batch)["logprobs"],
+            "reference_logprobs": lambda: self.policy.get_reference_logprobs(batch)["logprobs"],
+        }
+        wanted = getattr(loss_fn, "columns", ())
+        batch.require(name for name in wanted if name not in sources)
+        fill(batch, wanted, sources)
+        self._num_updates += 1
+        return self.policy.train(batch, loss_fn)
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """Completes `input_ids [B, T]`, whose lengths `attention_mask [B, T]` may say too."""
-        if "input_lengths" not in data:
-            data = BatchedDataDict({**data, "input_lengths": data["attention_mask"].sum(dim=1)})
-        return self.policy.generate(data, greedy, max_new_tokens=self._options.max_new_tokens)
+        """Completes prompts under the weights being trained.
+
+        A worker that holds the whole model completes them itself; else an engine beside the
+        trainer's workers does, which gets the weights after each training step.
+
+        Args:
+            data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`.
+            greedy: The likeliest token at every step, in place of a sample.
+        """
+        if self.policy.generates:
+            return self.policy.generate(data, greedy, max_new_tokens=self._options.max_new_tokens)
+        if self._engine is None:
+            self._engine = self._start_engine()
+        if self._num_updates_of_engine != self._num_updates:
+            self._engine.update_weights(self.policy)
+            self._num_updates_of_engine = self._num_updates
+        output: BatchedDataDict = self._engine.generate(data, greedy)
+        return output
+
+    def _start_engine(self) -> Any:
+        from nemo_rl_core.models.generation.engine import Generation  # which drives a policy
+
+        options, base = self._options, local_folder(self.model_name)
+        sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
+        config: Any = self._engine_config(sampling)
+        setup = GenerationSetup(
+            model_folder=base,
+            config=config,
+            max_model_len=context_length(base) or _UNBOUNDED_CONTEXT,
+            stop_token_ids=stop_token_ids(base, load_tokenizer(base)),
+            dtype=options.dtype_here,
+            seed=options.seed,
+        )
+        return Generation(self.policy.session, setup, name=f"engine of {self._name}")
+
+    @abstractmethod
+    def _engine_config(self, sampling: Mapping[str, Any]) -> SamplingConfig:
+        """The engine that completes prompts where no worker holds the whole model."""
 
     def shutdown(self) -> None:
         """Ends the workers; what they learnt since is gone. May be called again."""
+        if self._engine is not None:
+            self._engine.shutdown()
         if self._running is not None:
             self._running.shutdown()
-        self._running = None
+        self._running, self._engine = None, None
 
 
 class HuggingFacePolicy(PretrainedPolicy):
@@ -200,6 +296,10 @@ class HuggingFacePolicy(PretrainedPolicy):
     """
 
     training_class = DTensorTraining
+
+    def _engine_config(self, sampling: Mapping[str, Any]) -> SamplingConfig:
+        return HuggingFaceGenerationConfig(**sampling)
+
     aliases: ClassVar[Mapping[str, str]] = {
         "torch_dtype": "dtype",
         "tensor_model_parallel_size": "tensor_parallel_size",
@@ -234,6 +334,15 @@ class MegatronPolicy(PretrainedPolicy):
     """
 
     training_class = MegatronTraining
+
+    def _engine_config(self, sampling: Mapping[str, Any]) -> SamplingConfig:
+        assert isinstance(self._training, MegatronTraining)
+        return MegatronGenerationConfig(
+            tensor_parallel_size=self._training.tensor_parallel_size,
+            pipeline_parallel_size=self._training.pipeline_parallel_size,
+            **sampling,
+        )
+
     aliases: ClassVar[Mapping[str, str]] = {
         "torch_dtype": "dtype",
         "tensor_model_parallel_size": "tensor_parallel_size",

@@ -1,11 +1,10 @@
 """Whether a trainer and an engine give the same tokens the same probability."""
 
 import torch
-from torch import Tensor
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.functional.importance import token_mult_prob_error
+from nemo_rl_core.models.columns import as_training_batch, with_lengths
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 
 
@@ -61,35 +60,7 @@ def log_probability_error(
 
 def as_requests(test_data: BatchedDataDict) -> BatchedDataDict:
     """Prompts with all the columns that an engine reads."""
-    added: dict[str, Tensor] = {}
-    if "input_lengths" not in test_data:
-        added["input_lengths"] = test_data["attention_mask"].sum(dim=1)
-    if "seeds" not in test_data:
-        added["seeds"] = torch.arange(len(test_data["input_ids"]))
-    return BatchedDataDict({**test_data, **added})
-
-
-def as_training_batch(output: BatchedDataDict) -> BatchedDataDict:
-    """What an engine has generated, as a trainer reads it: the completions alone count.
-
-    Raises:
-        ConsistencyError: If there are none.
-    """
-    ids, ends = output["output_ids"], output["unpadded_sequence_lengths"]
-    starts = ends - output["generation_lengths"]
-    place = torch.arange(1, ids.shape[1])  # position t of a mask stands for token t + 1
-    mask = (place >= starts[:, None]) & (place < ends[:, None])
-    if not mask.any():
-        raise ConsistencyError(
-            "the engine has generated no token, so there is nothing to compare",
-            expected="prompts that leave room for a completion",
-            got=f"{len(ids)} rows without one",
-        )
-    return BatchedDataDict(
-        {
-            "input_ids": ids,
-            "input_lengths": ends,
-            "token_mask": mask,
-            "sample_mask": torch.ones(len(ids)),
-        }
-    )
+    batch = with_lengths(test_data)
+    if "seeds" not in batch:
+        batch["seeds"] = torch.arange(len(batch["input_ids"]))
+    return batch

@@ -85,5 +85,6 @@ def test_a_trainer_reads_a_policys_options() -> None:
     assert DPOTrainer(policy, num_pairs_per_step=7).config.num_pairs_per_step == 7
     with pytest.raises(ConfigError, match="no setting 'num_pairs'"):
         DPOTrainer(policy, num_pairs=7)
+    DPOTrainer(HuggingFacePolicy("org/model", max_new_tokens=6))  # which `generate` reads
     with pytest.raises(ConfigError, match="no setting 'temperature'"):
         DPOTrainer(HuggingFacePolicy("org/model", temperature=0.5))

@@ -11,13 +11,14 @@ from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
 from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
 
 
 def grpo(**overrides: Any) -> Any:
-    return GRPOTrainer.from_pretrained("a/model", **overrides).settings
+    return GRPOTrainer.from_pretrained(ModelFromConfig(), **overrides).settings
 
 
 def test_without_overrides_all_is_default() -> None:

@@ -1,1 +1,9 @@
 """Any transformers causal model, on one rank or over FSDP2, tensor and context parallelism."""
+
+from typing import Any
+
+from nemo_rl_core.documented_names import documented
+
+
+def __getattr__(name: str) -> Any:
+    return documented(__name__, name)

@@ -1,0 +1,184 @@
+"""Defaults that follow the model and the machine.
+
+The defaults of the config classes are those of the small models that this project makes itself. A
+pretrained model needs others: its learning rates are two to four orders of magnitude lower, and its
+completions are longer. They are filled in where a user says nothing, before a config is validated,
+so that the config of a run records all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel, TypeAdapter
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.training import TrainingConfig
+
+LEARNING_RATES: Final[Mapping[str, float]] = {
+    "sft": 2e-5,
+    "dpo": 5e-7,
+    "reward_model": 1e-5,
+    "grpo": 1e-6,
+    "ppo": 1e-6,
+    "distillation": 2e-6,
+}
+"""By the section of an algorithm: what TRL, NeMo RL and verl train models of 1 to 8 B with."""
+
+CRITIC_LEARNING_RATE: Final = 1e-5
+LORA_FACTOR: Final = 10.0
+"""Adapters learn at higher rates than whole weights."""
+NUM_WARMUP_STEPS: Final = 10
+MAX_NEW_TOKENS: Final = 512
+LARGEST_LEARNING_RATE: Final = 1e-4
+"""Of whole weights: a higher one usually destroys a pretrained model within a few steps."""
+_SMALL_MODEL: Final = 50_000_000
+_GPUS_OF_A_NODE: Final = 8
+
+
+@dataclass(frozen=True)
+class DefaultsContext:
+    """What defaults depend on besides the model.
+
+    Attributes:
+        num_gpus: GPUs of this machine.
+        context_length: The longest sequence of the model; None where it is not known.
+    """
+
+    num_gpus: int = 0
+    context_length: int | None = None
+
+
+def defaults_of_pretrained(
+    values: Mapping[str, Any], *, section: str, samples: bool, context: DefaultsContext
+) -> dict[str, Any]:
+    """What is filled in for a pretrained model, by its path in the settings.
+
+    A learning rate comes with a warm-up. `dtype` is bfloat16 where the shape of the cluster has
+    GPUs. On a machine with GPUs the cluster has all of them, and as many engines as fit.
+
+    Args:
+        values: The settings that are given, as nested mappings.
+        section: Of the algorithm.
+        samples: Whether the algorithm samples completions.
+        context: This machine, and the longest sequence of the model.
+
+    Returns:
+        For example `{"grpo.learning_rate": 1e-6}`; nothing that is given is in it.
+    """
+    found: dict[str, Any] = {}
+    training = values.get("training") or {}
+    found |= _rates(values, section, uses_lora=_get(training, "lora") is not None)
+    if "cluster" not in values and context.num_gpus:
+        found["cluster"] = _whole_machine(training, context.num_gpus)
+    if values.get("dtype", "auto") == "auto":
+        cluster = _cluster({**values, **found})
+        found["dtype"] = "bfloat16" if cluster.num_gpus else "float32"
+    generation = _section(values, "generation")
+    if samples and "max_new_tokens" not in generation:
+        prompt = int(values.get("max_prompt_tokens", 512))
+        room = (context.context_length or prompt + MAX_NEW_TOKENS) - prompt
+        found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room) if room > 0 else 1
+    if samples and "cluster" in found and not {"num_engines", "backend"} & {*generation}:
+        ranks = int(generation.get("tensor_parallel_size", 1))
+        ranks *= int(generation.get("pipeline_parallel_size", 1))
+        found["generation.num_engines"] = max(1, found["cluster"]["num_workers"] // ranks)
+    return found
+
+
+def _rates(values: Mapping[str, Any], section: str, *, uses_lora: bool) -> dict[str, Any]:
+    if section not in LEARNING_RATES:
+        return {}  # an algorithm of a user's has defaults of its own
+    given, factor = _section(values, section), LORA_FACTOR if uses_lora else 1.0
+    found: dict[str, Any] = {}
+    if "learning_rate" not in given:
+        found[f"{section}.learning_rate"] = _rounded(LEARNING_RATES[section] * factor)
+        if "num_warmup_steps" not in given:
+            found[f"{section}.num_warmup_steps"] = NUM_WARMUP_STEPS
+    if section == "ppo" and "learning_rate" not in _section(given, "critic"):
+        found["ppo.critic.learning_rate"] = _rounded(CRITIC_LEARNING_RATE * factor)
+    return found
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.6g}")
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section as a mapping; what is none is refused when the settings are validated."""
+    given = values.get(name)
+    if isinstance(given, BaseModel):
+        return given.model_dump()
+    return given if isinstance(given, Mapping) else {}
+
+
+def _whole_machine(training: Any, num_gpus: int) -> dict[str, Any]:
+    ranks = TypeAdapter(TrainingConfig).validate_python(training).ranks_per_replica
+    num_workers = max(num_gpus // ranks, 1) * ranks
+    if num_workers == 1:
+        return {"shape": "one_gpu", "num_workers": 1}
+    return {
+        "shape": "node_8gpu" if num_workers == _GPUS_OF_A_NODE else "cluster",
+        "num_workers": num_workers,
+    }
+
+
+def _cluster(values: Mapping[str, Any]) -> ClusterConfig:
+    given = values.get("cluster") or {}
+    return given if isinstance(given, ClusterConfig) else ClusterConfig.model_validate(given)
+
+
+def _get(section: Any, name: str) -> Any:
+    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+
+
+def filled(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with what was chosen.
+
+    Args:
+        values: Nested mappings.
+        found: Of `defaults_of_pretrained`.
+
+    Example:
+        >>> filled({"grpo": {"seed": 1}}, {"grpo.learning_rate": 1e-6})
+        {'grpo': {'seed': 1, 'learning_rate': 1e-06}}
+    """
+    result = dict(values)
+    for path, value in found.items():
+        *outer, name = path.split(".")
+        if outer and not isinstance(result.get(outer[0], {}), Mapping | BaseModel | None):
+            continue  # no section, which the validation refuses
+        place = result
+        for key in outer:
+            inner = place.get(key, {})
+            place[key] = inner.model_dump() if isinstance(inner, BaseModel) else dict(inner or {})
+            place = place[key]
+        place[name] = value
+    return result
+
+
+def as_sentence(found: Mapping[str, Any]) -> str:
+    """What was chosen, for a reader."""
+    return ", ".join(f"{path} {value}" for path, value in sorted(found.items()))
+
+
+def rate_warning(
+    section: str, learning_rate: float, *, num_parameters: float, uses_lora: bool
+) -> str | None:
+    """What to tell of a rate that would wreck a pretrained model; None of any other.
+
+    Args:
+        section: Of the algorithm.
+        learning_rate: The highest that is reached.
+        num_parameters: Of the model.
+        uses_lora: Whether adapters are trained in place of the weights.
+    """
+    too_high = learning_rate > LARGEST_LEARNING_RATE and not uses_lora
+    if not too_high or num_parameters <= _SMALL_MODEL:
+        return None
+    usual = LEARNING_RATES.get(section, 1e-5)
+    return (
+        f"{section}.learning_rate {learning_rate:g} usually destroys a pretrained model of "
+        f"{num_parameters / 1e6:.0f} M parameters: {usual / 2:g} to {usual * 5:g} is the usual "
+        "range"
+    )

@@ -1,0 +1,148 @@
+"""Modules under the names that the documents of NeMo RL give them: one table, and its importer.
+
+`import nemo_rl_core.utils.logger` gives a module whose names lie elsewhere in this project. Nothing
+is imported before a name is asked for. Within the project the modules of the table are not used.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+_PREFIX: Final = "nemo_rl_core."
+
+_CHECKPOINTS = {
+    "CheckpointManager": "checkpoints.manager:CheckpointManager",
+    "save_atomic": "checkpoints.manager:save_atomic",
+}
+_CONFIGS = {
+    "BaseConfig": "config.base:FrozenConfig",
+    "ClusterConfig": "config.cluster:ClusterConfig",
+    "ModelConfig": "config.model:ModelConfig",
+    "PolicyConfig": "models.policy.pretrained:PolicyOptions",
+    "OptimizerConfig": "config.training:OptimizerConfig",
+    "TrainingConfig": "config.training:TrainingConfig",
+    "GenerationConfig": "config.generation:GenerationConfig",
+}
+_ENGINES = {
+    "RolloutEngine": "rollouts.engine:RolloutEngine",
+    "SingleTurnRollouts": "rollouts.single_turn:SingleTurnRollouts",
+    "MultiTurnRollouts": "rollouts.multi_turn:MultiTurnRollouts",
+}
+
+MODULES: Final[dict[str, dict[str, str]]] = {
+    "algorithms.rollout": _ENGINES,
+    "config.policy": {"PolicyConfig": "models.policy.pretrained:PolicyOptions"},
+    "config.validation": {
+        "describe": "config.base:describe",
+        "unknown_keys": "config.sections:unknown_keys",
+    },
+    "data.module_hf": {"HubData": "config.data:HubData", "DataModule": "data.module:DataModule"},
+    "environments.functional_reward": {
+        "FunctionalRewardWrapper": "environments.rewards.functional_reward:FunctionalRewardWrapper"
+    },
+    "experience": {},
+    "experience.rollouts": _ENGINES,
+    "infra": {},
+    "infra.checkpointing": _CHECKPOINTS,
+    "infra.logging": {"LoggerFacade": "telemetry.logger_facade:LoggerFacade"},
+    "infra.resources": {"ResourceManager": "distributed.resources:ResourceManager"},
+    "models.dtensor": {"DTensorBackend": "backends.training.dtensor.backend:DTensorBackend"},
+    "models.megatron": {"MegatronBackend": "backends.training.megatron.backend:MegatronBackend"},
+    "models.policy.generation_policy": {"GenerationPolicy": "models.generation.engine:Generation"},
+    "models.policy.training_policy": {
+        "TrainingPolicy": "models.policy.lm_policy:Policy",
+        "PolicyWorkers": "distributed.worker_group:RayWorkerGroup",
+    },
+    "utils": {},
+    "utils.checkpoint": _CHECKPOINTS,
+    "utils.config": _CONFIGS,
+    "utils.logger": {"LoggerFacade": "telemetry.logger_facade:LoggerFacade"},
+    "utils.native_checkpoint": {
+        **_CHECKPOINTS,
+        "save_tensors": "checkpoints.tensors:save_tensors",
+        "load_tensors": "checkpoints.tensors:load_tensors",
+    },
+}
+"""Modules below `nemo_rl_core`, each with its names and where they lie."""
+
+NAMES: Final[dict[str, dict[str, str]]] = {
+    "backends": {"BackendFactory": "backends.factory:BackendFactory"},
+    "backends.generation.megatron": {},
+    "backends.generation.vllm": {"VLLMBackend": "backends.generation.vllm:VllmBackend"},
+    "backends.training.dtensor": {
+        "DTensorBackend": "backends.training.dtensor.backend:DTensorBackend"
+    },
+    "backends.training.megatron": {
+        "MegatronBackend": "backends.training.megatron.backend:MegatronBackend"
+    },
+    "config": _CONFIGS,
+    "config.base": {"BaseConfig": "config.base:FrozenConfig"},
+    "config.training": {
+        "GRPOConfig": "algorithms.grpo.config:GRPOConfig",
+        "SFTConfig": "algorithms.sft.config:SFTConfig",
+        "DPOConfig": "algorithms.dpo.config:DPOConfig",
+    },
+    "data": {
+        "BatchedDataLoader": "data.batched_loader:BatchedDataLoader",
+        "DataModule": "data.module:DataModule",
+    },
+    "environments": {"MathEnvironment": "environments.math_environment:MathEnvironment"},
+    "models.generation.interfaces": {"GenerationConfig": "models.generation.vllm:VllmConfig"},
+    "models.policy": {
+        "TrainingPolicy": "models.policy.lm_policy:Policy",
+        "GenerationPolicy": "models.generation.engine:Generation",
+        "PolicyWorkers": "distributed.worker_group:RayWorkerGroup",
+        "HuggingFacePolicy": "models.policy.pretrained:HuggingFacePolicy",
+        "MegatronPolicy": "models.policy.pretrained:MegatronPolicy",
+    },
+}
+"""Names that the documents give to modules of this project where they do not lie."""
+
+
+def documented(module: str, name: str) -> Any:
+    """What a documented name stands for, for the `__getattr__` of a module (PEP 562).
+
+    Args:
+        module: `__name__` of the module that is asked.
+        name: Of the attribute.
+
+    Raises:
+        AttributeError: If the documents know no such name there.
+    """
+    key = module.removeprefix(_PREFIX)
+    target = {**MODULES.get(key, {}), **NAMES.get(key, {})}.get(name)
+    if target is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    where, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(_PREFIX + where), attribute)
+
+
+class _Importer(MetaPathFinder, Loader):
+    """Makes the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        key = fullname.removeprefix(_PREFIX)
+        if not fullname.startswith(_PREFIX) or key not in MODULES:
+            return None
+        has_children = any(name.startswith(f"{key}.") for name in MODULES)
+        return ModuleSpec(fullname, self, is_package=has_children)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def get(name: str) -> Any:
+            return documented(module.__name__, name)
+
+        module.__doc__ = f"A name of NeMo RL's documents: see {__name__}."
+        module.__getattr__ = get  # type: ignore[method-assign]
+        vars(module)["__all__"] = list(MODULES[module.__name__.removeprefix(_PREFIX)])
+
+
+def install() -> None:
+    """Makes the modules of the table importable; again, that changes nothing."""
+    if not any(isinstance(finder, _Importer) for finder in sys.meta_path):
+        sys.meta_path.append(_Importer())

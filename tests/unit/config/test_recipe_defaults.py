@@ -1,0 +1,84 @@
+"""A recipe of a pretrained model gets the numbers of such models; checked-in ones keep theirs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.platform import preflight
+from tasks.recipes import common
+from tasks.recipes.evaluate import EvaluateRecipe
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.post_train import PostTrainRecipe
+from tests.unit.config.test_config import RECIPES, experiment_of
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_nothing_is_filled_into_a_checked_in_recipe(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(common, "_tell", found.append)
+    experiment_of(path).model_validate(yaml.safe_load(path.read_text()))
+    assert not any(found)
+
+
+def recipe(**sections: Any) -> GRPORecipe:
+    return GRPORecipe.model_validate({"model": {"name": "org/model"}, **sections})
+
+
+def test_a_pretrained_model_gets_rates_lengths_and_a_type() -> None:
+    found = recipe(cluster={"shape": "one_gpu"}, sft={"num_steps": 3})
+    assert (found.grpo.learning_rate, found.grpo.num_warmup_steps) == (1e-6, 10)
+    assert found.sft is not None
+    assert found.sft.learning_rate == 2e-5
+    assert found.generation.max_new_tokens == 512
+    assert found.model.dtype == "bfloat16"
+    # A stage reads the whole recipe again, in which nothing is left to choose.
+    assert GRPORecipe.model_validate_json(found.model_dump_json()) == found
+
+
+def test_what_a_recipe_says_stays() -> None:
+    found = recipe(
+        model={"name": "org/model", "dtype": "float32"},
+        cluster={"shape": "one_gpu"},
+        grpo={"learning_rate": 3e-6},
+        generation={"max_new_tokens": 64},
+    )
+    assert (found.grpo.learning_rate, found.grpo.num_warmup_steps) == (3e-6, 0)
+    assert found.generation.max_new_tokens == 64
+    assert found.model.dtype == "float32"
+    assert found.sft is None
+
+
+def test_the_type_may_be_left_to_the_cluster() -> None:
+    small = recipe(model={"kind": "from_config", "dtype": "auto"})
+    assert (small.model.dtype, small.grpo.learning_rate) == ("float32", 1e-3)
+
+
+def test_an_evaluation_gets_the_length_alone() -> None:
+    found = EvaluateRecipe.model_validate({"model": {"name": "org/model"}})
+    assert found.generation.max_new_tokens == 512
+
+
+def test_stages_of_a_family_each_get_their_rate() -> None:
+    found = PostTrainRecipe.model_validate(
+        {"recipe": "post_train_arithmetic", "model": {"name": "org/model"}}
+    )
+    assert found.reward_model.learning_rate == 1e-5
+    assert found.grpo.learning_rate == 0.0005  # which the base recipe says
+
+
+def test_a_run_is_warned_of_the_rate_of_a_toys_recipe(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preflight, "num_parameters", lambda folder: 1.5e9)
+    found = GRPORecipe.model_validate(
+        {"recipe": "grpo_arithmetic", "model": {"name": str(tiny_model)}, "sft": None}
+    )
+    with caplog.at_level(logging.WARNING):
+        preflight._warn_of_the_rates(found)
+    assert "grpo.learning_rate 0.0005 usually destroys" in caplog.text
+    assert "5e-07 to 5e-06 is the usual range" in caplog.text
