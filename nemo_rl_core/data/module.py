@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.datasets import sources
+from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.data.datasets.split import hold_out
 from nemo_rl_core.data.schemas import RowKind, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.errors import DataError
@@ -22,6 +24,7 @@ class DataModule:
         kind: Kind of the rows: prompts, conversations, text or preferences.
         train: The frame that `loader.save_frame` stores and trainers read.
         validation: The frame of the rows that are never trained on.
+        read_as: What the columns were taken for; empty for generated rows.
 
     Example:
         >>> rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -33,6 +36,7 @@ class DataModule:
     kind: RowKind
     train: "pd.DataFrame"
     validation: "pd.DataFrame"
+    read_as: str = ""
 
     @classmethod
     def of(
@@ -45,6 +49,7 @@ class DataModule:
         max_prompt_tokens: int | None = None,
         policy: RowPolicy | None = None,
         seed: int = 0,
+        **row_format: Any,
     ) -> "DataModule":
         """Reads a source, recognises the format of its rows, and checks them.
 
@@ -64,8 +69,11 @@ class DataModule:
             policy: Longest row, handling of longer and duplicate rows, and which turns are trained
                 on; None takes the data config's policy, or the defaults.
             seed: For generated rows and held-out rows.
+            **row_format: How columns are read: `columns`, `answer_pattern`, `format`,
+                `system_prompt`, `prompt_template`, `drop_columns`, `task` (see `RowFormat`).
 
         Raises:
+            ConfigError: For a misspelt or contradictory option of `row_format`.
             DataError: When the source cannot be read or its rows fail a check (names the rows,
                 counted from 0), or the two sets differ in kind or share rows.
         """
@@ -73,8 +81,9 @@ class DataModule:
             policy = policy or source
             # Every data config has this field; a bare policy does not.
             max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
-        parts = _parts(source, seed)
-        held = parts.validation if validation is None else _parts(validation, seed).train
+        form = RowFormat.of(row_format) if row_format else None
+        parts = _parts(source, seed, form)
+        held = parts.validation if validation is None else _parts(validation, seed, form).train
 
         def checked(rows: list[Row], name: str) -> "pd.DataFrame":
             return validate_rows(
@@ -92,7 +101,7 @@ class DataModule:
             frames = (checked(parts.train, "train"), checked(held, "validation"))
             _refuse_mixed_kinds(*frames)
             check_disjoint(parts.train, held)
-        return cls(row_kind(frames[0].columns.tolist()), *frames)
+        return cls(row_kind(frames[0].columns.tolist()), *frames, parts.read_as)
 
 
 def _split(
@@ -103,10 +112,16 @@ def _split(
     return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
 
 
-def _parts(source: Any, seed: int) -> sources.Parts:
-    if isinstance(source, DataModule):
-        return sources.Parts(_rows(source.train), _rows(source.validation))
-    return sources.read(source, seed=seed)
+def _parts(source: Any, seed: int, form: RowFormat | None) -> Parts:
+    if not isinstance(source, DataModule):
+        return sources.read(source, seed=seed, form=form)
+    if form is not None:
+        raise DataError(
+            "a DataModule holds rows whose columns have been read",
+            got=f"a DataModule with {', '.join(sorted(form.model_fields_set))}",
+            fix="pass them to DataModule.of",
+        )
+    return Parts(_rows(source.train), _rows(source.validation), source.read_as)
 
 
 def _rows(frame: "pd.DataFrame") -> list[Row]:

@@ -191,7 +191,7 @@ def test_columns_are_renamed_and_folders_read_by_a_recipe(tmp_path: Path) -> Non
         FileData(
             train=str(tmp_path / "train"),
             validation=str(held),
-            rename={"question": "prompt", "reply": "answer"},
+            columns={"question": "prompt", "reply": "answer"},
         )
     )
     assert prompts(data.train) == [row["prompt"] for row in TRAIN]
