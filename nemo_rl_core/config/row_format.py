@@ -1,7 +1,7 @@
 """How the columns of a user's data become prompts, conversations or pairs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -131,12 +131,24 @@ class RowFormat(FrozenConfig):
         return self
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "RowFormat":
+    def of(cls, values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> "RowFormat":
         """The options that a caller gave by name.
+
+        Args:
+            values: The options.
+            beside: Other names that the caller takes, one of which may have been meant.
 
         Raises:
             ConfigError: For unknown or contradictory ones.
         """
+        unknown = sorted(set(values) - cls.accepted_keys())
+        if unknown:
+            raise unknown_names(
+                "there is no option",
+                unknown,
+                sorted({*cls.model_fields, *beside}),
+                otherwise="choose one of them",
+            )
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_OPTIONS = (
+    "validation",
+    "validation_fraction",
+    "tokenizer",
+    "max_prompt_tokens",
+    "policy",
+    "seed",
+)
+
+
 @dataclass(frozen=True)
 class DataModule:
     """Checked rows to train on and to validate on, all of one kind.
@@ -81,7 +91,7 @@ class DataModule:
             policy = policy or source
             # Every data config has this field; a bare policy does not.
             max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
-        form = RowFormat.of(row_format) if row_format else None
+        form = RowFormat.of(row_format, beside=_OPTIONS) if row_format else None
         parts = _parts(source, seed, form)
         held = parts.validation if validation is None else _parts(validation, seed, form).train
 
