@@ -8,6 +8,7 @@ from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.datasets import sources
 from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.data.datasets.split import hold_out
+from nemo_rl_core.data.frames import records_of
 from nemo_rl_core.data.schemas import RowKind, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
@@ -117,7 +118,7 @@ class DataModule:
 def _split(
     frame: "pd.DataFrame", fraction: float, seed: int
 ) -> tuple["pd.DataFrame", "pd.DataFrame"]:
-    indices = hold_out(_rows(frame), fraction=fraction, seed=seed, where="the data set")
+    indices = hold_out(records_of(frame), fraction=fraction, seed=seed, where="the data set")
     is_held = frame.index.isin(indices)
     return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
 
@@ -131,11 +132,7 @@ def _parts(source: Any, seed: int, form: RowFormat | None) -> Parts:
             got=f"a DataModule with {', '.join(sorted(form.model_fields_set))}",
             fix="pass them to DataModule.of",
         )
-    return Parts(_rows(source.train), _rows(source.validation), source.read_as)
-
-
-def _rows(frame: "pd.DataFrame") -> list[Row]:
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+    return Parts(records_of(source.train), records_of(source.validation), source.read_as)
 
 
 def _refuse_mixed_kinds(train: "pd.DataFrame", validation: "pd.DataFrame") -> None:

@@ -31,6 +31,7 @@ from nemo_rl_core.data.frames import (
     check_frame,
     describe_faults,
     numbers,
+    records_of,
     row_kind,
     schema_faults,
 )
@@ -115,7 +116,7 @@ def validate_rows(
     if surrogate_faults := checks.surrogate_faults(rows):  # pandas cannot hold such text
         raise describe_faults(surrogate_faults, name)
     frame = _to_frame(rows, policy)
-    records = _records(frame)
+    records = records_of(frame)
     faults = _schema_faults(frame)
     too_long, longer, twice = Faults(), Faults(), Faults()
     if tokenizer is not None and row_kind(frame.columns.tolist()) == "prompts":
@@ -166,10 +167,6 @@ def _to_frame(rows: Sequence[Row], policy: RowPolicy) -> pd.DataFrame:
         frame["mask"] = policy.mask
     wanted = (*_COLUMNS[kind], *_OPTIONAL)
     return frame[[column for column in wanted if column in frame.columns]]
-
-
-def _records(frame: pd.DataFrame) -> list[Row]:
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _is_tokenised(frame: pd.DataFrame, policy: RowPolicy) -> bool:

@@ -48,7 +48,7 @@ def _at(record: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def chosen_columns(records: Records, form: RowFormat, where: str) -> list[Row]:
+def chosen_columns(records: Records, form: RowFormat, where: str) -> Records:
     """Records without the dropped columns, and with those that `form.columns` maps.
 
     A mapped column loses its own name; one that a path reaches into stays.
@@ -56,7 +56,10 @@ def chosen_columns(records: Records, form: RowFormat, where: str) -> list[Row]:
     Raises:
         DataError: If no row has a named column, or rows have images or tools, which nothing reads.
     """
-    names = list(dict.fromkeys(str(key) for record in records for key in record))
+    names: dict[str, None] = {}
+    for record in records:
+        if not names.keys() >= record.keys():
+            names |= dict.fromkeys(map(str, record))
     absent = [each for each in form.drop_columns if each not in names]
     absent += [path for path in form.columns if all(_at(r, path) is _ABSENT for r in records)]
     if absent:
@@ -69,9 +72,9 @@ def chosen_columns(records: Records, form: RowFormat, where: str) -> list[Row]:
             fix="; ".join(hints) or "correct data.columns or data.drop_columns",
         )
     gone = {*form.drop_columns, *form.columns}
-    _refuse_unused(records, gone, where)
+    _refuse_unused(records, {*_UNUSED} & {*names} - gone, where)
     if not gone:
-        return [dict(record) for record in records]
+        return records
     return [
         {
             **{key: value for key, value in record.items() if key not in gone},
@@ -81,10 +84,8 @@ def chosen_columns(records: Records, form: RowFormat, where: str) -> list[Row]:
     ]
 
 
-def _refuse_unused(records: Records, gone: Collection[str], where: str) -> None:
-    for column in _UNUSED:
-        if column in gone:
-            continue
+def _refuse_unused(records: Records, columns: Collection[str], where: str) -> None:
+    for column in sorted(columns):
         rows = [n for n, record in enumerate(records) if _has_content(record.get(column))]
         if rows:
             raise DataError(

@@ -19,7 +19,7 @@ ignored with a warning in rows of other kinds.
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,15 @@ def recognise(
     if not records:
         return Recognised([], "no rows")
     plain = chosen_columns(records, form, where)
-    present = {str(key) for record in plain for key, value in record.items() if value is not None}
+    present = _present(plain)
     name = published_format(plain, present, form, where)
     published = None if name is None else FORMATS[name]
-    readable = plain if published is None else _understood(plain, published, where)
-    found = _format_of(readable, form, where)
+    readable: Sequence[Mapping[str, Any] | None] = plain
+    understood = present
+    if published is not None:
+        readable = _understood(plain, published, where)
+        understood = _present(record for record in readable if record)
+    found = _format_of(understood, form, where)
     numbered = _converted(readable, found, where)
     is_prompt = found.row is _prompt
     used = _used(found, published)
@@ -115,13 +119,15 @@ def recognise(
     return Recognised(rows, read_as)
 
 
-def _understood(records: Sequence[Row], published: PublishedFormat, where: str) -> list[Row | None]:
+def _understood(
+    records: Sequence[Mapping[str, Any]], published: PublishedFormat, where: str
+) -> list[Row | None]:
     """The columns that are understood, of each record; None for rows that are left out."""
     return [row for _, row in _each(records, published.read, where)]
 
 
 def _converted(
-    records: Sequence[Row | None], found: "_Format", where: str
+    records: Sequence[Mapping[str, Any] | None], found: "_Format", where: str
 ) -> list[tuple[int, Row]]:
     rows = _each(records, lambda record: None if record is None else found.row(record), where)
     return [(number, row) for number, row in rows if row is not None]
@@ -146,22 +152,24 @@ def _each(
     return found
 
 
-def _format_of(records: Sequence[Row | None], form: RowFormat, where: str) -> "_Format":
-    present = {
-        str(key)
-        for record in records
-        if record
-        for key, value in record.items()
-        if value is not None
-    }
+def _present(records: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The columns that have a value somewhere."""
+    found: set[str] = set()
+    for record in records:
+        if found.issuperset(record):
+            continue
+        found.update(str(key) for key, value in record.items() if value is not None)
+    return found
+
+
+def _format_of(present: set[str], form: RowFormat, where: str) -> "_Format":
     mapped = {*form.columns.values()}
     # What a user maps says more than columns that are there as well.
     for columns in (mapped, present) if mapped else (present,):
         for one in _FORMATS:
             if columns.issuperset(one.required):
                 return one
-    names = {str(key) for record in records if record for key in record}
-    raise _unknown(present or names, where)
+    raise _unknown(present, where)
 
 
 def _used(found: "_Format", published: PublishedFormat | None) -> set[str]:
@@ -181,7 +189,7 @@ def _metadata(record: Mapping[str, Any], others: Sequence[str]) -> Any:
     own = record.get("metadata")
     carried = {name: record[name] for name in others if record.get(name) is not None}
     if not carried:
-        return _filled(_json_of(own), "{}")
+        return "{}" if own is None else _filled(_json_of(own), "{}")
     if own in (None, ""):
         return _json_of(carried)
     try:
