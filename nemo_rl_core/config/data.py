@@ -248,7 +248,7 @@ class MixtureData(RowPolicy):
     """
 
     kind: Literal["mixture"] = "mixture"
-    sources: tuple[MixtureSource, ...] = Field(min_length=1)
+    sources: list[MixtureSource] = Field(min_length=1)
     num_train: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 512
 

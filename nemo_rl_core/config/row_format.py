@@ -60,6 +60,7 @@ class RowFormat(FrozenConfig):
         drop_columns: Columns that are left out, such as `images` or `tools`, which are refused
             otherwise.
         task: The task of rows without a column `task`; None takes the name of the source.
+        rename: The earlier name of `columns`.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset({"rename"})
@@ -69,7 +70,7 @@ class RowFormat(FrozenConfig):
     format: FormatName | None = None
     system_prompt: str | None = Field(default=None, min_length=1)
     prompt_template: str | None = Field(default=None, min_length=1)
-    drop_columns: tuple[str, ...] = ()
+    drop_columns: list[str] = Field(default_factory=list)
     task: str | None = Field(default=None, min_length=1)
 
     @model_validator(mode="before")

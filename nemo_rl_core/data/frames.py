@@ -395,8 +395,14 @@ def _fault_message(column: str, check: str, case: Any) -> str:
     return f"{subject} {_MESSAGES.get(check, check)}"
 
 
-def describe_faults(faults: Faults, name: str) -> DataError:
-    """Returns an error that names the invalid rows of the table `name` and their faults."""
+def describe_faults(faults: Faults, name: str, *, otherwise: str = "") -> DataError:
+    """Returns an error that names the invalid rows of the table `name` and their faults.
+
+    Args:
+        faults: At least one.
+        name: Of the table.
+        otherwise: A further way out, besides changing the rows.
+    """
     lines = [
         text + (f": rows {numbers(sorted(rows))}" if rows else "")
         for text, rows in list(faults.items())[:_NUM_NAMED_CHECKS]
@@ -405,7 +411,7 @@ def describe_faults(faults: Faults, name: str) -> DataError:
     more = f", of which the first {len(lines)} are" if len(faults) > len(lines) else ""
     return DataError(
         f"the {name} data set fails {count}{more}:\n    " + "\n    ".join(lines),
-        fix="mend or remove these rows (counted from 0)",
+        fix=f"mend or remove these rows (counted from 0){otherwise}",
     )
 
 

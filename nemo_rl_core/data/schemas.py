@@ -133,7 +133,9 @@ def validate_rows(
     refused |= longer if policy.overlong == "refuse" else Faults()
     refused |= twice if policy.duplicates == "refuse" else Faults()
     if faults or refused:
-        raise describe_faults(faults | refused, name)
+        repeated_alone = bool(refused) and not faults and refused == twice
+        otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
+        raise describe_faults(faults | refused, name, otherwise=otherwise)
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
