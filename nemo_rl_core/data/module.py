@@ -118,7 +118,8 @@ class DataModule:
 def _split(
     frame: "pd.DataFrame", fraction: float, seed: int
 ) -> tuple["pd.DataFrame", "pd.DataFrame"]:
-    indices = hold_out(records_of(frame), fraction=fraction, seed=seed, where="the data set")
+    asked = frame[[name for name in ("messages", "text", "prompt") if name in frame]]
+    indices = hold_out(records_of(asked), fraction=fraction, seed=seed, where="the data set")
     is_held = frame.index.isin(indices)
     return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
 

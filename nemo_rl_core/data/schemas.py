@@ -116,18 +116,18 @@ def validate_rows(
     if surrogate_faults := checks.surrogate_faults(rows):  # pandas cannot hold such text
         raise describe_faults(surrogate_faults, name)
     frame = _to_frame(rows, policy)
-    records = records_of(frame)
     faults = _schema_faults(frame)
     too_long, longer, twice = Faults(), Faults(), Faults()
     if tokenizer is not None and row_kind(frame.columns.tolist()) == "prompts":
         unknown, too_long = checks.prompt_faults(
-            records, tokenizer, max_prompt_tokens=max_prompt_tokens
+            rows, tokenizer, max_prompt_tokens=max_prompt_tokens
         )
         faults |= unknown
     if not faults:
-        faults, twice = checks.meaning_faults(records), checks.duplicate_faults(records)
+        # Rows that pass the schema have every column that these checks read.
+        faults, twice = checks.meaning_faults(rows), checks.duplicate_faults(rows)
     if not faults and tokenizer is not None and _is_tokenised(frame, policy):
-        faults, longer = checks.example_faults(records, tokenizer, policy)
+        faults, longer = checks.example_faults(records_of(frame), tokenizer, policy)
     # Prompts to sample from are never truncated: half a question has another answer.
     refused = too_long if policy.overlong != "drop" else Faults()
     refused |= longer if policy.overlong == "refuse" else Faults()
