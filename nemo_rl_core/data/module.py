@@ -36,6 +36,7 @@ class DataModule:
         train: The frame that `loader.save_frame` stores and trainers read.
         validation: The frame of the rows that are never trained on.
         read_as: What the columns were taken for; empty for generated rows.
+        policy: The rules that the rows were checked by; a trainer checks them by the same.
 
     Example:
         >>> rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -48,6 +49,7 @@ class DataModule:
     train: "pd.DataFrame"
     validation: "pd.DataFrame"
     read_as: str = ""
+    policy: RowPolicy | None = None
 
     @classmethod
     def of(
@@ -88,6 +90,8 @@ class DataModule:
             DataError: When the source cannot be read or its rows fail a check (names the rows,
                 counted from 0), or the two sets differ in kind or share rows.
         """
+        if isinstance(source, DataModule):
+            policy = policy or source.policy
         if isinstance(source, RowPolicy):
             policy = policy or source
             # Every data config has this field; a bare policy does not.
@@ -112,7 +116,7 @@ class DataModule:
             frames = (checked(parts.train, "train"), checked(held, "validation"))
             _refuse_mixed_kinds(*frames)
             check_disjoint(parts.train, held)
-        return cls(row_kind(frames[0].columns.tolist()), *frames, parts.read_as)
+        return cls(row_kind(frames[0].columns.tolist()), *frames, parts.read_as, policy)
 
 
 def _split(

@@ -47,6 +47,15 @@ def load_parts(config: DataConfig, *, seed: int) -> Parts:
             return Parts(*_generated(config, seed=seed))
 
 
+def load_validation(config: DataConfig, *, seed: int) -> list[Row]:
+    """Returns the validation rows of `load_parts`; a training file beside them is not read."""
+    if isinstance(config, FileData) and config.validation is not None:
+        from nemo_rl_core.data.datasets import files
+
+        return files.read_split(config, config.validation).rows
+    return load_parts(config, seed=seed).validation or []
+
+
 def _generated(
     config: ArithmeticData | ReasoningGymData | SlidingPuzzleData | GuessNumberData, *, seed: int
 ) -> tuple[list[Row], list[Row]]:

@@ -32,11 +32,7 @@ def load(config: FileData, *, seed: int) -> Parts:
         DataError: When a file is missing, cannot be read, or is in no known format.
     """
 
-    def read(name: str) -> Recognised:
-        records = read_records(Path(name).expanduser())
-        return recognise(records, where=name, task="file", form=config.reading())
-
-    train = read(config.train)
+    train = read_split(config, config.train)
     if config.validation is None:
         return without_validation(
             Parts(train.rows, None, train.read_as),
@@ -44,7 +40,13 @@ def load(config: FileData, *, seed: int) -> Parts:
             seed=seed,
             where=config.train,
         )
-    return Parts(train.rows, read(config.validation).rows, train.read_as)
+    return Parts(train.rows, read_split(config, config.validation).rows, train.read_as)
+
+
+def read_split(config: FileData, name: str) -> Recognised:
+    """The rows of one file or folder, as the config reads columns."""
+    records = read_records(Path(name).expanduser())
+    return recognise(records, where=name, task="file", form=config.reading())
 
 
 def read_records(path: Path) -> Records:

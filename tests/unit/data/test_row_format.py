@@ -10,6 +10,7 @@ import pytest
 
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.data.datasets import load_parts, load_validation
 from nemo_rl_core.data.datasets.answers import answer_finder
 from nemo_rl_core.data.datasets.formats import recognise
 from nemo_rl_core.data.module import DataModule
@@ -204,3 +205,20 @@ def test_images_and_tools_are_refused_unless_dropped(column: str) -> None:
     assert f"data.drop_columns: [{column}]" in str(caught.value)
     kept = _rows(rows, drop_columns=[column])
     assert [row["metadata"] for row in kept] == ["{}", "{}"]
+
+
+def test_rows_to_measure_on_are_read_without_those_to_train_on(tmp_path: Path) -> None:
+    held = tmp_path / "held.parquet"
+    pq.write_table(pa.Table.from_pylist(NESTED), held)
+    broken = tmp_path / "train.parquet"
+    broken.write_text("no parquet")
+    config = FileData(train=str(broken), validation=str(held), columns=COLUMNS)
+    assert [row["id"] for row in load_validation(config, seed=0)] == ["40", "41", "42"]
+    with pytest.raises(DataError, match="cannot be read"):
+        load_parts(config, seed=0)
+    # An unused split of a folder is not read either.
+    splits = tmp_path / "splits"
+    splits.mkdir()
+    pq.write_table(pa.Table.from_pylist(NESTED), splits / "train-0.parquet")
+    broken.rename(splits / "test-0.parquet")
+    assert len(DataModule.of(splits, columns=COLUMNS, validation_fraction=0.3).train) == 2
