@@ -124,13 +124,17 @@ def with_answers(rows: Sequence[Row], pattern: str, where: str) -> list[Row]:
 
 
 def with_prompts(
-    rows: Sequence[Row], sources: Records, form: RowFormat, hidden: Collection[str], where: str
+    numbered: Sequence[tuple[int, Row]],
+    records: Records,
+    form: RowFormat,
+    hidden: Collection[str],
+    where: str,
 ) -> list[Row]:
     """Rows whose prompts are written by the template and begin with the system turn.
 
     Args:
-        rows: In the form of their kind.
-        sources: The record of each row, with the columns that the data has.
+        numbered: Rows in the form of their kind, each with the number of its record.
+        records: With the columns that the data has.
         form: The template and the system prompt; without both the rows are returned.
         hidden: Columns that hold answers, which a prompt must not show.
         where: Name of the source in messages.
@@ -139,7 +143,7 @@ def with_prompts(
         DataError: If the rows have no prompt for the template, if a placeholder names no column or
             one that holds answers, or if a row has a system turn beside `system_prompt`.
     """
-    found = list(rows)
+    found = [row for _, row in numbered]
     if form.prompt_template is not None and found:
         if "prompt" not in found[0]:
             raise DataError(
@@ -148,13 +152,14 @@ def with_prompts(
                 got=f"rows with {', '.join(found[0])}",
                 fix="leave prompt_template out, or map columns to prompt and completion",
             )
-        fill = _template(form.prompt_template, sources, hidden, where)
+        fill = _template(form.prompt_template, records, hidden, where)
         found = [
-            {**row, "prompt": _asked(row["prompt"], partial(fill, source))}
-            for row, source in zip(found, sources, strict=True)
+            {**row, "prompt": _asked(row["prompt"], partial(fill, records[number]))}
+            for number, row in numbered
         ]
     if form.system_prompt is not None and found:
-        found = _with_system(found, form.system_prompt, where)
+        numbers = [number for number, _ in numbered]
+        found = _with_system(dict(zip(numbers, found, strict=True)), form.system_prompt, where)
     return found
 
 
@@ -208,17 +213,18 @@ def _template(
     return fill
 
 
-def _with_system(rows: Sequence[Row], system: str, where: str) -> list[Row]:
-    column = next((name for name in ("messages", "prompt") if name in rows[0]), None)
+def _with_system(rows: Mapping[int, Row], system: str, where: str) -> list[Row]:
+    first_row = next(iter(rows.values()))
+    column = next((name for name in ("messages", "prompt") if name in first_row), None)
     if column is None:
         raise DataError(
             f"{where}: data.system_prompt needs conversations or prompts",
-            got=f"rows with {', '.join(rows[0])}",
+            got=f"rows with {', '.join(first_row)}",
             fix="leave system_prompt out",
         )
     first = {"role": "system", "content": system}
     found, twice = [], []
-    for number, row in enumerate(rows):
+    for number, row in rows.items():
         turns = turns_of(row[column])
         if turns is None and isinstance(row[column], str):
             turns = [{"role": "user", "content": row[column]}]

@@ -111,8 +111,8 @@ def recognise(
                 fix="leave answer_pattern out, or map columns to prompt and answer",
             )
         rows = with_answers(rows, pattern, where)
-    sources = [records[number] for number, _ in numbered]
-    rows = with_prompts(rows, sources, form, _hidden(form, published), where)
+    kept = [(number, row) for (number, _), row in zip(numbered, rows, strict=True)]
+    rows = with_prompts(kept, records, form, _hidden(form, published), where)
     read_as = found.description if published is None else f"{name}: {published.description}"
     num_dropped = len(records) - len(rows)
     _log_format(where, read_as, num_ties=num_dropped, others=others, kept=is_prompt)

@@ -193,6 +193,16 @@ def test_prompts_that_cannot_be_written_are_refused(
         _rows([record], **row_format)
 
 
+def test_rows_keep_their_numbers_behind_ties() -> None:
+    turns = [{"role": "system", "content": "T"}, {"role": "user", "content": "a"}]
+    tie, pair = ({"prompt": "p", "responses": ["a", "b"], "scores": [1, n]} for n in (1, 2))
+    with pytest.raises(DataError, match=r"got: row 2 \(counted from 0\)"):
+        _rows([tie, pair, {**pair, "prompt": turns}], system_prompt="S")
+    rows = [tie, {**pair, "level": 7}]
+    (row,) = _rows(rows, prompt_template="{level}: {prompt}")
+    assert (row["id"], row["prompt"]) == ("1", "7: p")
+
+
 @pytest.mark.parametrize("column", ["image", "images", "tools"])
 def test_images_and_tools_are_refused_unless_dropped(column: str) -> None:
     rows = [{"prompt": "p", "answer": "a", column: None}, {"prompt": "q", "answer": "b"}]
