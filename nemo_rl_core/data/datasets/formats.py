@@ -90,7 +90,7 @@ def recognise(
         understood = _present(record for record in readable if record)
     found = _format_of(understood, form, where)
     numbered = _converted(readable, found, where)
-    is_prompt = found.row is _prompt
+    is_prompt = found.row in (_prompt, _prompt_alone)
     used = _used(found, published)
     others = sorted(present - used)
     rows = [
@@ -167,7 +167,9 @@ def _format_of(present: set[str], form: RowFormat, where: str) -> "_Format":
     # What a user maps says more than columns that are there as well.
     for columns in (mapped, present) if mapped else (present,):
         for one in _FORMATS:
-            if columns.issuperset(one.required):
+            # A mapped prompt alone is completed by columns that have their name already.
+            waits = columns is not present and one.row is _prompt_alone
+            if columns.issuperset(one.required) and not waits:
                 return one
     raise _unknown(present, where)
 

@@ -238,7 +238,7 @@ def test_two_readings_are_refused_with_both(tmp_path: Path) -> None:
         _read(tmp_path, both)
     assert "say data.format: question_answer or alpaca" in str(caught.value)
     assert _read(tmp_path, both, format="alpaca").kind == "conversations"
-    assert _read(tmp_path, both, columns={"question": "prompt"}).kind == "prompts"
+    assert _row(_read(tmp_path, both, columns={"question": "prompt"}))["answer"] == "0"
     with pytest.raises(DataError, match="not of the format 'math'"):
         _read(tmp_path, both, format="math")
     # Text to train on, or a question to ask?
