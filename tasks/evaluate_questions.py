@@ -19,13 +19,13 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
     """
 
     def write(folder: Path) -> StageResult:
-        from nemo_rl_core.data.datasets import load_rows
+        from nemo_rl_core.data.datasets import load_validation
         from nemo_rl_core.data.loader import save_frame
         from nemo_rl_core.data.pretrained import load_tokenizer
         from nemo_rl_core.data.schemas import validate_rows
 
         data = config.questions.data
-        _, rows = load_rows(data, seed=config.questions.seed or 0)
+        rows = load_validation(data, seed=config.questions.seed or 0)
         frame = validate_rows(
             rows,
             tokenizer=load_tokenizer(tokenizer.folder),

@@ -24,12 +24,14 @@ class PreparedData(NamedTuple):
 @cached_task(DATA)
 def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
-    from nemo_rl_core.data.datasets import load_rows
+    from nemo_rl_core.data.datasets import load_parts
     from nemo_rl_core.data.loader import save_frame
     from nemo_rl_core.data.pretrained import load_tokenizer
     from nemo_rl_core.data.schemas import check_disjoint, validate_rows
 
-    train, validation = load_rows(config.data, seed=config.seed or 0)
+    parts = load_parts(config.data, seed=config.seed or 0)
+    train, validation = parts.train, parts.validation or []
+    recorded = config.replace(read_as=parts.read_as)
     loaded_tokenizer = load_tokenizer(tokenizer.folder)
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
@@ -50,7 +52,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
         fields = make(
             __name__,
             "prepare_data",
-            config=config,
+            config=recorded,
             parents={"tokenizer": tokenizer},
             work=write,
             part=name,

@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_rl_core.api.functional import get_algorithm
 from nemo_rl_core.config.model import ModelConfig
+from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 
@@ -37,7 +38,9 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         reference: The reference or teacher; None takes the model itself.
         callbacks: Called in order at each hook.
         name: Of the run: an interrupted one of the same name and inputs is continued.
-        **overrides: Settings by name; see `BaseTrainer.from_pretrained`.
+        **overrides: How the data's columns are read (`columns`, `answer_pattern`, `format`,
+            `system_prompt`, `prompt_template`, `drop_columns`, `task`: see `DataModule.of`), and
+            settings by name: see `BaseTrainer.from_pretrained`.
 
     Returns:
         The history of metrics, the checkpoint, and where it came from.
@@ -52,6 +55,7 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         ...     reward_fn=lambda prompt, response: float("correct" in response),
         ... )
     """
+    row_format = {key: overrides.pop(key) for key in RowFormat.accepted_keys() & overrides.keys()}
     trainer = get_algorithm(algorithm).from_pretrained(model, **overrides)
     return trainer.fit(
         dataset,
@@ -61,4 +65,5 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         reference=reference,
         callbacks=callbacks,
         name=name,
+        **row_format,
     )

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.row_format import RowFormat
 
 MaskKind = Literal["all_assistant_turns", "final_turn"]
 """Which turns of a conversation are trained on."""
@@ -150,28 +151,29 @@ class GuessNumberData(RowPolicy):
         return self
 
 
-class FileData(RowPolicy):
+class FileData(RowFormat, RowPolicy):
     """Rows of your own: jsonl, csv, parquet or arrow, a folder of one of these, or a folder that
     `datasets` saved.
 
-    The columns say what the rows are; `nemo_rl_core.data.datasets.formats` lists what is
-    understood. `rename` maps columns of yours to those names.
+    The columns say what the rows are; docs/data.md lists what is understood.
 
     Attributes:
         train: The file or folder with rows to train on.
-        validation: The file or folder with rows to validate on.
-        rename: The name that is understood here, by the column's name in the file.
+        validation: The file or folder with rows to validate on; None holds out
+            `validation_fraction` of the training rows, drawn with the recipe's seed.
+        validation_fraction: The share of the training rows that is held out where `validation` is
+            None.
         max_prompt_tokens: The longest prompt, chat template included.
     """
 
     kind: Literal["file"] = "file"
     train: str = Field(min_length=1)
-    validation: str = Field(min_length=1)
-    rename: dict[str, str] = Field(default_factory=dict)
+    validation: str | None = Field(default=None, min_length=1)
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     max_prompt_tokens: PositiveInt = 512
 
 
-class HubData(RowPolicy):
+class HubData(RowFormat, RowPolicy):
     """Rows from the Hugging Face hub.
 
     Attributes:
@@ -183,7 +185,6 @@ class HubData(RowPolicy):
             split, drawn with the recipe's seed.
         validation_fraction: The share of the training split that is held out where `validation` is
             None.
-        rename: The name that is understood here, by the column's name in the data set.
         max_prompt_tokens: The longest prompt, chat template included.
     """
 
@@ -194,11 +195,84 @@ class HubData(RowPolicy):
     train: str = Field(default="train", min_length=1)
     validation: str | None = None
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    rename: dict[str, str] = Field(default_factory=dict)
     max_prompt_tokens: PositiveInt = 512
 
 
+class MixtureSource(FrozenConfig):
+    """One source of a mixture.
+
+    Attributes:
+        data: Where its rows come from; limits of rows belong to the mixture.
+        weight: Its share of the rows to train on, relative to the other sources. None in all
+            sources takes every row once.
+    """
+
+    data: Annotated[
+        ArithmeticData
+        | ReasoningGymData
+        | SlidingPuzzleData
+        | GuessNumberData
+        | FileData
+        | HubData,
+        Field(discriminator="kind"),
+    ]
+    weight: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _limits_of_the_mixture(self) -> "MixtureSource":
+        limits = {*RowPolicy.model_fields, "max_prompt_tokens"}
+        inside = sorted(
+            name
+            for name in self.data.model_fields_set & limits
+            if getattr(self.data, name) != type(self.data).model_fields[name].default
+        )
+        if inside:
+            raise ValueError(
+                f"{', '.join(inside)} holds for all rows of a mixture: move it from the source to "
+                "the mixture"
+            )
+        return self
+
+
+class MixtureData(RowPolicy):
+    """Rows of several sources, all of one kind.
+
+    Every source gives its training rows by its weight and all its validation rows. Which rows are
+    taken depends on the recipe's seed alone.
+
+    Attributes:
+        sources: The sources, each with its weight.
+        num_train: Rows to train on, of all sources together; None takes as many as the weights
+            allow without a row twice. More than that repeats rows, which needs `duplicates: keep`.
+        max_prompt_tokens: The longest prompt, chat template included.
+    """
+
+    kind: Literal["mixture"] = "mixture"
+    sources: list[MixtureSource] = Field(min_length=1)
+    num_train: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt = 512
+
+    @model_validator(mode="after")
+    def _all_weights_or_none(self) -> "MixtureData":
+        given = [each.weight is not None for each in self.sources]
+        if any(given) and not all(given):
+            missing = [str(index) for index, each in enumerate(given) if not each]
+            raise ValueError(
+                f"sources {', '.join(missing)} have no weight and others have: give one to all, "
+                "or to none to take every row once"
+            )
+        if self.num_train is not None and not any(given):
+            raise ValueError("num_train draws rows by weights: give one to every source")
+        return self
+
+
 DataConfig = Annotated[
-    ArithmeticData | ReasoningGymData | SlidingPuzzleData | GuessNumberData | FileData | HubData,
+    ArithmeticData
+    | ReasoningGymData
+    | SlidingPuzzleData
+    | GuessNumberData
+    | FileData
+    | HubData
+    | MixtureData,
     Field(discriminator="kind"),
 ]

@@ -31,10 +31,10 @@ def prompt_of(row: Mapping[str, Any]) -> str:
 
 def duplicate_faults(rows: Records) -> Faults:
     """Rows with the prompt of an earlier row; of pairs, all three columns must be equal."""
-    seen: set[str] = set()
+    seen: set[tuple[str, str, str]] = set()
     found = []
     for index, row in enumerate(rows):
-        key = "\n".join((prompt_of(row), str(row.get("chosen")), str(row.get("rejected"))))
+        key = (prompt_of(row), str(row.get("chosen")), str(row.get("rejected")))
         if key in seen:
             found.append(index)
         seen.add(key)
@@ -78,6 +78,8 @@ def surrogate_faults(rows: Records) -> Faults:
     found: Faults = {}
     for index, row in enumerate(rows):
         for column, value in row.items():
+            if type(value) is str and value.isascii():
+                continue  # most values, at the cost of a look at a flag
             if _has_lone_surrogate(value):
                 found.setdefault(f"{column} holds half of a surrogate pair", []).append(index)
     return found

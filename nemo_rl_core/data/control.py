@@ -192,6 +192,8 @@ def has_lone_surrogate(text: str) -> bool:
         >>> has_lone_surrogate("\\ud800="), has_lone_surrogate("𝄞")
         (True, False)
     """
+    if text.isascii():  # known without a look at the text
+        return False
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -16,6 +16,7 @@ from pandera.errors import SchemaErrors
 from pandera.typing import Series
 
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
 
 Faults = dict[str, list[int]]
 """Row indices, counted from 0, by fault."""
@@ -25,6 +26,8 @@ _NUM_NAMED_CHECKS = 6
 
 
 def _is_json_object(text: Any) -> bool:
+    if isinstance(text, str) and text == "{}":
+        return True
     try:
         return isinstance(json.loads(text), dict)
     except (TypeError, ValueError):
@@ -33,12 +36,20 @@ def _is_json_object(text: Any) -> bool:
 
 def _has_text(column: "Series[str]") -> "pd.Series[bool]":
     # Values that are not text pass: the check of the column's type reports them.
-    return column.map(lambda value: not isinstance(value, str) or bool(value.strip()))
+    return _each(column, lambda value: not isinstance(value, str) or bool(value.strip()))
 
 
 def _each(column: Any, holds: Callable[[Any], bool]) -> "pd.Series[bool]":
     """Applies a check value by value, for columns of lists, which have no pandas type."""
-    return pd.Series([bool(holds(value)) for value in column], index=column.index, dtype=bool)
+    values = column.tolist()  # one by one, a column of strings makes each value anew
+    return pd.Series([bool(holds(value)) for value in values], index=column.index, dtype=bool)
+
+
+def records_of(frame: pd.DataFrame) -> list[Row]:
+    """The rows of a frame by the names of their columns; faster than `to_dict`."""
+    names = [str(column) for column in frame.columns]
+    columns = [frame[column].tolist() for column in frame.columns]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _is_text_or_null(value: Any) -> bool:
@@ -75,7 +86,7 @@ class RowSchema(pa.DataFrameModel):
 
     @pa.check("metadata")
     def _json(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return column.map(_is_json_object)
+        return _each(column, _is_json_object)
 
 
 class PromptSchema(RowSchema):
@@ -384,8 +395,14 @@ def _fault_message(column: str, check: str, case: Any) -> str:
     return f"{subject} {_MESSAGES.get(check, check)}"
 
 
-def describe_faults(faults: Faults, name: str) -> DataError:
-    """Returns an error that names the invalid rows of the table `name` and their faults."""
+def describe_faults(faults: Faults, name: str, *, otherwise: str = "") -> DataError:
+    """Returns an error that names the invalid rows of the table `name` and their faults.
+
+    Args:
+        faults: At least one.
+        name: Of the table.
+        otherwise: A further way out, besides changing the rows.
+    """
     lines = [
         text + (f": rows {numbers(sorted(rows))}" if rows else "")
         for text, rows in list(faults.items())[:_NUM_NAMED_CHECKS]
@@ -394,7 +411,7 @@ def describe_faults(faults: Faults, name: str) -> DataError:
     more = f", of which the first {len(lines)} are" if len(faults) > len(lines) else ""
     return DataError(
         f"the {name} data set fails {count}{more}:\n    " + "\n    ".join(lines),
-        fix="mend or remove these rows (counted from 0)",
+        fix=f"mend or remove these rows (counted from 0){otherwise}",
     )
 
 

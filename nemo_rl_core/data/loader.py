@@ -136,8 +136,9 @@ def load_records(folder: Path) -> list[Row]:
     Raises:
         DataError: When the folder holds no readable rows.
     """
-    records = load_frame(folder).to_dict("records")
-    return [{str(column): value for column, value in record.items()} for record in records]
+    from nemo_rl_core.data.frames import records_of
+
+    return records_of(load_frame(folder))
 
 
 def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:

@@ -4,14 +4,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.datasets import sources
+from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.data.datasets.split import hold_out
+from nemo_rl_core.data.frames import records_of
 from nemo_rl_core.data.schemas import RowKind, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_OPTIONS = (
+    "validation",
+    "validation_fraction",
+    "tokenizer",
+    "max_prompt_tokens",
+    "policy",
+    "seed",
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,8 @@ class DataModule:
         kind: Kind of the rows: prompts, conversations, text or preferences.
         train: The frame that `loader.save_frame` stores and trainers read.
         validation: The frame of the rows that are never trained on.
+        read_as: What the columns were taken for; empty for generated rows.
+        policy: The rules that the rows were checked by; a trainer checks them by the same.
 
     Example:
         >>> rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -33,6 +48,8 @@ class DataModule:
     kind: RowKind
     train: "pd.DataFrame"
     validation: "pd.DataFrame"
+    read_as: str = ""
+    policy: RowPolicy | None = None
 
     @classmethod
     def of(
@@ -45,6 +62,7 @@ class DataModule:
         max_prompt_tokens: int | None = None,
         policy: RowPolicy | None = None,
         seed: int = 0,
+        **row_format: Any,
     ) -> "DataModule":
         """Reads a source, recognises the format of its rows, and checks them.
 
@@ -64,17 +82,23 @@ class DataModule:
             policy: Longest row, handling of longer and duplicate rows, and which turns are trained
                 on; None takes the data config's policy, or the defaults.
             seed: For generated rows and held-out rows.
+            **row_format: How columns are read: `columns`, `answer_pattern`, `format`,
+                `system_prompt`, `prompt_template`, `drop_columns`, `task` (see `RowFormat`).
 
         Raises:
+            ConfigError: For a misspelt or contradictory option of `row_format`.
             DataError: When the source cannot be read or its rows fail a check (names the rows,
                 counted from 0), or the two sets differ in kind or share rows.
         """
+        if isinstance(source, DataModule):
+            policy = policy or source.policy
         if isinstance(source, RowPolicy):
             policy = policy or source
             # Every data config has this field; a bare policy does not.
             max_prompt_tokens = max_prompt_tokens or getattr(source, "max_prompt_tokens", None)
-        parts = _parts(source, seed)
-        held = parts.validation if validation is None else _parts(validation, seed).train
+        form = RowFormat.of(row_format, beside=_OPTIONS) if row_format else None
+        parts = _parts(source, seed, form)
+        held = parts.validation if validation is None else _parts(validation, seed, form).train
 
         def checked(rows: list[Row], name: str) -> "pd.DataFrame":
             return validate_rows(
@@ -92,25 +116,28 @@ class DataModule:
             frames = (checked(parts.train, "train"), checked(held, "validation"))
             _refuse_mixed_kinds(*frames)
             check_disjoint(parts.train, held)
-        return cls(row_kind(frames[0].columns.tolist()), *frames)
+        return cls(row_kind(frames[0].columns.tolist()), *frames, parts.read_as, policy)
 
 
 def _split(
     frame: "pd.DataFrame", fraction: float, seed: int
 ) -> tuple["pd.DataFrame", "pd.DataFrame"]:
-    indices = hold_out(_rows(frame), fraction=fraction, seed=seed, where="the data set")
+    asked = frame[[name for name in ("messages", "text", "prompt") if name in frame]]
+    indices = hold_out(records_of(asked), fraction=fraction, seed=seed, where="the data set")
     is_held = frame.index.isin(indices)
     return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
 
 
-def _parts(source: Any, seed: int) -> sources.Parts:
-    if isinstance(source, DataModule):
-        return sources.Parts(_rows(source.train), _rows(source.validation))
-    return sources.read(source, seed=seed)
-
-
-def _rows(frame: "pd.DataFrame") -> list[Row]:
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+def _parts(source: Any, seed: int, form: RowFormat | None) -> Parts:
+    if not isinstance(source, DataModule):
+        return sources.read(source, seed=seed, form=form)
+    if form is not None:
+        raise DataError(
+            "a DataModule holds rows whose columns have been read",
+            got=f"a DataModule with {', '.join(sorted(form.model_fields_set))}",
+            fix="pass them to DataModule.of",
+        )
+    return Parts(records_of(source.train), records_of(source.validation), source.read_as)
 
 
 def _refuse_mixed_kinds(train: "pd.DataFrame", validation: "pd.DataFrame") -> None:

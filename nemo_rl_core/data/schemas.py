@@ -31,6 +31,7 @@ from nemo_rl_core.data.frames import (
     check_frame,
     describe_faults,
     numbers,
+    records_of,
     row_kind,
     schema_faults,
 )
@@ -115,24 +116,26 @@ def validate_rows(
     if surrogate_faults := checks.surrogate_faults(rows):  # pandas cannot hold such text
         raise describe_faults(surrogate_faults, name)
     frame = _to_frame(rows, policy)
-    records = _records(frame)
     faults = _schema_faults(frame)
     too_long, longer, twice = Faults(), Faults(), Faults()
     if tokenizer is not None and row_kind(frame.columns.tolist()) == "prompts":
         unknown, too_long = checks.prompt_faults(
-            records, tokenizer, max_prompt_tokens=max_prompt_tokens
+            rows, tokenizer, max_prompt_tokens=max_prompt_tokens
         )
         faults |= unknown
     if not faults:
-        faults, twice = checks.meaning_faults(records), checks.duplicate_faults(records)
+        # Rows that pass the schema have every column that these checks read.
+        faults, twice = checks.meaning_faults(rows), checks.duplicate_faults(rows)
     if not faults and tokenizer is not None and _is_tokenised(frame, policy):
-        faults, longer = checks.example_faults(records, tokenizer, policy)
+        faults, longer = checks.example_faults(records_of(frame), tokenizer, policy)
     # Prompts to sample from are never truncated: half a question has another answer.
     refused = too_long if policy.overlong != "drop" else Faults()
     refused |= longer if policy.overlong == "refuse" else Faults()
     refused |= twice if policy.duplicates == "refuse" else Faults()
     if faults or refused:
-        raise describe_faults(faults | refused, name)
+        repeated_alone = bool(refused) and not faults and refused == twice
+        otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
+        raise describe_faults(faults | refused, name, otherwise=otherwise)
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
@@ -166,10 +169,6 @@ def _to_frame(rows: Sequence[Row], policy: RowPolicy) -> pd.DataFrame:
         frame["mask"] = policy.mask
     wanted = (*_COLUMNS[kind], *_OPTIONAL)
     return frame[[column for column in wanted if column in frame.columns]]
-
-
-def _records(frame: pd.DataFrame) -> list[Row]:
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _is_tokenised(frame: pd.DataFrame, policy: RowPolicy) -> bool:

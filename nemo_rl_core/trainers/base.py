@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.model import ModelConfig
+from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=TrainerSettings)
 C = TypeVar("C", bound=LoopConfig)
+
+_FIT_OPTIONS = ("reward_fn", "reward_weights", "validation", "reference", "callbacks", "name")
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         reference: str | Path | ModelConfig | None = None,
         callbacks: Sequence[Callback] = (),
         name: str | None = None,
+        **row_format: Any,
     ) -> TrainResult:
         """Trains on any data, in the store, with lineage.
 
@@ -255,10 +259,13 @@ class BaseTrainer(ABC, Generic[S, C]):
             reference: The reference or teacher; None takes the model itself.
             callbacks: Called in order at each hook.
             name: Of the run: an interrupted one of the same name and inputs is continued.
+            **row_format: How the data's columns are read, such as `columns`, `answer_pattern` or
+                `system_prompt`: see `DataModule.of`.
 
         Raises:
             NemoRLError: For what cannot be used, before any worker starts.
         """
+        RowFormat.of(row_format, beside=_FIT_OPTIONS)
         if self.model is None:
             raise ConfigError(
                 f"this {type(self).__name__} has no model to train",
@@ -279,6 +286,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             reference,
             name,
             reward_weights=reward_weights,
+            row_format=row_format,
         )
         result = fit(self.algorithm, self.settings, request, run)
         if self._given is not None:

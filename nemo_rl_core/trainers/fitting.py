@@ -8,7 +8,7 @@ import logging
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class FitRequest:
         validation: The same, for rows that are never trained on.
         reward_fn: Whatever `as_scorer` takes, or None for the environment of the settings.
         reference: Hub name or folder of the reference or teacher; None takes `model`.
+        row_format: How the columns of both are read, as `DataModule.of` takes it.
         name: Of the run. An interrupted run of the same name and inputs is continued, a finished
             one is given back; without a name, every call trains anew. A function cannot be compared
             with another, so `reward_fn` is none of these inputs: a new reward needs a new name.
@@ -94,6 +95,7 @@ class FitRequest:
     reference: str | Path | ModelConfig | None = None
     name: str | None = None
     reward_weights: Sequence[float] | None = None
+    row_format: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fit(
@@ -123,10 +125,11 @@ def fit(
             settings.max_prompt_tokens if isinstance(settings, RolloutSettings) else None
         ),
         seed=seed,
+        **request.row_format,
     )
     _refuse_incomplete_rows(data, settings, scorer)
-    parents["train"] = _data_artifact("train", data.train, parents["base"])
-    parents["validation"] = _data_artifact("validation", data.validation, parents["base"])
+    for part, frame in (("train", data.train), ("validation", data.validation)):
+        parents[part] = _data_artifact(part, frame, parents["base"], read_as=data.read_as)
 
     def work(folder: Path) -> StageResult:
         return run(parents, folder, scorer).made()
@@ -189,7 +192,7 @@ def _model_artifact(model: str | Path | ModelConfig, seed: int) -> Path:
     return produce(StageInputs("prepare_model", settings), work)
 
 
-def _data_artifact(name: str, frame: Any, base: Path) -> Path:
+def _data_artifact(name: str, frame: Any, base: Path, *, read_as: str) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         content = hash_file(save_frame(frame, Path(scratch)))
 
@@ -197,5 +200,6 @@ def _data_artifact(name: str, frame: Any, base: Path) -> Path:
         save_frame(frame, folder)
         return StageResult("dataset", "parquet", f"{name} {len(frame)} rows")
 
-    inputs = StageInputs("prepare_data", {"content": content}, {"tokenizer": base}, part=name)
+    settings = {"content": content, "read_as": read_as}
+    inputs = StageInputs("prepare_data", settings, {"tokenizer": base}, part=name)
     return produce(inputs, work)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.data import DataConfig, FileData
+from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     JudgeModel,
@@ -38,9 +38,12 @@ def data_content(data: DataConfig) -> str:
     A data set on the hub is identified by its name and `revision`: a request to the hub per plan
     would make offline runs fail on cached rows.
     """
+    if isinstance(data, MixtureData):
+        return " ".join(filter(None, (data_content(each.data) for each in data.sources)))
     if not isinstance(data, FileData):
         return ""
-    return " ".join(_path(Path(name).expanduser()) for name in (data.train, data.validation))
+    names = (data.train, data.validation)
+    return " ".join(_path(Path(name).expanduser()) for name in names if name is not None)
 
 
 def model_content(model: ModelConfig) -> str:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.data import DataConfig, FileData, HubData
+from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
 from nemo_rl_core.config.defaults import LEARNING_RATES, rate_warning
 from nemo_rl_core.config.environment import (
     ByTask,
@@ -66,7 +66,7 @@ def _check(experiment: PipelineRecipe) -> None:
             check_pretrained(model.name)
     _warn_of_the_rates(experiment)
     for data in (experiment.data, experiment.evaluation.data):
-        if isinstance(data, FileData):
+        if data is not None:
             _check_files(data)
     own = experiment.evaluation
     _check_sampling(experiment, "data", "generation")
@@ -146,7 +146,7 @@ def _check_judge(environment: LLMJudge) -> None:
 
 def _check_tasks(environment: EnvironmentConfig, data: DataConfig) -> None:
     """Hub rows are not fetched for this check; such runs stop at their first rollouts."""
-    if not isinstance(environment, ByTask) or isinstance(data, HubData):
+    if not isinstance(environment, ByTask) or _is_fetched(data):
         return
     known = {each.task for each in environment.tasks}
     found = {str(row["task"]) for rows in load_rows(data, seed=0) for row in rows}
@@ -185,6 +185,12 @@ def _size(data: FileData) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
+def _is_fetched(data: DataConfig) -> bool:
+    if isinstance(data, MixtureData):
+        return any(_is_fetched(source.data) for source in data.sources)
+    return isinstance(data, HubData)
+
+
 def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_section: str) -> None:
     """Checks the sections' demands on the engine: workers and context length."""
     data: DataConfig = attrgetter(data_section)(experiment)
@@ -207,9 +213,14 @@ def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_sect
         )
 
 
-def _check_files(data: FileData) -> None:
+def _check_files(data: DataConfig) -> None:
+    if isinstance(data, MixtureData):
+        for source in data.sources:
+            _check_files(source.data)
+    if not isinstance(data, FileData):
+        return
     for name in (data.train, data.validation):
-        if not Path(name).expanduser().exists():
+        if name is not None and not Path(name).expanduser().exists():
             raise DataError(
                 "a data file does not exist",
                 expected="a .jsonl, .csv, .parquet or .arrow file, or a folder of such",

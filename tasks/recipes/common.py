@@ -179,16 +179,26 @@ class ModelTaskConfig(FrozenConfig):
 
 
 class DataTaskConfig(FrozenConfig):
-    """What `prepare_data` reads; the seed only where rows are drawn or held out."""
+    """What `prepare_data` reads; the seed only where rows are drawn or held out.
+
+    Attributes:
+        data: Where rows come from.
+        content: The digest of files.
+        seed: For drawn and held-out rows.
+        read_as: What the columns were taken for. The stage fills it in when it has read them, so
+            that it is part of the recorded config.
+    """
 
     data: DataConfig
     content: str
     seed: int | None
+    read_as: str = ""
 
     @classmethod
     def of(cls, config: PipelineRecipe) -> "DataTaskConfig":
         """The recipe's share."""
-        seed = None if isinstance(config.data, FileData) else config.seed
+        read_whole = isinstance(config.data, FileData) and config.data.validation is not None
+        seed = None if read_whole else config.seed
         return cls(data=config.data, content=data_content(config.data), seed=seed)
 
 

@@ -6,22 +6,59 @@ from nemo_rl_core.config.data import (
     FileData,
     GuessNumberData,
     HubData,
+    MixtureData,
     ReasoningGymData,
     SlidingPuzzleData,
 )
+from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.types import Row
 
 
 def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Returns training and validation rows, as `load_parts` does."""
+    parts = load_parts(config, seed=seed)
+    return parts.train, parts.validation or []
+
+
+def load_parts(config: DataConfig, *, seed: int) -> Parts:
     """Returns training and validation rows, which depend on the arguments alone.
 
     Args:
         config: The data section of a recipe.
-        seed: For generated rows and held-out rows; rows from files do not depend on it.
+        seed: For generated, held-out and drawn rows; files that are all read do not depend on it.
 
     Raises:
         DataError: When the rows cannot be read or generated.
     """
+    match config:
+        case FileData():
+            from nemo_rl_core.data.datasets import files
+
+            return files.load(config, seed=seed)
+        case HubData():
+            from nemo_rl_core.data.datasets import hub
+
+            return hub.load(config, seed=seed)
+        case MixtureData():
+            from nemo_rl_core.data.datasets import mixture
+
+            return mixture.load(config, load_parts, seed=seed)
+        case _:
+            return Parts(*_generated(config, seed=seed))
+
+
+def load_validation(config: DataConfig, *, seed: int) -> list[Row]:
+    """Returns the validation rows of `load_parts`; a training file beside them is not read."""
+    if isinstance(config, FileData) and config.validation is not None:
+        from nemo_rl_core.data.datasets import files
+
+        return files.read_split(config, config.validation).rows
+    return load_parts(config, seed=seed).validation or []
+
+
+def _generated(
+    config: ArithmeticData | ReasoningGymData | SlidingPuzzleData | GuessNumberData, *, seed: int
+) -> tuple[list[Row], list[Row]]:
     match config:
         case ArithmeticData():
             from nemo_rl_core.data.datasets import arithmetic
@@ -39,11 +76,3 @@ def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
             from nemo_rl_core.data.datasets import guess_number
 
             return guess_number.load(config, seed=seed)
-        case FileData():
-            from nemo_rl_core.data.datasets import files
-
-            return files.load(config)
-        case HubData():
-            from nemo_rl_core.data.datasets import hub
-
-            return hub.load(config, seed=seed)

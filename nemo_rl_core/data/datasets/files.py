@@ -13,29 +13,40 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.data import FileData
-from nemo_rl_core.data.datasets.formats import recognise
-from nemo_rl_core.data.datasets.hub import records_of, renamed
+from nemo_rl_core.data.datasets.formats import Recognised, recognise
+from nemo_rl_core.data.datasets.hub import records_of
+from nemo_rl_core.data.datasets.parts import Parts, without_validation
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.types import Row
 
 Records = list[dict[str, Any]]
 
 
-def load(config: FileData) -> tuple[list[Row], list[Row]]:
+def load(config: FileData, *, seed: int) -> Parts:
     """Reads training and validation rows in the order of their files, by `formats.recognise`.
+
+    Args:
+        config: The files, and how their columns are read.
+        seed: For held-out rows, if the config has no validation file.
 
     Raises:
         DataError: When a file is missing, cannot be read, or is in no known format.
     """
-    train, validation = (
-        recognise(
-            renamed(read_records(Path(name).expanduser()), config.rename),
-            where=name,
-            task="file",
+
+    train = read_split(config, config.train)
+    if config.validation is None:
+        return without_validation(
+            Parts(train.rows, None, train.read_as),
+            fraction=config.validation_fraction,
+            seed=seed,
+            where=config.train,
         )
-        for name in (config.train, config.validation)
-    )
-    return train, validation
+    return Parts(train.rows, read_split(config, config.validation).rows, train.read_as)
+
+
+def read_split(config: FileData, name: str) -> Recognised:
+    """The rows of one file or folder, as the config reads columns."""
+    records = read_records(Path(name).expanduser())
+    return recognise(records, where=name, task="file", form=config.reading())
 
 
 def read_records(path: Path) -> Records:

@@ -11,16 +11,21 @@
 | `prompt` alone | prompts without answers, for rewards that need none |
 
 The first matching line of the table applies. Turns are `{"role": ..., "content": ...}` in a list,
-or in the JSON of a list. Other columns are ignored with a warning.
+or in the JSON of a list. `known.py` has the published formats whose columns differ: they are
+recognised where no line of this table fits. Other columns go into `metadata` of prompts, and are
+ignored with a warning in rows of other kinds.
 """
 
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.data.datasets.columns import chosen_columns, with_answers, with_prompts
+from nemo_rl_core.data.datasets.known import FORMATS, PublishedFormat, published_format
 from nemo_rl_core.data.turns import stored, turns_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
@@ -29,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = (
     "the columns prompt and answer, or prompt and completion, messages, text, chosen and rejected, "
-    "responses and scores"
+    f"responses and scores, or a published format ({', '.join(FORMATS)})"
 )
 
 
@@ -43,51 +48,169 @@ class _Format:
     row: Callable[[Mapping[str, Any]], Row | None]
 
 
-def recognise(records: Sequence[Mapping[str, Any]], *, where: str, task: str) -> list[Row]:
+@dataclass(frozen=True)
+class Recognised:
+    """Rows in the form of their kind, and what their columns were taken for."""
+
+    rows: list[Row]
+    read_as: str
+
+
+def recognise(
+    records: Sequence[Mapping[str, Any]], *, where: str, task: str, form: RowFormat | None = None
+) -> Recognised:
     """Rows in the form of their kind, in the order of the records.
 
     Missing values are filled: `id` with the record's number, `completion` with the answer and
-    `answer` with the completion, `task` with `task`, `metadata` with `{}`. Numbers become text;
-    other values are unchanged, and `schemas.validate_rows` checks them.
+    `answer` with the completion, `task` with `task`. Prompts carry the columns that are not
+    understood in `metadata`, where rewards read them. Numbers become text; other values are
+    unchanged, and `schemas.validate_rows` checks them.
 
     Args:
         records: Mappings from columns to values.
         where: Name of the source in messages.
         task: The task of rows without one.
+        form: How columns are read; None recognises them.
 
     Raises:
-        DataError: When the columns are of no known format (lists those), or responses do not match
-            their scores (names the rows, counted from 0).
+        DataError: When the columns are of no known format (lists those) or of several, or rows do
+            not fit their format (names the rows, counted from 0).
     """
+    form = form or RowFormat()
     if not records:
-        return []
-    present = {str(key) for record in records for key, value in record.items() if value is not None}
-    found = next((one for one in _FORMATS if present.issuperset(one.required)), None)
-    if found is None:
-        raise _unknown(present or {str(key) for record in records for key in record}, where)
-    rows = []
+        return Recognised([], "no rows")
+    plain = chosen_columns(records, form, where)
+    present = _present(plain)
+    name = published_format(plain, present, form, where)
+    published = None if name is None else FORMATS[name]
+    readable: Sequence[Mapping[str, Any] | None] = plain
+    understood = present
+    if published is not None:
+        readable = _understood(plain, published, where)
+        understood = _present(record for record in readable if record)
+    found = _format_of(understood, form, where)
+    numbered = _converted(readable, found, where)
+    is_prompt = found.row in (_prompt, _prompt_alone)
+    used = _used(found, published)
+    others = sorted(present - used)
+    rows = [
+        {
+            "id": _filled(plain[number].get("id"), str(number)),
+            **row,
+            "task": _filled(plain[number].get("task"), form.task or task),
+            "metadata": _metadata(plain[number], others if is_prompt else ()),
+        }
+        for number, row in numbered
+    ]
+    pattern = form.answer_pattern or (published.answer_pattern if published else None)
+    if pattern is not None:
+        if not is_prompt:
+            raise DataError(
+                f"{where}: data.answer_pattern needs rows with answers",
+                got=found.description,
+                fix="leave answer_pattern out, or map columns to prompt and answer",
+            )
+        rows = with_answers(rows, pattern, where)
+    kept = [(number, row) for (number, _), row in zip(numbered, rows, strict=True)]
+    rows = with_prompts(kept, records, form, _hidden(form, published), where)
+    read_as = found.description if published is None else f"{name}: {published.description}"
+    num_dropped = len(records) - len(rows)
+    _log_format(where, read_as, num_ties=num_dropped, others=others, kept=is_prompt)
+    return Recognised(rows, read_as)
+
+
+def _understood(
+    records: Sequence[Mapping[str, Any]], published: PublishedFormat, where: str
+) -> list[Row | None]:
+    """The columns that are understood, of each record; None for rows that are left out."""
+    return [row for _, row in _each(records, published.read, where)]
+
+
+def _converted(
+    records: Sequence[Mapping[str, Any] | None], found: "_Format", where: str
+) -> list[tuple[int, Row]]:
+    rows = _each(records, lambda record: None if record is None else found.row(record), where)
+    return [(number, row) for number, row in rows if row is not None]
+
+
+def _each(
+    records: Sequence[Any], read: Callable[[Any], Row | None], where: str
+) -> list[tuple[int, Row | None]]:
+    """Every row as it is read; all that do not fit are named together."""
+    found: list[tuple[int, Row | None]] = []
+    faults: list[tuple[int, str]] = []
     for number, record in enumerate(records):
         try:
-            row = found.row(record)
+            found.append((number, read(record)))
         except ValueError as error:
-            raise DataError(f"{where}: row {number} {error}", fix="mend or remove it") from None
-        if row is not None:
-            shared = {
-                "task": _filled(record.get("task"), task),
-                "metadata": _filled(_json_of(record.get("metadata")), "{}"),
-            }
-            rows.append({"id": _filled(record.get("id"), str(number)), **row, **shared})
-    ignored = present - {*found.required, *found.optional, "id", "task", "metadata"}
-    _log_format(where, found.description, num_ties=len(records) - len(rows), ignored=ignored)
-    return rows
+            faults.append((number, str(error)))
+    if faults:
+        number, text = faults[0]
+        others = [str(each) for each, _ in faults[1:6]]
+        more = f"; {len(faults) - 1} more do not fit: rows {', '.join(others)}" if others else ""
+        raise DataError(f"{where}: row {number} {text}{more}", fix="mend or remove these rows")
+    return found
 
 
-def _log_format(where: str, description: str, *, num_ties: int, ignored: set[str]) -> None:
+def _present(records: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The columns that have a value somewhere."""
+    found: set[str] = set()
+    for record in records:
+        if found.issuperset(record):
+            continue
+        found.update(str(key) for key, value in record.items() if value is not None)
+    return found
+
+
+def _format_of(present: set[str], form: RowFormat, where: str) -> "_Format":
+    mapped = {*form.columns.values()}
+    # What a user maps says more than columns that are there as well.
+    for columns in (mapped, present) if mapped else (present,):
+        for one in _FORMATS:
+            # A mapped prompt alone is completed by columns that have their name already.
+            waits = columns is not present and one.row is _prompt_alone
+            if columns.issuperset(one.required) and not waits:
+                return one
+    raise _unknown(present, where)
+
+
+def _used(found: "_Format", published: PublishedFormat | None) -> set[str]:
+    used = {"id", "task", "metadata"}
+    if published is None:
+        return {*found.required, *found.optional, *used}
+    return used | {*published.required, *published.uses} - _RECOGNISED_BY
+
+
+def _hidden(form: RowFormat, published: PublishedFormat | None) -> set[str]:
+    own = {"answer", "completion", "chosen", "rejected", "responses"}
+    mapped = {source for source, target in form.columns.items() if target in own}
+    return own | mapped | ({*published.answers} if published else set())
+
+
+def _metadata(record: Mapping[str, Any], others: Sequence[str]) -> Any:
+    own = record.get("metadata")
+    carried = {name: record[name] for name in others if record.get(name) is not None}
+    if not carried:
+        return "{}" if own is None else _filled(_json_of(own), "{}")
+    if own in (None, ""):
+        return _json_of(carried)
+    try:
+        parsed = json.loads(own) if isinstance(own, str) else own
+    except ValueError:
+        parsed = None
+    # What is no object is named by the schema.
+    return _json_of({**carried, **parsed}) if isinstance(parsed, dict) else own
+
+
+def _log_format(
+    where: str, description: str, *, num_ties: int, others: Sequence[str], kept: bool
+) -> None:
     message = f"{where}: {description}"
     if num_ties:
         message += f"; {num_ties} rows whose scores are all equal are dropped"
-    if ignored:
-        message += f"; columns that are ignored: {', '.join(sorted(ignored))}"
+    if others:
+        what = "columns in metadata" if kept else "columns that are ignored"
+        message += f"; {what}: {', '.join(others)}"
     logger.warning("%s", message)
 
 
@@ -97,7 +220,7 @@ def _unknown(present: set[str], where: str) -> DataError:
         f"{where} lacks the column {' and the column '.join(missing)}",
         expected=_KNOWN,
         got=", ".join(sorted(present))[:160] or "no columns",
-        fix="rename the columns",
+        fix="map the columns, as in data.columns: {YOUR_COLUMN: prompt, OTHER: answer}",
     )
 
 
@@ -223,6 +346,9 @@ def _json_of(metadata: Any) -> Any:
         return json.dumps(metadata, sort_keys=True, ensure_ascii=False, default=str)
     return metadata
 
+
+_RECOGNISED_BY = {"reward_model", "answers", "level", "type"}
+"""Columns of published formats that have more than `read` takes: rewards may want the rest."""
 
 _PAIR = ("margin", "max_tokens")
 _FORMATS = (

@@ -4,32 +4,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_core.config.data import HubData
-from nemo_rl_core.data.datasets.formats import recognise
-from nemo_rl_core.data.datasets.split import hold_out
+from nemo_rl_core.data.datasets.formats import Recognised, recognise
+from nemo_rl_core.data.datasets.parts import Parts, without_validation
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.types import Row
 
 Records = list[dict[str, Any]]
 
 
-def load(config: HubData, *, seed: int) -> tuple[list[Row], list[Row]]:
+def load(config: HubData, *, seed: int) -> Parts:
     """Training rows and validation rows of a data set on the hub.
 
     Args:
-        config: The data set's name and splits.
+        config: The data set's name and splits, and how its columns are read.
         seed: For held-out rows, if the config has no validation split.
 
     Raises:
         DataError: When it cannot be fetched, has no such split, or is in no known format.
     """
-    parts = fetch(config.name, subset=config.subset, revision=config.revision)
-    train = _rows(config, parts, config.train)
+    splits = fetch(config.name, subset=config.subset, revision=config.revision)
+    train = _rows(config, splits, config.train)
     if config.validation is not None:
-        return train, _rows(config, parts, config.validation)
-    held = set(hold_out(train, fraction=config.validation_fraction, seed=seed, where=config.name))
-    return (
-        [row for index, row in enumerate(train) if index not in held],
-        [row for index, row in enumerate(train) if index in held],
+        held = _rows(config, splits, config.validation)
+        return Parts(train.rows, held.rows, train.read_as)
+    return without_validation(
+        Parts(train.rows, None, train.read_as),
+        fraction=config.validation_fraction,
+        seed=seed,
+        where=config.name,
     )
 
 
@@ -60,16 +61,7 @@ def records_of(dataset: Any) -> Records:
     return [dict(record) for record in dataset]
 
 
-def renamed(records: Records, names: Mapping[str, str]) -> Records:
-    """Records with renamed columns."""
-    if not names:
-        return records
-    return [
-        {names.get(column, column): value for column, value in record.items()} for record in records
-    ]
-
-
-def _rows(config: HubData, parts: Mapping[str, Any], split: str) -> list[Row]:
+def _rows(config: HubData, parts: Mapping[str, Any], split: str) -> Recognised:
     if split not in parts:
         raise DataError(
             f"the data set {config.name!r} has no split {split!r}",
@@ -78,6 +70,4 @@ def _rows(config: HubData, parts: Mapping[str, Any], split: str) -> list[Row]:
             fix="correct data.train or data.validation",
         )
     where = f"the split {split} of {config.name}"
-    return recognise(
-        renamed(records_of(parts[split]), config.rename), where=where, task=config.name
-    )
+    return recognise(records_of(parts[split]), where=where, task=config.name, form=config.reading())

@@ -25,7 +25,8 @@ def hold_out(rows: Sequence[Row], *, fraction: float, seed: int, where: str) -> 
     Raises:
         DataError: When there are fewer than two different prompts.
     """
-    prompts = list(dict.fromkeys(prompt_of(row) for row in rows))
+    asked = [prompt_of(row) for row in rows]
+    prompts = list(dict.fromkeys(asked))
     if len(prompts) < 2:
         raise DataError(
             f"{where} has too few rows to hold some out for validation",
@@ -36,7 +37,7 @@ def hold_out(rows: Sequence[Row], *, fraction: float, seed: int, where: str) -> 
     count = min(max(round(fraction * len(prompts)), 1), len(prompts) - 1)
     # A string seed is hashed with SHA-512, as for the order of the rows.
     chosen = set(random.Random(f"{seed}/held out").sample(prompts, count))
-    indices = [index for index, row in enumerate(rows) if prompt_of(row) in chosen]
+    indices = [index for index, prompt in enumerate(asked) if prompt in chosen]
     logger.warning(
         "%s: %d of %d rows are held out for validation (seed %d)",
         where,

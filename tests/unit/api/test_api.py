@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -12,10 +12,12 @@ from nemo_rl_core import algorithms
 from nemo_rl_core.algorithms.dpo import setup
 from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
 from nemo_rl_core.api.functional import get_algorithm, register_algorithm
+from nemo_rl_core.data.loader import load_records
 from nemo_rl_core.distributed import session as sessions
 from nemo_rl_core.errors import ConfigError, DataError, NemoRLError
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.trainers.base import BaseTrainer
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NAMES = ["sft", "dpo", "reward_model", "grpo", "async_grpo", "ppo", "distillation"]
@@ -137,3 +139,52 @@ def test_mistakes_are_found_before_any_worker_starts(
     assert sessions._sessions == running
     made = Store.default().artifacts
     assert not [*made.glob("grpo-*"), *made.glob("sft-*"), *made.glob("dpo-*")]
+
+
+class RowsReadError(Exception):
+    """Carries the rows of a run that ends where training would begin."""
+
+
+@register_algorithm("rows_of_test_api")
+class ReadsAlone(BaseTrainer[Any, Any]):
+    def _train_step(self, batch: list[Any]) -> dict[str, float]:
+        return {}
+
+    def run(self, spec: RunSpec, **_: Any) -> NoReturn:
+        raise RowsReadError(load_records(spec.train), Manifest.read(spec.train).config["read_as"])
+
+
+GSM8K = [{"question": f"{n}+1=", "answer": f"one more\n#### {n + 1}"} for n in range(4)]
+
+
+def test_train_reads_columns_as_it_is_told(tiny_model: Path) -> None:
+    with pytest.raises(RowsReadError) as caught:
+        nemo_rl_core.train(tiny_model, GSM8K, algorithm="rows_of_test_api")
+    rows, read_as = caught.value.args
+    assert read_as.startswith("gsm8k")
+    assert {row["prompt"]: row["answer"] for row in rows}.items() <= {
+        "0+1=": "1",
+        "1+1=": "2",
+        "2+1=": "3",
+        "3+1=": "4",
+    }.items()
+    with pytest.raises(RowsReadError) as caught:
+        nemo_rl_core.train(
+            tiny_model,
+            GSM8K,
+            algorithm="rows_of_test_api",
+            columns={"question": "prompt", "answer": "answer"},
+            answer_pattern=r"(\w+) more",
+            prompt_template="1+{prompt}",
+        )
+    (row, *_), _ = caught.value.args
+    assert (row["prompt"][:2], row["answer"]) == ("1+", "one")
+
+
+def test_train_refuses_data_that_does_not_fit_before_workers(tiny_model: Path) -> None:
+    with pytest.raises(DataError, match="no answer of the pattern 'boxed'"):
+        nemo_rl_core.train(tiny_model, GSM8K, answer_pattern="boxed")
+    trainer = get_algorithm("grpo").from_pretrained(tiny_model)
+    with pytest.raises(ConfigError, match="did you mean 'columns'") as caught:
+        trainer.fit(GSM8K, colums={"question": "prompt"})
+    assert "reward_fn" in str(caught.value)

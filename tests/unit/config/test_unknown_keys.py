@@ -160,9 +160,9 @@ def test_what_follows_from_an_unknown_key_is_not_reported_beside_it() -> None:
     grpo = {"num_promts_per_step": 5, "train_global_batch_size": 5}
     assert refused({"grpo": grpo})[0] == "unknown key 'grpo.num_promts_per_step'"
     # But a key that is missing beside it is.
-    assert refused({"data": {"kind": "file", "trian": "a"}})[1:-1] == [
+    assert refused({"data": {"kind": "hub", "trian": "a"}})[1:-1] == [
         "  data.trian: unknown key; did you mean 'train'?",
-        "  data.validation: Field required",
+        "  data.name: Field required",
     ]
 
 

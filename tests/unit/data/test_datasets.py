@@ -182,7 +182,8 @@ def test_given_columns_are_kept_numbers_become_text_and_gaps_are_filled(tmp_path
             "answer": "46",
             "completion": "so 46",
             "task": "t",
-            "metadata": '{"k": 1}',
+            # Columns without a meaning here reach rewards through the metadata.
+            "metadata": '{"k": 1, "other": 0}',
         },
         {
             "id": "1",

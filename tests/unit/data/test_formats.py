@@ -14,7 +14,7 @@ MORE = [USER, FOUR, {"role": "user", "content": "3+3"}]
 
 
 def _one(record: dict[str, Any]) -> dict[str, Any]:
-    (row,) = recognise([record], where="here", task="t")
+    (row,) = recognise([record], where="here", task="t").rows
     assert (row.pop("id"), row.pop("task"), row.pop("metadata")) == ("0", "t", "{}")
     return row
 
@@ -104,7 +104,7 @@ def test_ties_are_dropped_and_counted_and_other_columns_named(
         {"prompt": "r", "responses": ["a"], "scores": [1], "source": "x"},
     ]
     with caplog.at_level(logging.WARNING):
-        (row,) = recognise(records, where="my rows", task="t")
+        (row,) = recognise(records, where="my rows", task="t").rows
     # The id is the number of the record, so the tie before it is not forgotten.
     assert (row["id"], row["prompt"], row["chosen"]) == ("1", "q", "b")
     assert caplog.messages == [
@@ -140,4 +140,4 @@ def test_unknown_columns_are_refused_with_what_is_understood() -> None:
 
 
 def test_no_records_give_no_rows() -> None:
-    assert recognise([], where="here", task="t") == []
+    assert recognise([], where="here", task="t").rows == []

@@ -149,6 +149,20 @@ def test_overlap_and_mixed_kinds_are_refused() -> None:
         DataModule.of([])
 
 
+def test_repeated_prompts_are_refused_with_the_way_to_keep_them() -> None:
+    rows = [*sums(0, 6), *sums(0, 2)]
+    with pytest.raises(DataError) as caught:
+        DataModule.of(rows)
+    assert "prompt occurs twice: rows 6, 7" in str(caught.value)
+    assert "data.duplicates: drop or keep" in str(caught.value)
+    for duplicates, left in (("keep", 8), ("drop", 6)):
+        data = DataModule.of(rows, policy=RowPolicy.model_validate({"duplicates": duplicates}))
+        assert len(data.train) + len(data.validation) == left
+        # As a trainer does, which has the tokenizer and is told no rules.
+        again = DataModule.of(data, tokenizer=TOKENIZER)
+        assert again.train.equals(data.train)
+
+
 def test_rows_are_named_as_the_source_counts_them() -> None:
     with pytest.raises(DataError, match="prompt is empty: rows 17"):
         DataModule.of([*sums(0, 17), {"prompt": " ", "answer": "1"}, *sums(18, 30)])
@@ -191,7 +205,7 @@ def test_columns_are_renamed_and_folders_read_by_a_recipe(tmp_path: Path) -> Non
         FileData(
             train=str(tmp_path / "train"),
             validation=str(held),
-            rename={"question": "prompt", "reply": "answer"},
+            columns={"question": "prompt", "reply": "answer"},
         )
     )
     assert prompts(data.train) == [row["prompt"] for row in TRAIN]

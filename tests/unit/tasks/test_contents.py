@@ -116,6 +116,21 @@ def test_a_changed_file_of_a_folder_reaches_the_data_stage(tmp_path: Path) -> No
     assert {stage for stage in STAGES if before[stage] != after[stage]} == {"data"}
 
 
+def test_a_changed_file_of_a_mixture_reaches_the_data_stage(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("1")
+    files = [{"kind": "file", "train": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    data = {"kind": "mixture", "sources": [{"data": file} for file in files]}
+    before = hashes({"data": data})
+    (tmp_path / "b.jsonl").write_text("2")
+    after = hashes({"data": data})
+    assert {stage for stage in STAGES if before[stage] != after[stage]} == {"data"}
+    # How columns are read and which rows are drawn counts as well.
+    files[0]["answer_pattern"] = "boxed"
+    assert hashes({"data": data})["data"] != after["data"]
+    assert hashes({"data": data, "seed": 1})["data"] != hashes({"data": data})["data"]
+
+
 def test_a_hub_data_set_is_known_by_name_and_revision() -> None:
     one, other = ({"kind": "hub", "name": "a/b", "revision": word} for word in ("v1", "v2"))
     assert plan_grpo(config=GRPORecipe.model_validate({"data": one})).data.content == ""

@@ -29,6 +29,15 @@ def test_data_whose_tasks_all_have_an_environment_passes(data: dict, tasks: list
     check(data=data, environment={"kind": "by_task", "tasks": tasks})
 
 
+def test_a_missing_file_of_a_mixture_is_refused(tmp_path: Path) -> None:
+    there, missing = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    there.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    sources = [{"data": {"kind": "file", "train": str(path)}} for path in (there, missing)]
+    with pytest.raises(DataError, match="a data file does not exist") as refused:
+        check(data={"kind": "mixture", "sources": sources, "max_prompt_tokens": 16})
+    assert refused.value.got == str(missing)
+
+
 def test_a_task_without_an_environment_is_refused(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "task": "arithmetic"} for n in range(4)]
     rows[3]["task"] = "poems"
