@@ -7,7 +7,7 @@ from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
 _NUM_SHOWN = 2
-_MAX_CHARACTERS = 160
+_MAX_CHARACTERS = 260  # room for the prompt, the completion, the error and its place
 
 
 def valid_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:

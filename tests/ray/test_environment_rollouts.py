@@ -121,6 +121,7 @@ ROWS: dict[str, list[Row]] = {
     "math": [Row("math", {("0.75",): (1,), ("0.7",): (0,)}, answer=r"\frac{3}{4}")],
     "reasoning_gym": [GYM],
     "function": [Row("function", {("four",): (4,), ("to",): (2,), ("boom",): None})],
+    "python": [Row("function", {("four",): (4,), ("to",): (2,), ("boom",): (-1,)})],
     "reward_model": [SUM],  # by hand: `scores_of_the_reward_model`
     "regex": [Row("regex", {("123",): (1,), ("12a",): (0,)})],
     "json_schema": [Row("json", {('{"a": 1}',): (1,), ('{"a": "b"}',): (0,), ('{"a"',): (0,)})],
@@ -155,6 +156,7 @@ def config_of(kind: str, folder: Path) -> dict[str, Any]:
     digit = {"kind": "regex", "pattern": "[0-9]"}
     own: dict[str, dict[str, Any]] = {
         "function": {"target": "said_by_the_model:length"},
+        "python": {"target": "said_by_the_model:Length", "arguments": {"boom": -1.0}},
         "reward_model": {"model": str(folder / "reward_model")},
         "regex": {"pattern": "[0-9]{3}"},
         "json_schema": {"json_schema": json.dumps(schema)},
@@ -290,10 +292,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained(folder / name)
     (folder / "passages.txt").write_text("Bread is made of flour.\nParis is the capital.\n")
     (folder / "said_by_the_model.py").write_text(
+        "import torch\n"
+        "from nemo_rl_core.environments.interfaces import EnvironmentReturn\n"
         "def length(prompt: str, response: str) -> float:\n"
         "    if response == 'boom':\n"
         "        raise LookupError('no answer sheet')\n"
         "    return len(response)\n"
+        "class Length:\n"
+        "    def __init__(self, boom: float) -> None:\n"
+        "        self.boom = boom\n"
+        "    def step(self, logs, metadata):\n"
+        "        texts = [log[-1]['content'] for log in logs]\n"
+        "        rewards = [self.boom if text == 'boom' else float(len(text)) for text in texts]\n"
+        "        ended = torch.ones(len(texts), dtype=torch.bool)\n"
+        "        stops = [None] * len(texts)\n"
+        "        return EnvironmentReturn([], metadata, stops, torch.tensor(rewards), ended)\n"
     )
     return folder
 

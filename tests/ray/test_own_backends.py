@@ -10,9 +10,12 @@ import torch
 from nemo_rl_core import GRPOTrainer, train
 from nemo_rl_core.algorithms import DPOLossFn, GRPOLossFn
 from nemo_rl_core.backends import register_generation_backend, register_training_backend
+from nemo_rl_core.backends.generation.base import _GENERATION_BACKENDS
 from nemo_rl_core.backends.generation.hugging_face import HuggingFaceBackend
+from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.config.training import DTensorTraining, RegisteredTraining
+from nemo_rl_core.config.generation import GENERATION_SECTIONS
+from nemo_rl_core.config.training import TRAINING_SECTIONS, DTensorTraining, RegisteredTraining
 from nemo_rl_core.data import BatchedDataLoader
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed import BatchedDataDict
@@ -41,7 +44,6 @@ class ScaledTraining(RegisteredTraining, DTensorTraining):
     factor: float = 1.0
 
 
-@register_training_backend("scaled", config=ScaledTraining)
 class ScaledBackend(DTensorBackend):
     """Multiplies the loss."""
 
@@ -55,7 +57,6 @@ class ScaledBackend(DTensorBackend):
         return {**super().train_step(batch, scaled), "factor": factor}
 
 
-@register_generation_backend("plain_loop")
 class PlainLoop(HuggingFaceBackend):
     """Transformers' loop under another name."""
 
@@ -103,7 +104,19 @@ class OwnEngine(GenerationInterface):
         )
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both backends have their names for one test alone."""
+    for registry in (_TRAINING_BACKENDS, _GENERATION_BACKENDS):
+        monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    for table in (TRAINING_SECTIONS, GENERATION_SECTIONS):
+        monkeypatch.setattr(table, "_classes", dict(table._classes))
+    register_training_backend("scaled", config=ScaledTraining)(ScaledBackend)
+    register_generation_backend("plain_loop")(PlainLoop)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("registered")
 def test_registered_backends_train_and_sample(session: ClusterSession, tiny_model: Path) -> None:
     result = train(
         tiny_model,
