@@ -57,7 +57,8 @@ def test_a_bad_reward_stops_the_run_with_its_reason(
     assert finished.exit_code == 1
     for word in [f"bad_rewards:{name}", "got:", "fix:", *words]:
         assert word in finished.text
-    assert len(finished.message) < 12  # two of the errors, each broken into lines by the frame
+    # Two of the errors with their places, each broken into lines by the frame.
+    assert len(finished.message) < 14
     assert "Traceback" not in finished.output
     assert "evaluate  FAILED" in finished.output
     (log,) = (own_store / "runs").glob("*/run.log")
