@@ -24,7 +24,6 @@ from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
@@ -148,8 +147,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         self._own = OwnParts.taken_from(settings, overrides, self.settings_class)
         self._own.refuse_unfit(self.refuses_own, algorithm=self.algorithm)
         session = session or (self._given.cluster if self._given else None)
-        if session is None and isinstance(self._own.engine, Generation):
-            session = self._own.engine.session
+        session = session or self._own.session
         self._session = (
             ClusterSession(session) if isinstance(session, RayVirtualCluster) else session
         )
@@ -203,8 +201,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         refuse_unclaimed(cls.settings_class, config, overrides)
         trainer = cls(with_defaults_of(model, config, cls))
         trainer.model, trainer._own = model, own
-        if isinstance(own.engine, Generation):
-            trainer._session = own.engine.session
+        trainer._session = own.session or trainer._session
         return trainer
 
     @classmethod

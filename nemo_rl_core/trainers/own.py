@@ -7,8 +7,8 @@ from typing import Any
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.training import TRAINING_SECTIONS, OptimizerConfig
+from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 
@@ -24,6 +24,13 @@ class OwnParts:
 
     policy: PolicyInterface | None = None
     engine: GenerationInterface | None = None
+
+    @property
+    def session(self) -> ClusterSession | None:
+        """Where an engine of this project runs; its trainer shares the session."""
+        # By its attribute, so that a training without an engine does not reach its source.
+        session = getattr(self.engine, "session", None)
+        return session if isinstance(session, ClusterSession) else None
 
     @classmethod
     def taken_from(
@@ -63,7 +70,7 @@ class OwnParts:
                 )
 
     def _refuse_a_built_in_engine(self) -> None:
-        if self.policy is not None and isinstance(self.engine, Generation):
+        if self.policy is not None and self.session is not None:
             raise ConfigError(
                 f"{type(self.engine).__name__} takes weights from a training backend's workers, "
                 f"which {type(self.policy).__name__} does not have",
@@ -94,8 +101,8 @@ class OwnParts:
             )
         parts.engine = engine
         overrides["generation"] = (
-            engine.config.model_dump()
-            if isinstance(engine, Generation)
+            engine.config.model_dump()  # type: ignore[attr-defined]
+            if parts.session is not None
             else {"backend": _registered(GENERATION_SECTIONS, engine)}
         )
         return parts

@@ -66,6 +66,9 @@ NOT_RUN_BY_STAGES = {
         "nemo_rl_core.trainers.defaults",
         "nemo_rl_core.trainers.fitting",
     },
+    "nemo_rl_core.trainers.own": {
+        "nemo_rl_core.models.policy.pretrained",
+    },
 }
 """Imports that serve calls from Python alone (`fit`, `from_pretrained`, `register_...`), by the
 module that has them: a stage calls `run`, and what only the others need must not make it run again.
