@@ -5,6 +5,7 @@ samples is worth something, and not always the same.
 """
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -291,23 +292,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "passages.txt").write_text("Bread is made of flour.\nParis is the capital.\n")
-    (folder / "said_by_the_model.py").write_text(
-        "import torch\n"
-        "from nemo_rl_core.environments.interfaces import EnvironmentReturn\n"
-        "def length(prompt: str, response: str) -> float:\n"
-        "    if response == 'boom':\n"
-        "        raise LookupError('no answer sheet')\n"
-        "    return len(response)\n"
-        "class Length:\n"
-        "    def __init__(self, boom: float) -> None:\n"
-        "        self.boom = boom\n"
-        "    def step(self, logs, metadata):\n"
-        "        texts = [log[-1]['content'] for log in logs]\n"
-        "        rewards = [self.boom if text == 'boom' else float(len(text)) for text in texts]\n"
-        "        ended = torch.ones(len(texts), dtype=torch.bool)\n"
-        "        stops = [None] * len(texts)\n"
-        "        return EnvironmentReturn([], metadata, stops, torch.tensor(rewards), ended)\n"
-    )
+    shutil.copy(Path(__file__).with_name("said_by_the_model.py"), folder)
     return folder
 
 
