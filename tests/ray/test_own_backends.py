@@ -160,7 +160,7 @@ def test_an_engine_that_runs_is_handed_to_a_trainer(
     engine.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_batches_of_the_documents_go_through_a_policys_methods(
     session: ClusterSession, tiny_model: Path
 ) -> None:
