@@ -29,7 +29,7 @@ _CONFIGS = {
 }
 _ENGINES = {
     "RolloutEngine": "rollouts.engine:RolloutEngine",
-    "SingleTurnRollouts": "rollouts.single_turn:SingleTurnRollouts",
+    "SingleTurnRollouts": "rollouts.engine:SingleTurnRollouts",
     "MultiTurnRollouts": "rollouts.multi_turn:MultiTurnRollouts",
 }
 

@@ -1,6 +1,6 @@
 """The DAGs: one a file, one screen each."""
 
-from tasks.platform import command_help, recorder
+from tasks.platform import command_help, run
 
 command_help.show_recipes_by_name()
-recorder.install()
+run.install()

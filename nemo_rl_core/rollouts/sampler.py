@@ -11,16 +11,66 @@ from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, score_rollouts
+from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.own import OwnGeneration
-from nemo_rl_core.rollouts.engine import RolloutEngine
+from nemo_rl_core.rollouts.batch import rollout_batch
+from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
-from nemo_rl_core.rollouts.post_processing import post_processed
-from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures
+from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.scorers import scorer_of
-from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.types import Rollout
+
+
+def post_processed(
+    environment: Any, rollouts: Sequence[Rollout]
+) -> tuple[list[Rollout], dict[str, float]]:
+    """The rollouts with the rewards that the environment adapts, and its metrics.
+
+    Args:
+        environment: Gets what `rollout_batch` returns of those rollouts that could be scored, and
+            as lists `tasks`, `prompts`, `completions` and `answers`.
+        rollouts: Scored; those that could not be scored stay as they are.
+
+    Returns:
+        All rollouts in their places, and the metrics; none where not one rollout could be scored.
+
+    Raises:
+        RewardError: As `post_process`.
+    """
+    counted = valid_rollouts(rollouts)
+    if not counted:
+        return list(rollouts), {}
+    batch: dict[str, Any] = {
+        **rollout_batch(counted),
+        "tasks": [each.prompt.task for each in counted],
+        "prompts": [each.prompt.text for each in counted],
+        "completions": [each.text for each in counted],
+        "answers": [each.prompt.answer for each in counted],
+    }
+    rewards, metrics = post_process(environment, batch)
+    # A reward that is not adapted keeps its digits, of which a tensor holds fewer.
+    adapted = iter(
+        each if same else each.scored(reward)
+        for each, same, reward in zip(
+            counted, (rewards == batch["rewards"]).tolist(), rewards.tolist(), strict=True
+        )
+    )
+    return [next(adapted) if each.error is None else each for each in rollouts], metrics
+
+
+def mean_metrics(draws: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """The metrics of a step's draws, each counted by its number of rollouts.
+
+    A metric that only some draws have is a mean over these.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    for size, metrics in draws:
+        for name, value in metrics.items():
+            total, count = sums.get(name, (0.0, 0))
+            sums[name] = total + size * value, count + size
+    return {name: total / count for name, (total, count) in sums.items()}
 
 
 class Sampler(AbstractContextManager["Sampler"]):

@@ -1,5 +1,11 @@
-"""User interface of a local run: progress, log, table and short errors."""
+"""A local run: its recording node by node, progress, log, table and short errors.
 
+flytekit runs a workflow locally by calling `local_execute` of the workflow and of each sub-workflow
+and task in it, and `sandbox_execute` only of tasks that are not cached. `install` wraps these three
+to record nodes, cache hits and data flow; the rest of flytekit is unchanged.
+"""
+
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -8,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from flytekit.core.base_task import Task
 from flytekit.core.workflow import WorkflowBase
 from rich.console import Console
 
@@ -23,6 +30,7 @@ from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.platform.caching import source_digest
 from tasks.platform.closing import closing_lines
+from tasks.platform.local import on_cluster
 from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
 from tasks.platform.values import plain
@@ -131,3 +139,53 @@ def _close(recorder: Recorder, log: RunLog, terminal: Any) -> None:
     for line in closing_lines(recorder.artifacts):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"log: {log.path}", markup=False, soft_wrap=True)
+
+
+__all__ = ["RunFailed", "RunRefused", "install"]
+
+_running: list[Recorder] = []
+"""The current run, or None."""
+
+
+def install() -> None:
+    """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
+    if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
+        return
+    WorkflowBase.local_execute = _wrap_workflow(WorkflowBase.local_execute)
+    Task.local_execute = _wrap_task(Task.local_execute)
+    Task.sandbox_execute = _wrap_sandbox(Task.sandbox_execute)
+
+
+def _wrap_workflow(original: Any) -> Any:
+    @functools.wraps(original)
+    def local_execute(self: WorkflowBase, ctx: Any, **kwargs: Any) -> Any:
+        if _running:
+            return _running[-1].call(self, kwargs, lambda: original(self, ctx, **kwargs))
+        with run(self, kwargs) as recorder:
+            _running.append(recorder)
+            try:
+                return original(self, ctx, **kwargs)
+            finally:
+                _running.remove(recorder)
+
+    return local_execute
+
+
+def _wrap_task(original: Any) -> Any:
+    @functools.wraps(original)
+    def local_execute(self: Task, ctx: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return original(self, ctx, **kwargs)
+        return _running[-1].call(self, kwargs, lambda: original(self, ctx, **kwargs))
+
+    return local_execute
+
+
+def _wrap_sandbox(original: Any) -> Any:
+    @functools.wraps(original)
+    def sandbox_execute(self: Task, ctx: Any, input_literal_map: Any) -> Any:
+        if _running:
+            _running[-1].executes(self)
+        return original(self, ctx, input_literal_map)
+
+    return sandbox_execute

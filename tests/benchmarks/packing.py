@@ -14,9 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from nemo_rl_core.distributed.packing.flops import sequence_flops
 from nemo_rl_core.distributed.packing.plan import Microbatch
-from nemo_rl_core.distributed.packing.ranks import plan_for_ranks
+from nemo_rl_core.distributed.packing.ranks import plan_for_ranks, sequence_flops
 
 
 def draw_lengths(num_sequences: int) -> list[int]:

@@ -22,10 +22,10 @@ from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.errors import ConfigError, WorkerError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
-from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
 from nemo_rl_core.rollouts.stream import RolloutStream
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult

@@ -17,7 +17,7 @@ from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.types import Prompt, Rollout
 
 G = 8

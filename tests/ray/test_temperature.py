@@ -13,7 +13,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models.generation import VllmGeneration
-from nemo_rl_core.rollouts.single_turn import SingleTurnRollouts
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
 from nemo_rl_core.types import Prompt
 
 pytestmark = pytest.mark.thorough

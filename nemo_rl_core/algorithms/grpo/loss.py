@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -139,14 +140,14 @@ class GRPOLossFn:
         if config.entropy_bonus:
             values = values - config.entropy_bonus * sampled_entropy(current)
 
-        means = masked_sequence_mean(values, mask)
-        match config.reduction:
-            case "token_mean":
-                loss = masked_sum(values, mask, denominator=global_valid_tokens)
-            case "sequence_mean":
-                loss = masked_sum(means, batch["sample_mask"].bool(), denominator=global_valid_seqs)
-            case ConstantDenominator(max_tokens=max_tokens):
-                loss = masked_sum(values, mask, denominator=global_valid_seqs * max_tokens)
+        loss = _reduced(
+            config.reduction,
+            values,
+            mask,
+            batch["sample_mask"],
+            global_valid_seqs,
+            global_valid_tokens,
+        )
         metrics = {
             name: masked_sum(metric, mask, denominator=global_valid_tokens)
             for name, metric in per_token.items()
@@ -171,6 +172,25 @@ def _policy_loss(config: LossConfig, current: Tensor, ratio: Tensor, advantages:
             return -advantages * ratio
         case SAPOLoss(tau_positive=positive, tau_negative=negative):
             return sapo(ratio, advantages, tau_positive=positive, tau_negative=negative)
+
+
+def _reduced(
+    reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator,
+    values: Tensor,
+    mask: Tensor,
+    sample_mask: Tensor,
+    num_sequences: Tensor,
+    num_tokens: Tensor,
+) -> Tensor:
+    """The loss of a micro-batch, of which the sum over all micro-batches is the loss of a step."""
+    match reduction:
+        case "token_mean":
+            return masked_sum(values, mask, denominator=num_tokens)
+        case "sequence_mean":
+            means = masked_sequence_mean(values, mask)
+            return masked_sum(means, sample_mask.bool(), denominator=num_sequences)
+        case ConstantDenominator(max_tokens=max_tokens):
+            return masked_sum(values, mask, denominator=num_sequences * max_tokens)
 
 
 def _clip_fractions(config: LossConfig, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:

@@ -21,8 +21,7 @@ from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.trainers.base import RunSpec
-from nemo_rl_core.trainers.minibatches import train_in_parts
-from nemo_rl_core.trainers.rollouts import RolloutTrainer
+from nemo_rl_core.trainers.rollouts import RolloutTrainer, train_in_parts
 from nemo_rl_core.types import Prompt, Rollout
 
 

@@ -1,13 +1,16 @@
-"""Micro-batches under a token budget, with several sequences in one row.
+"""Micro-batches under a token budget, with several sequences in one row, and their layout.
 
 A micro-batch has rows as long as its longest sequence, and shorter sequences share rows. So no
 attention matrix grows past the longest sequence squared (which matters where the kernel is dense,
-as on a CPU), and little of the budget goes to padding. Best-fit decreasing: Johnson (1973).
+as on a CPU), and little of the budget goes to padding. Best-fit decreasing: Johnson (1973). A plan
+needs lengths alone; the worker lays out the tokens (`pack`).
 """
 
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from nemo_rl_core.errors import DataError
 
@@ -173,3 +176,53 @@ class _Rows:
         for row, index in places:
             self.rows[row].append(index)
         return True
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Tokens of a micro-batch in rows of equal length.
+
+    Attributes:
+        input_ids: `[R, L]`; filler has id 0.
+        position_ids: `[R, L]`; restart at 0 with each sequence, and with the filler at a row's end,
+            so that models that derive sequence boundaries from them separate filler too.
+        row: `[B, T]` row of each token of the padded view, and
+        column: `[B, T]` column of each token; both are 0 at padding.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+
+
+def pack(input_ids: torch.Tensor, lengths: torch.Tensor, microbatch: Microbatch) -> PackedRows:
+    """Lays the sequences of a micro-batch into its rows.
+
+    Args:
+        input_ids: `[B, T]` of the micro-batch's sequences in `microbatch.indices` order, padded
+            on the right.
+        lengths: `[B]` valid tokens of each.
+        microbatch: Its plan.
+    """
+    num_rows, row_length = len(microbatch.rows), microbatch.row_length
+    device = input_ids.device
+    counts = torch.tensor([len(row) for row in microbatch.rows], device=device)
+    row_of = torch.repeat_interleave(torch.arange(num_rows, device=device), counts)
+    ends = torch.cumsum(lengths, 0)
+    row_starts = torch.cumsum(counts, 0) - counts
+    before_row = torch.cat([ends.new_zeros(1), ends])[row_starts]
+    start = ends - lengths - before_row[row_of]
+
+    positions = torch.arange(input_ids.shape[1], device=device)
+    valid = positions < lengths[:, None]
+    row = torch.where(valid, row_of[:, None], 0)
+    column = torch.where(valid, start[:, None] + positions, 0)
+
+    packed_ids = torch.zeros(num_rows, row_length, dtype=input_ids.dtype, device=device)
+    used = torch.zeros(num_rows, dtype=torch.long, device=device).index_add_(0, row_of, lengths)
+    # Filler counts from 0 after the last sequence of its row.
+    packed_positions = torch.arange(row_length, device=device) - used[:, None]
+    packed_ids[row[valid], column[valid]] = input_ids[valid]
+    packed_positions[row[valid], column[valid]] = positions.expand_as(row)[valid]
+    return PackedRows(packed_ids, packed_positions, row, column)

@@ -1,15 +1,17 @@
-"""Micro-batches for data-parallel ranks: equally many on each, and balanced by what they cost.
+"""A batch divided over data-parallel ranks: equally many micro-batches each, of balanced cost.
 
 Ranks meet in every micro-batch (sharded weights are gathered, experts exchange tokens), so each
-must run the same number, and in each the costliest decides.
+must run the same number, and in each the costliest decides. A sequence costs what is linear in its
+length, and what is quadratic through attention. `Shards.restored` puts results back in order.
 """
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
-from nemo_rl_core.distributed.packing.flops import sequence_flops
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import (
     NO_SEQUENCES,
     Microbatch,
@@ -17,6 +19,75 @@ from nemo_rl_core.distributed.packing.plan import (
     longest_first,
     plan_microbatches,
 )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder that its cost depends on.
+
+    Attributes:
+        hidden_size: `D`, the width of the residual stream.
+        num_layers: How many decoder layers.
+        intermediate_size: Width of the feed-forward; of a mixture, of the experts one token sees.
+        vocab_size: `V`, logits a token.
+        attention_size: Query heads times head size.
+        key_value_size: Key (and value) heads times head size.
+    """
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    vocab_size: int
+    attention_size: int
+    key_value_size: int
+
+
+TYPICAL_SHAPE = ModelShape(
+    hidden_size=2048,
+    num_layers=32,
+    intermediate_size=8192,
+    vocab_size=128_000,
+    attention_size=2048,
+    key_value_size=512,
+)
+"""A model of about 2 billion parameters, where the caller does not say which it is.
+
+Only the ratio of the two terms matters for balance: here they are equal at 33,696 tokens.
+"""
+
+
+def sequence_flops(length: int, shape: ModelShape = TYPICAL_SHAPE) -> int:
+    """Floating-point operations of one training step on one sequence, forward and backward.
+
+    A matrix product takes two operations a weight and token. A layer's weights are queries and
+    output (`D * A` each), keys and values (`D * K` each) and a gated feed-forward (`3 * D * F`);
+    the head has `D * V`. Causal attention multiplies `T * T / 2` pairs by `A`, once for scores and
+    once for values. The backward pass takes twice the forward pass. Norms, activations and the
+    embedding are left out.
+
+    `3 * (2 * T * (L * (2*D*A + 2*D*K + 3*D*F) + D*V) + L * 2 * A * T**2)`
+
+    This is three times equation 2.2 of Kaplan et al. (2020), arXiv:2001.08361, for a sequence in
+    place of a token, with the head, which they leave out.
+
+    Args:
+        length: `T`, tokens of the sequence.
+        shape: The model's sizes.
+
+    Returns:
+        A whole number, so that sums of costs are exact and plans deterministic.
+
+    Example:
+        >>> tiny = ModelShape(2, 1, 4, 8, 2, 1)
+        >>> sequence_flops(1, tiny), sequence_flops(2, tiny)
+        (324, 672)
+    """
+    layer = shape.hidden_size * (
+        2 * shape.attention_size + 2 * shape.key_value_size + 3 * shape.intermediate_size
+    )
+    weights = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
+    attention = shape.num_layers * 2 * shape.attention_size * length**2
+    return 3 * (2 * length * weights + attention)
 
 
 def plan_for_ranks(
@@ -165,3 +236,102 @@ class _Work:
         middle = min(bisect_left(so_far, so_far[-1] / 2) + 1, len(units) - 1)
         for half in (units[:middle], units[middle:]):
             plan += self.plan(index for unit in half for index in self._units[unit])
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of a batch, one a rank; as a sequence, its batches.
+
+    Attributes:
+        batches: The rows of each rank; a planned one carries its `microbatches`.
+        indices: For each rank, which row of the whole each of its rows was.
+
+    Example:
+        >>> import torch
+        >>> batch = BatchedDataDict({"input_lengths": torch.tensor([4, 3, 2, 1])})
+        >>> shards = shard_for_training(batch, num_ranks=2, max_tokens=8)
+        >>> shards.indices
+        ((0, 1, 3), (2,))
+        >>> doubled = [BatchedDataDict({"x": 2 * shard["input_lengths"]}) for shard in shards]
+        >>> shards.restored(doubled)["x"].tolist()
+        [8, 6, 4, 2]
+    """
+
+    batches: tuple[BatchedDataDict, ...]
+    indices: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[BatchedDataDict]:
+        return iter(self.batches)
+
+    def __getitem__(self, rank: int) -> BatchedDataDict:
+        return self.batches[rank]
+
+    @property
+    def order(self) -> list[int]:
+        """`indices` of one rank after the other: what `reorder_data` undoes."""
+        return [index for indices in self.indices for index in indices]
+
+    def restored(self, results: Sequence[BatchedDataDict]) -> BatchedDataDict:
+        """Joins one result a rank, and puts the rows where they stood in the whole batch.
+
+        Args:
+            results: In rank order, with one row for each row of the shard. A tensor narrower than
+                those of other ranks is padded on the right with 0.
+        """
+        return type(results[0]).from_batches(results).reorder_data(self.order)
+
+
+def shard_for_training(
+    batch: BatchedDataDict,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    share_rows: bool = True,
+) -> Shards:
+    """Gives each data-parallel rank rows and a plan of micro-batches; see `plan_for_ranks`.
+
+    All ranks have the same number of micro-batches and nearly the same work; a rank whose rows are
+    too few for that has fewer, and its backend fills up. Rows of equal `pair_ids` stay in one
+    micro-batch. With one rank, the shard is the batch as it was.
+
+    Args:
+        batch: With `input_lengths [B]`, and `pair_ids [B]` where rows belong together.
+        num_ranks: Data-parallel ranks. Those past the rows get a shard without rows.
+        max_tokens: The budget of one micro-batch: rows times row length.
+        share_rows: Whether a row may hold several sequences.
+
+    Returns:
+        One shard a rank. Its rows are in the order of the batch, and the indices in its
+        `microbatches` count within the shard.
+
+    Raises:
+        DataError: If one row, or one pair, alone is more than the budget.
+    """
+    plans = plan_for_ranks(
+        batch["input_lengths"].tolist(),
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        bundles=_pairs(batch),
+        share_rows=share_rows,
+    )
+    return _planned(batch, plans)
+
+
+def _planned(batch: BatchedDataDict, plans: Sequence[Sequence[Microbatch]]) -> Shards:
+    indices = tuple(tuple(sorted(i for part in plan for i in part.indices)) for plan in plans)
+    batches = []
+    for rows, plan in zip(indices, plans, strict=True):
+        shard = batch.select_indices(rows)
+        place = {row: number for number, row in enumerate(rows)}
+        # What stands in for no sequences is the backend's to choose: it knows which shape of
+        # filler its model takes, and counts the micro-batches of all ranks in any case.
+        shard.microbatches = [part.renumbered(place) for part in plan if part != NO_SEQUENCES]
+        batches.append(shard)
+    return Shards(tuple(batches), indices)
+
+
+def _pairs(batch: BatchedDataDict) -> list[int] | None:
+    return batch["pair_ids"].tolist() if "pair_ids" in batch else None

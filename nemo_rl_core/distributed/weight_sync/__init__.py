@@ -2,23 +2,27 @@
 
 | file | noun |
 |---|---|
-| `link.py` | `WeightLink`: what the controller holds between a policy's and an engine's workers |
-| `endpoint.py` | `SendsWeights.send_weights` and `ReceivesWeights.receive_weights`: the workers |
-| `control.py` | the gloo group of both endpoints, which says what is sent and what has arrived |
+| `link.py` | `WeightLink`, which the controller holds; `SendsWeights` and `ReceivesWeights` |
+| `messages.py` | frames that say what is sent and has arrived; tensors as checked bytes |
 | `transport.py` | how bytes move: shared memory, gloo, CUDA IPC or NCCL |
-| `bucket.py` | named tensors as flat bytes, with a checksum |
 """
 
-from nemo_rl_core.distributed.weight_sync.bucket import (
+from nemo_rl_core.distributed.weight_sync.link import (
+    Endpoint,
+    ReceivesWeights,
+    SendsWeights,
+    WeightLink,
+)
+from nemo_rl_core.distributed.weight_sync.messages import (
+    SENDER,
+    LinkSpec,
+    TransportName,
     WeightBucket,
     bucket_digest,
     combined_digest,
     compare_digests,
     make_buckets,
 )
-from nemo_rl_core.distributed.weight_sync.control import SENDER, LinkSpec, TransportName
-from nemo_rl_core.distributed.weight_sync.endpoint import Endpoint, ReceivesWeights, SendsWeights
-from nemo_rl_core.distributed.weight_sync.link import WeightLink
 
 __all__ = [
     "SENDER",

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync.control import SENDER, ControlGroup, TransportName
+from nemo_rl_core.distributed.weight_sync.messages import SENDER, ControlGroup, TransportName
 from nemo_rl_core.errors import ResourceError
 
 

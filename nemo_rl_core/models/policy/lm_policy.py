@@ -17,9 +17,9 @@ from nemo_rl_core.distributed.named_sharding import (
     TENSOR,
     training_sharding,
 )
+from nemo_rl_core.distributed.packing.ranks import Shards, shard_for_training
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.session import ClusterSession
-from nemo_rl_core.distributed.sharding import Shards, shard_for_training
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns, with_lengths

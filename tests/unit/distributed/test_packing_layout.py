@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.distributed.packing.layout import PackedRows, pack
-from nemo_rl_core.distributed.packing.plan import Microbatch, plan_microbatches
+from nemo_rl_core.distributed.packing.plan import Microbatch, PackedRows, pack, plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 

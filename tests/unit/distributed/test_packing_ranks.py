@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.distributed.packing.flops import TYPICAL_SHAPE, ModelShape, sequence_flops
 from nemo_rl_core.distributed.packing.plan import (
     NO_SEQUENCES,
     Microbatch,
     plan_microbatches,
 )
-from nemo_rl_core.distributed.packing.ranks import plan_for_ranks, share_out
+from nemo_rl_core.distributed.packing.ranks import (
+    TYPICAL_SHAPE,
+    ModelShape,
+    plan_for_ranks,
+    sequence_flops,
+    share_out,
+)
 from nemo_rl_core.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)

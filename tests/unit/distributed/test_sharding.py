@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.layout import pack
-from nemo_rl_core.distributed.packing.plan import NO_SEQUENCES, Microbatch, plan_microbatches
-from nemo_rl_core.distributed.sharding import Shards, shard_for_training
+from nemo_rl_core.distributed.packing.plan import NO_SEQUENCES, Microbatch, pack, plan_microbatches
+from nemo_rl_core.distributed.packing.ranks import Shards, shard_for_training
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=30)
 NUM_SHARDS = st.integers(1, 9)

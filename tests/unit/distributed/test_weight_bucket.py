@@ -14,7 +14,7 @@ from nemo_rl_core.distributed.weight_sync import (
     compare_digests,
     make_buckets,
 )
-from nemo_rl_core.distributed.weight_sync.bucket import word_sums
+from nemo_rl_core.distributed.weight_sync.messages import word_sums
 from nemo_rl_core.errors import ConsistencyError
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_rl_core.rollouts.post_processing import mean_metrics, post_processed
+from nemo_rl_core.rollouts.sampler import mean_metrics, post_processed
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 

@@ -14,7 +14,7 @@ def loaded(python: Callable[..., str], *modules: str) -> set[str]:
 
 @pytest.mark.slow
 def test_a_workflow_imports_nothing_heavy(python: Callable[..., str]) -> None:
-    found = HEAVY & loaded(python, "workflows.grpo", "tasks.platform.recorder")
+    found = HEAVY & loaded(python, "workflows.grpo", "tasks.platform.run")
     assert not {"torch", "vllm"} & found
     # What flytekit and its Ray plugin import by themselves is not ours to leave out.
     assert found <= HEAVY & loaded(python, "flytekit", "flytekitplugins.ray")

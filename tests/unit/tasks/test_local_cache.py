@@ -14,7 +14,7 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.produce import StageResult, cost_html
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.platform.local import use_store
-from tasks.platform.recorder import RunFailed
+from tasks.platform.run import RunFailed
 from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported

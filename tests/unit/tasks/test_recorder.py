@@ -23,8 +23,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.events import StageResumed, publish, report
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
-from tasks.platform.recorder import RunFailed
-from tasks.platform.run import recipe_name
+from tasks.platform.run import RunFailed, recipe_name
 from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported

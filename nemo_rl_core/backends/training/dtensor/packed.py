@@ -21,8 +21,7 @@ from nemo_rl_core.backends.training.dtensor.saving import save_model
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.layout import pack
-from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.packing.plan import Microbatch, pack
 from nemo_rl_core.errors import ModelError
 
 

@@ -14,7 +14,7 @@ from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_topk_logprobs_from_hidden,
 )
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.layout import PackedRows
+from nemo_rl_core.distributed.packing.plan import PackedRows
 
 _LOGPROB_CHUNK_TOKENS = 1024
 

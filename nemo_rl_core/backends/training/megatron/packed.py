@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from nemo_rl_core.backends.training.context_parallel import own_part, packed_causal_mask
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
-from nemo_rl_core.distributed.packing.layout import PackedRows
+from nemo_rl_core.distributed.packing.plan import PackedRows
 
 
 def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:

@@ -9,8 +9,7 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.layout import PackedRows, pack
-from nemo_rl_core.distributed.packing.plan import Microbatch, plan_microbatches
+from nemo_rl_core.distributed.packing.plan import Microbatch, PackedRows, pack, plan_microbatches
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
-from nemo_rl_core.distributed.packing.layout import pack
-from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.packing.plan import Microbatch, pack
 from nemo_rl_core.distributed.process_group import join_process_group, rank
 from nemo_rl_core.errors import DataError, StoreError
 

@@ -26,7 +26,7 @@ from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
 from tasks.cli.reproduction import differences_from, run_of
 from tasks.cli.runs import runs
-from tasks.platform.recorder import RunFailed
+from tasks.platform.run import RunFailed
 from tasks.platform.stage import cached_task, make
 
 assert workflows  # wraps flytekit's local execution when it is imported
