@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
 from nemo_rl_core.config.generation import (
     GenerationConfig,
     SamplingConfig,
@@ -14,6 +14,7 @@ from nemo_rl_core.config.generation import (
     refuse_more_than,
 )
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
 from nemo_rl_core.errors import ConfigError
 

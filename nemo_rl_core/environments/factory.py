@@ -9,27 +9,29 @@ from pathlib import Path
 
 from nemo_rl_core.config.environment import (
     ByTask,
-    CodeTests,
     EnvironmentConfig,
     EnvironmentWorkers,
-    ExactMatch,
     GuessNumberGame,
-    JsonSchemaMatch,
-    JudgeModel,
-    LLMJudge,
-    MathVerify,
-    MultipleChoice,
     MultiTurnConfig,
     PythonEnvironment,
-    ReasoningGymScore,
-    RegexMatch,
-    RewardFunction,
-    RewardModelScore,
     SlidingPuzzleGame,
     ToolUse,
     WeightedSum,
     answers_back,
     reward_names,
+)
+from nemo_rl_core.config.single_turn import (
+    CodeTests,
+    ExactMatch,
+    JsonSchemaMatch,
+    JudgeModel,
+    LLMJudge,
+    MathVerify,
+    MultipleChoice,
+    ReasoningGymScore,
+    RegexMatch,
+    RewardFunction,
+    RewardModelScore,
 )
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
 from nemo_rl_core.environments.rewards.llm_judge import ChatModel

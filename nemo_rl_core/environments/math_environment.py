@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.config.environment import MathVerify
+from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, raise_first
 from nemo_rl_core.environments.rewards.math import MathScorer
 from nemo_rl_core.types import Completion, Prompt, Rollout

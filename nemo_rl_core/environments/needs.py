@@ -5,16 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
-    ExactMatch,
-    MathVerify,
-    MultipleChoice,
     PythonEnvironment,
-    RewardFunction,
     ToolUse,
     WeightedSum,
     multi_turn_environments,
     single_environments,
 )
+from nemo_rl_core.config.single_turn import ExactMatch, MathVerify, MultipleChoice, RewardFunction
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.rewards.functional_reward import (
     FunctionalRewardWrapper,

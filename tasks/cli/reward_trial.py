@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from nemo_rl_core.config.environment import EnvironmentConfig, RewardModelScore, single_environments
+from nemo_rl_core.config.environment import EnvironmentConfig, single_environments
+from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.factory import make_scorer

@@ -12,19 +12,21 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
-    JudgeModel,
-    LLMJudge,
     PythonEnvironment,
     RetrieverTool,
-    RewardFunction,
-    RewardModelScore,
-    SingleEnvironmentConfig,
     ToolUse,
     multi_turn_environments,
     single_environments,
 )
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from nemo_rl_core.config.registered import RegisteredBackend
+from nemo_rl_core.config.single_turn import (
+    JudgeModel,
+    LLMJudge,
+    RewardFunction,
+    RewardModelScore,
+    SingleEnvironmentConfig,
+)
 from nemo_rl_core.environments.targets import module_of
 from nemo_rl_core.store.files import hash_file, hash_folder
 from tasks.platform.user_source import user_source

@@ -11,17 +11,19 @@ from nemo_rl_core.config.defaults import LEARNING_RATES, rate_warning
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
+    WeightedSum,
+    single_environments,
+)
+from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
+from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
+from nemo_rl_core.config.single_turn import (
     JsonSchemaMatch,
     JudgeModel,
     LLMJudge,
     RegexMatch,
     RewardModelScore,
     SingleEnvironmentConfig,
-    WeightedSum,
-    single_environments,
 )
-from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
-from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length

@@ -25,10 +25,11 @@ from nemo_rl_core.config.defaults import (
     defaults_of_pretrained,
     filled,
 )
-from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers, ExactMatch
+from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError

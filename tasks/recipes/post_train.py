@@ -7,7 +7,8 @@ from flytekit.types.error.error import FlyteError
 from nemo_rl_core.algorithms.dpo.config import DPOSchedule
 from nemo_rl_core.algorithms.grpo.config import GRPOSchedule
 from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig
-from nemo_rl_core.config.environment import EnvironmentConfig, RewardModelScore, reads_reward_model
+from nemo_rl_core.config.environment import EnvironmentConfig, reads_reward_model
+from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import refuse_without_scalar_head
 from tasks.platform.failures import failure_handler, leave_record
 from tasks.platform.stage import plan_task

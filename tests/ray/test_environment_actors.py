@@ -14,12 +14,10 @@ from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
     EnvironmentWorkers,
-    ExactMatch,
     GuessNumberGame,
-    RegexMatch,
-    RewardFunction,
     WeightedSum,
 )
+from nemo_rl_core.config.single_turn import ExactMatch, RegexMatch, RewardFunction
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import actor_pool
 from nemo_rl_core.environments.factory import make_remote_scorer, make_scorer

@@ -18,8 +18,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from nemo_rl_core.config.environment import EnvironmentConfig, LLMJudge
+from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.single_turn import LLMJudge
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids, supervised_example
 from nemo_rl_core.data.collate import collate

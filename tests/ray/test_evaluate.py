@@ -8,8 +8,8 @@ import pytest
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.config.environment import ExactMatch, RewardFunction
 from nemo_rl_core.config.evaluation import EvaluationConfig
+from nemo_rl_core.config.single_turn import ExactMatch, RewardFunction
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.pretrained import load_tokenizer

@@ -141,12 +141,7 @@ class GRPOLossFn:
             values = values - config.entropy_bonus * sampled_entropy(current)
 
         loss = _reduced(
-            config.reduction,
-            values,
-            mask,
-            batch["sample_mask"],
-            global_valid_seqs,
-            global_valid_tokens,
+            config.reduction, values, mask, batch, global_valid_seqs, global_valid_tokens
         )
         metrics = {
             name: masked_sum(metric, mask, denominator=global_valid_tokens)
@@ -178,7 +173,7 @@ def _reduced(
     reduction: Literal["token_mean", "sequence_mean"] | ConstantDenominator,
     values: Tensor,
     mask: Tensor,
-    sample_mask: Tensor,
+    batch: Mapping[str, Tensor],
     num_sequences: Tensor,
     num_tokens: Tensor,
 ) -> Tensor:
@@ -188,7 +183,7 @@ def _reduced(
             return masked_sum(values, mask, denominator=num_tokens)
         case "sequence_mean":
             means = masked_sequence_mean(values, mask)
-            return masked_sum(means, sample_mask.bool(), denominator=num_sequences)
+            return masked_sum(means, batch["sample_mask"].bool(), denominator=num_sequences)
         case ConstantDenominator(max_tokens=max_tokens):
             return masked_sum(values, mask, denominator=num_sequences * max_tokens)
 

@@ -32,7 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_rl_core.config.environment import CodeTests
+from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
 from nemo_rl_core.errors import RewardError

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from nemo_rl_core.config.environment import ExactMatch
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.environments.interfaces import Scorer, no_answer
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Prompt, Rollout

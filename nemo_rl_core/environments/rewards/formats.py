@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from nemo_rl_core.config.environment import JsonSchemaMatch, RegexMatch
+from nemo_rl_core.config.single_turn import JsonSchemaMatch, RegexMatch
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Rollout

@@ -13,7 +13,7 @@ from functools import partial
 from queue import LifoQueue
 from typing import IO, Any
 
-from nemo_rl_core.config.environment import MathVerify
+from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.interfaces import Scorer, attempt
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Prompt, Rollout

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_core.config.environment import ExactMatch
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment, as_scorer
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.environment import ExactMatch, MathVerify, ReasoningGymScore
+from nemo_rl_core.config.single_turn import ExactMatch, MathVerify, ReasoningGymScore
 from nemo_rl_core.evals.consensus import consensus_at_k, extractor, majority, math_answer
 
 

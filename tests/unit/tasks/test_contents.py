@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.environment import RetrieverTool, RewardFunction, ToolUse
+from nemo_rl_core.config.environment import RetrieverTool, ToolUse
+from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.store.manifest import config_hash
 from tasks.platform.contents import reward_content
 from tasks.recipes.grpo import GRPORecipe, plan_grpo

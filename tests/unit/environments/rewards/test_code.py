@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.environment import CodeTests
+from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards.code import CodeScorer, UnitTests, extract_program
 from nemo_rl_core.environments.rewards.code_checker.plain import decode, encode

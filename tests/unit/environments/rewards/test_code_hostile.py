@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.environment import CodeTests
+from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards import code_checker
 from nemo_rl_core.environments.sandbox import Limits, Sandbox

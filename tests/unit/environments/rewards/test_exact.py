@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from nemo_rl_core.config.environment import ExactMatch
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.types import Rollout
 

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl_core.config.environment import ExactMatch, JsonSchemaMatch, RegexMatch
+from nemo_rl_core.config.single_turn import ExactMatch, JsonSchemaMatch, RegexMatch
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.errors import ConfigError, RewardError
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core.config.environment import RewardFunction
+from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards.functional_reward import (
     FunctionalRewardWrapper,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.environment import MathVerify
+from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import raise_first
 from nemo_rl_core.environments.rewards.math import MathScorer, _Worker

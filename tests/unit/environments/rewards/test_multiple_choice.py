@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.environment import MultipleChoice
+from nemo_rl_core.config.single_turn import MultipleChoice
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards.multiple_choice import chosen_letter
 from nemo_rl_core.errors import RewardError

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nemo_rl_core.config.environment import ReasoningGymScore
+from nemo_rl_core.config.single_turn import ReasoningGymScore
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import raise_first
 from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers

@@ -1,7 +1,8 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_core.config.environment import EnvironmentConfig, ExactMatch, WeightedSum
+from nemo_rl_core.config.environment import EnvironmentConfig, WeightedSum
+from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
