@@ -2,7 +2,9 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,38 @@ class StageInputs:
         return config_hash({**fields, "source": self.source})[:32]
 
 
+class NotMade(BaseException):
+    """A dry run has reached a stage whose artifact does not exist.
+
+    No error, and so no `Exception`: what handles a failed stage must let it pass.
+
+    Attributes:
+        inputs: Of the stage.
+    """
+
+    def __init__(self, inputs: StageInputs) -> None:
+        super().__init__(f"{inputs.stage} {inputs.part}".strip())
+        self.inputs = inputs
+
+
+_is_dry_run: ContextVar[bool] = ContextVar("is_dry_run", default=False)
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Within it, `produce` returns artifacts that exist and raises `NotMade` for all others."""
+    token = _is_dry_run.set(True)
+    try:
+        yield
+    finally:
+        _is_dry_run.reset(token)
+
+
+def is_dry_run() -> bool:
+    """Whether stages are only looked up."""
+    return _is_dry_run.get()
+
+
 def produce(
     inputs: StageInputs, work: Callable[[Path], StageResult], *, run: StageRun | None = None
 ) -> Path:
@@ -101,12 +135,15 @@ def produce(
 
     Raises:
         StoreError: If a parent is damaged, or the disk refuses.
+        NotMade: In a `dry_run`, if there is no such artifact.
     """
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
         store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
         refuse_damaged(store, parent)
     key = inputs.key
+    if is_dry_run() and store.published(stage, key) is None:
+        raise NotMade(inputs)
     with store.work_folder(stage, key) as folder:
         artifact = store.published(stage, key)
         if artifact is not None and not set_aside_damaged(store, artifact):

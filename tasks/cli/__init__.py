@@ -1,4 +1,4 @@
-"""`nemo-rl`: the command line for models, evaluations, data, runs, the store and the machine.
+"""`nemo-rl`: the command line for pipelines, models, data, runs, the store and the machine.
 
 Each subcommand is one module of this package with a click command of its name. Modules are imported
 only when called, so that `nemo-rl --help` is fast and a broken library affects one command only.
@@ -22,6 +22,7 @@ COMMANDS = {
     "preview": ("tasks.cli.preview:preview", "Show the trained tokens of a row of data."),
     "reproduce": ("tasks.cli.reproduce:reproduce", "Run an earlier execution again, and compare."),
     "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),
+    "run": ("tasks.cli.run:run", "Run a pipeline, or only check what it would do."),
     "runs": ("tasks.cli.runs:runs", "List executions, and show one."),
     "try-reward": (
         "tasks.cli.try_reward:try_reward",
@@ -87,7 +88,7 @@ class LazyGroup(click.Group):
 group = LazyGroup(
     "nemo-rl",
     COMMANDS,
-    "Commands for models, evaluations, data, runs, the store and this machine.",
+    "Commands for pipelines, models, evaluations, data, runs, the store and this machine.",
 )
 
 

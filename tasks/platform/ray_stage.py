@@ -26,6 +26,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.produce import is_dry_run
 from tasks.platform import pods
 from tasks.platform.resources import Kind, Shape, laptop, shape_of
 
@@ -135,7 +136,8 @@ class RayStageTask(RayFunctionTask):
 
             await_workers(self.shape, ray.cluster_resources)
             return params
-        start_ray()
+        if not is_dry_run():
+            start_ray()
         return user_params
 
 

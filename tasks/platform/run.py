@@ -8,10 +8,10 @@ to record nodes, cache hits and data flow; the rest of flytekit is unchanged.
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from flytekit.core.base_task import Task
@@ -35,6 +35,18 @@ from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
 from tasks.platform.values import plain
 from tasks.recipes.recipe import Recipe
+
+
+class NodeRecorder(Protocol):
+    """What local execution calls for each node."""
+
+    def call(
+        self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
+    ) -> Any:
+        """Runs a node, and returns flytekit's outputs."""
+
+    def executes(self, task: Task) -> None:
+        """Notes that the current node's task is executed, and not read from flytekit's cache."""
 
 
 class RunFailed(click.ClickException):
@@ -143,8 +155,18 @@ def _close(recorder: Recorder, log: RunLog, terminal: Any) -> None:
 
 __all__ = ["RunFailed", "RunRefused", "install"]
 
-_running: list[Recorder] = []
-"""The current run, or None."""
+_running: list[NodeRecorder] = []
+"""The current run, if there is one."""
+
+
+@contextmanager
+def recording_by(recorder: NodeRecorder) -> Iterator[None]:
+    """Within it, workflows are recorded by `recorder`, and are no runs of their own."""
+    _running.append(recorder)
+    try:
+        yield
+    finally:
+        _running.remove(recorder)
 
 
 def install() -> None:
@@ -161,12 +183,8 @@ def _wrap_workflow(original: Any) -> Any:
     def local_execute(self: WorkflowBase, ctx: Any, **kwargs: Any) -> Any:
         if _running:
             return _running[-1].call(self, kwargs, lambda: original(self, ctx, **kwargs))
-        with run(self, kwargs) as recorder:
-            _running.append(recorder)
-            try:
-                return original(self, ctx, **kwargs)
-            finally:
-                _running.remove(recorder)
+        with run(self, kwargs) as recorder, recording_by(recorder):
+            return original(self, ctx, **kwargs)
 
     return local_execute
 

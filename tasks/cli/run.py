@@ -1,0 +1,76 @@
+"""`nemo-rl run`: a pipeline by its name, with single settings changed on the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+PIPELINES = {
+    "convert": "convert_model",
+    "distill": "distill",
+    "dpo": "dpo",
+    "evaluate": "evaluate_model",
+    "grpo": "grpo",
+    "post_train": "post_train",
+    "ppo": "ppo",
+    "regression": "check_regression",
+    "reward_model": "reward_model",
+    "sft": "sft",
+    "sweep": "sweep",
+}
+"""Files of `workflows/`, and the workflow in each."""
+
+_WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+
+
+def _pipelines(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in PIPELINES if name.startswith(incomplete)]
+
+
+def _recipes(_context: Any, _parameter: Any, incomplete: str) -> list[CompletionItem]:
+    names = sorted(path.stem for path in (_WORKFLOWS / "recipes").glob(f"{incomplete}*.yaml"))
+    return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+@click.command("run")
+@click.argument("pipeline", shell_complete=_pipelines)
+@click.argument("settings", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_recipes)
+@click.option("--dry-run", is_flag=True,
+              help="Check all, show what would run, and train nothing.")  # fmt: skip
+@click.option("--print-config", is_flag=True, help="Print the whole recipe as YAML, and end.")
+@click.option("--remote", is_flag=True, help="Run on the Flyte cluster that pyflyte is set up for.")
+def run(
+    pipeline: str, settings: tuple[str, ...], dry_run: bool, print_config: bool, remote: bool
+) -> None:
+    """Run PIPELINE as `pyflyte run workflows/PIPELINE.py` does.
+
+    RECIPE is a YAML file or the name of one of workflows/recipes. KEY=VALUE changes one setting of
+    it: the key with dots between its parts, the value in YAML.
+
+        nemo-rl run grpo grpo_arithmetic grpo.learning_rate=1e-4 seed=3
+    """
+    from tasks.cli.run_settings import chosen_pipeline, show_dry_run, yaml_of
+
+    chosen = chosen_pipeline(pipeline, settings)
+    if print_config:
+        click.echo(yaml_of(chosen.recipe), nl=False)
+    if dry_run:
+        show_dry_run(chosen)
+    if print_config or dry_run:
+        return
+    _as_pyflyte(pipeline, chosen.values, remote=remote)
+
+
+def _as_pyflyte(pipeline: str, values: dict[str, Any], *, remote: bool) -> None:
+    """Goes on as `pyflyte run`, which the run's record then names as its command."""
+    import sys
+
+    from flytekit.clis.sdk_in_container.pyflyte import main
+
+    where = ["--remote"] if remote else []
+    config = ["--config", json.dumps(values)]
+    file = str(_WORKFLOWS / f"{pipeline}.py")
+    sys.argv = ["pyflyte", "run", *where, file, PIPELINES[pipeline], *config]
+    main(args=sys.argv[1:])

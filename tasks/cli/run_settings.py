@@ -1,0 +1,205 @@
+"""The recipe of `nemo-rl run`, and what a dry run says of it."""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from flytekit.core.workflow import WorkflowBase
+from transformers.utils import logging
+
+from nemo_rl_core.config.names import unknown_names
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.queries import History
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.cost import num_parameters
+from tasks.cli.run import PIPELINES
+from tasks.platform.dry_run import DryRun, call_dry
+from tasks.platform.preflight import preflight
+from tasks.recipes.recipe import Recipe, default_name
+
+_BYTES_PER_PARAMETER = 16
+"""Weights, gradients and Adam's two moments in float32."""
+
+
+@dataclass(frozen=True)
+class ChosenPipeline:
+    """A pipeline with its recipe.
+
+    Attributes:
+        workflow: What runs.
+        base: The recipe without the changes of the command line.
+        recipe: The recipe with them.
+        values: What `--config` of `pyflyte run` would say.
+        default: Name of the recipe that the pipeline runs without one.
+    """
+
+    workflow: WorkflowBase
+    base: Recipe
+    recipe: Recipe
+    values: dict[str, Any]
+    default: str | None
+
+
+def chosen_pipeline(pipeline: str, settings: Sequence[str]) -> ChosenPipeline:
+    """Reads the arguments of the command.
+
+    Args:
+        pipeline: Its name.
+        settings: Perhaps a recipe, then `key=value` each.
+
+    Raises:
+        NemoRLError: If there is no such pipeline or recipe, or a setting is not valid.
+        RecipeError: If the recipe is not valid.
+    """
+    if pipeline not in PIPELINES:
+        raise unknown_names(
+            "there is no pipeline", [pipeline], list(PIPELINES), otherwise="choose one of them"
+        )
+    module = importlib.import_module(f"workflows.{pipeline}")
+    workflow = getattr(module, PIPELINES[pipeline])
+    kind, default = workflow.python_interface.inputs_with_defaults["config"]
+    has_recipe = bool(settings) and "=" not in settings[0]
+    named = {"recipe": settings[0] if has_recipe else default_name(default)}
+    values = {**named, **changes_of(settings[has_recipe:])}
+    base, recipe = kind.model_validate(named), kind.model_validate(values)
+    return ChosenPipeline(workflow, base, recipe, values, default_name(default))
+
+
+def changes_of(settings: Sequence[str]) -> dict[str, Any]:
+    """Nested mappings of `key.key=value` each, with values in YAML.
+
+    Raises:
+        ConfigError: For a setting without `=`, with a value that is no YAML, or said twice.
+
+    Example:
+        >>> changes_of(["grpo.num_steps=3", "grpo.loss.kl=null"])
+        {'grpo': {'num_steps': 3, 'loss': {'kl': None}}}
+    """
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise ConfigError(
+                f"{setting!r} is no setting",
+                expected="key=value after the recipe, such as grpo.learning_rate=1e-5",
+                got=setting,
+            )
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"the value of {key} is no YAML",
+                expected="a number, a word, true, null, [a list] or {a: map}",
+                got=text,
+                fix="put it into quotes for the shell and for YAML, as in 'key=\"a: b\"'",
+            ) from error
+        section = changes
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise _said_twice(key)
+        if parts[-1] in section:
+            raise _said_twice(key)
+        section[parts[-1]] = value
+    return changes
+
+
+def _said_twice(key: str) -> ConfigError:
+    return ConfigError(
+        f"{key} is set twice", expected="each setting once", got=key, fix="leave one of them out"
+    )
+
+
+def yaml_of(recipe: Recipe) -> str:
+    """The whole recipe, defaults included."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def show_dry_run(chosen: ChosenPipeline) -> None:
+    """Checks the recipe, calls the pipeline dry, and prints what it would do.
+
+    Raises:
+        NemoRLError: For the first failed check.
+    """
+    _echo_differences(chosen)
+    preflight({"config": chosen.recipe})
+    logging.disable_progress_bar()  # of saving; those of downloads stay
+    found = call_dry(chosen.workflow, config=chosen.recipe)
+    click.echo("\nstages")
+    took, run = _last_durations(chosen)
+    for stage in found.stages:
+        last = f"{took[stage.name]:.0f} s the last time" if stage.name in took else ""
+        shown = last if stage.state == "runs" else ""
+        click.echo(f"  {stage.name:<24}{stage.state:<10}{shown}".rstrip())
+    if found.stopped_at is None:
+        click.echo("  everything is cached: the run would only report")
+        return
+    _echo_rest(found, took, run)
+
+
+def _echo_differences(chosen: ChosenPipeline) -> None:
+    before, after = (
+        dict(_flat(recipe.model_dump(mode="json"))) for recipe in (chosen.base, chosen.recipe)
+    )
+    click.echo(f"recipe: {chosen.values['recipe']}")
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key, "not set"), after.get(key, "not set")
+        if old != new:
+            click.echo(f"  {key}: {old} -> {new}")
+
+
+def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, values
+
+
+def _last_durations(chosen: ChosenPipeline) -> tuple[dict[str, float], str]:
+    """Seconds of each stage in the last run of this recipe, and the run's id."""
+    store = Store.default()
+    if not path_of(store).is_file():
+        return {}, ""
+    recipe = Path(str(chosen.values["recipe"])).stem
+    with History(store) as history:
+        runs = history.executions(workflow=chosen.workflow.name, state="succeeded").items
+        run = next((run for run in runs if (run.recipe or chosen.default) == recipe), None)
+        nodes = history.nodes(run.id) if run else []
+        made = [
+            history.node(node.cached_from).node if node.cached_from is not None else node
+            for node in nodes
+        ]
+    took = {
+        node.name: maker.ended_at - maker.started_at
+        for node, maker in zip(nodes, made, strict=True)
+        if node.kind == "task" and "plan_" not in node.name and maker.ended_at is not None
+    }
+    return took, run.id if run else ""
+
+
+def _echo_rest(found: DryRun, took: dict[str, float], run: str) -> None:
+    assert found.stopped_at is not None
+    seen = {stage.name for stage in found.stages}
+    rest = {name: seconds for name, seconds in took.items() if name not in seen}
+    first = found.stages[-1].name
+    click.echo("  and everything after it" + (": " + ", ".join(rest) if rest else ""))
+    if first in took:
+        seconds = took[first] + sum(rest.values())
+        click.echo(f"\ntime: about {seconds:.0f} s, as in run {run}")
+    else:
+        click.echo("\ntime: no earlier run of this recipe in the store to judge by")
+    for role, folder in found.stopped_at.parents.items():
+        if number := num_parameters(folder / "model"):
+            click.echo(
+                f"memory of {first}: {number / 1e6:,.2f} M parameters of {role!r}, "
+                f"{number * _BYTES_PER_PARAMETER / 2**30:.2f} GiB of weights, gradients and "
+                "moments in float32 over all ranks, and activations"
+            )
+            return

@@ -1,0 +1,97 @@
+"""A pipeline without its work: which stages are cached, and which is the first that would run.
+
+The workflow is called as in a run. Model and data are prepared for real, so that rows are read and
+checked, and the run itself finds them cached. Every other stage is only looked up, and the first
+whose artifact does not exist ends the call: what follows depends on it.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from flytekit.core.base_task import Task
+from flytekit.core.workflow import WorkflowBase
+
+from nemo_rl_core.produce import NotMade, StageInputs, dry_run
+from tasks.platform.run import recording_by
+
+PREPARED = ("prepare_model", "prepare_data", "choose_questions")
+"""Stages that a dry run runs."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage that was reached.
+
+    Attributes:
+        name: As `nemo-rl runs` shows it, such as `grpo_iteration 2`.
+        state: `cached`, `prepared` (made by this dry run) or `runs`.
+    """
+
+    name: str
+    state: str
+
+
+class DryRun:
+    """The stages of a pipeline up to the first that would run.
+
+    Attributes:
+        stages: In the order of the calls.
+        stopped_at: Inputs of the first stage that would run; None if all are cached.
+    """
+
+    def __init__(self) -> None:
+        self.stages: list[PlannedStage] = []
+        self.stopped_at: StageInputs | None = None
+        self._executed: list[bool] = []
+
+    def call(
+        self, entity: Task | WorkflowBase, kwargs: dict[str, Any], execute: Callable[[], Any]
+    ) -> Any:
+        """Calls a node as `Recorder.call` does, without a record."""
+        if not isinstance(entity, Task) or not entity.metadata.cache:
+            return execute()
+        name = _name(entity, kwargs)
+        is_prepared = name in PREPARED
+        self._executed.append(False)
+        try:
+            with nullcontext() if is_prepared else dry_run():
+                returned = execute()
+        except NotMade as missing:
+            self.stages.append(PlannedStage(str(missing), "runs"))
+            raise
+        finally:
+            executed = self._executed.pop()
+        self.stages.append(PlannedStage(name, "prepared" if executed and is_prepared else "cached"))
+        return returned
+
+    def executes(self, task: Task) -> None:
+        """Flytekit has no outputs of the current call; the store may have them."""
+        if self._executed and task.metadata.cache:
+            self._executed[-1] = True
+
+
+def call_dry(workflow: WorkflowBase, **inputs: Any) -> DryRun:
+    """Calls a workflow without the stages that train, sample or evaluate.
+
+    Args:
+        workflow: Of this project.
+        inputs: As in a call of the workflow.
+
+    Raises:
+        NemoRLError: For what is wrong with model or data.
+    """
+    found = DryRun()
+    with recording_by(found):
+        try:
+            workflow(**inputs)
+        except NotMade as missing:
+            found.stopped_at = missing.inputs
+    return found
+
+
+def _name(task: Task, kwargs: dict[str, Any]) -> str:
+    iteration = kwargs.get("iteration")
+    name = task.name.rpartition(".")[2]
+    return f"{name} {iteration}" if isinstance(iteration, int) else name

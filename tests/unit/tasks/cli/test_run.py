@@ -1,0 +1,125 @@
+"""`nemo-rl run`: recipes with changes, what they would do, and the run itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from click.testing import CliRunner, Result
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.store.store import Store
+from tasks import cli
+from tasks.cli.run import PIPELINES
+from tasks.cli.run_settings import changes_of
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+def invoked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.group, ["run", *arguments])
+
+
+def test_every_pipeline_has_a_name() -> None:
+    files = {path.stem for path in (REPOSITORY / "workflows").glob("*.py")}
+    assert files - {"__init__", "common", "launch_plans"} == set(PIPELINES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["seed"], "'seed' is no setting"),
+        (["=3"], "'=3' is no setting"),
+        (["grpo..steps=3"], "'grpo..steps=3' is no setting"),
+        (["name=a: b: c"], "the value of name is no YAML"),
+        (["seed=1", "seed=2"], "seed is set twice"),
+        (["grpo=1", "grpo.num_steps=2"], "grpo.num_steps is set twice"),
+        (["grpo.num_steps=2", "grpo=1"], "grpo is set twice"),
+    ],
+)
+def test_what_is_no_setting_is_refused(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        changes_of(settings)
+
+
+def test_values_are_yaml() -> None:
+    assert changes_of(["a=1e-5", "b=null", "c=[1, x]", "d={e: 2}", "g=", "h=a=b"]) == {
+        "a": "1e-5",  # a number for pydantic
+        "b": None,
+        "c": [1, "x"],
+        "d": {"e": 2},
+        "g": None,
+        "h": "a=b",
+    }
+
+
+def test_the_config_is_that_of_the_recipe_with_the_changes(tmp_path: Path) -> None:
+    result = invoked(
+        "grpo", "grpo_guess_number", "seed=3", "grpo.learning_rate=1e-5", "--print-config"
+    )
+    assert result.exit_code == 0, result.output
+    config = yaml.safe_load(result.output)
+    assert config["seed"] == 3
+    assert config["grpo"]["learning_rate"] == 1e-5
+    assert config["environment"]["kind"] == "guess_number"  # the recipe's
+    assert config["grpo"]["num_iterations"] == 2
+    # Printed and read again it is the same recipe.
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(result.output)
+    assert invoked("grpo", str(printed), "--print-config").output == result.output
+
+
+def test_without_a_recipe_it_is_the_pipeline_s_default() -> None:
+    config = yaml.safe_load(invoked("sft", "sft.num_steps=7", "--print-config").output)
+    assert config["sft"]["num_steps"] == 7
+    assert config["data"]["kind"] == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpro"], "did you mean 'grpo'?"),
+        (["grpo", "grpo_arithmetik"], "there is no recipe 'grpo_arithmetik'"),
+        (["grpo", "grpo.lerning_rate=1"], "unknown key 'grpo.lerning_rate'"),
+        (["grpo", "seed=x", "grpo.num_steps_per_iteration=-1"], "grpo.num_steps_per_iteration"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_word(arguments: list[str], said: str) -> None:
+    result = invoked(*arguments, "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_dry_run_prepares_and_stops_before_the_first_training(own_store: Path) -> None:
+    result = invoked("grpo", "grpo_ci", "seed=5", "--dry-run")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["seed:", "0", "->", "5"] in lines
+    states = {line[0]: line[1] for line in lines if len(line) > 1}
+    assert states["prepare_model"] == states["prepare_data"] == "prepared"
+    assert states["train_sft"] == "runs"
+    assert "grpo_iteration" not in states
+    assert "0.50 M parameters" in result.output
+    assert not ray.is_initialized()
+    store = Store.default()
+    made = {path.name.partition("-")[0] for path in store.artifacts.iterdir()}
+    assert made == {"prepare_model", "tokenizer", "prepare_data"}
+    assert not (own_store / "runs").exists() or not list((own_store / "runs").iterdir())
+
+    again = invoked("grpo", "grpo_ci", "seed=5", "--dry-run")
+    states = {
+        line.split()[0]: line.split()[1] for line in again.output.splitlines() if "  " in line
+    }
+    assert states["prepare_model"] == states["prepare_data"] == "cached"
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + json.dumps({"a": 1}))
+    settings = ["data.kind=files", f"data.train={rows}", "data.validation=null"]
+    result = invoked("grpo", "grpo_ci", *settings, "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert "rows.jsonl" in result.output
+    assert not list(own_store.glob("artifacts/train_sft*"))
