@@ -160,6 +160,10 @@ class DTensorTraining(Parallelism):
         cpu_offload: Keeps sharded weights and optimizer state in the CPU's memory.
         activation_checkpointing: Recomputes each layer in the backward pass.
         compile: Compiles each layer with `torch.compile`.
+        attention: What attends over packed rows. `varlen` (torch's FlashAttention over sequences of
+            any length, 16 bits) and `flex` (FlexAttention, compiled) run on GPUs and make no mask
+            of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs, `flex` where that
+            cannot compute the model, and `sdpa` on CPUs.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
         lora: Trains low-rank adapters; None trains all weights.
@@ -173,6 +177,7 @@ class DTensorTraining(Parallelism):
     cpu_offload: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
+    attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
@@ -183,6 +188,15 @@ class DTensorTraining(Parallelism):
             raise ValueError(
                 "adapters are not split over the ranks of tensor parallelism: "
                 "leave tensor_parallel_size at 1 (FSDP shards them), or leave lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attention_of_whole_rows(self) -> "DTensorTraining":
+        if self.attention in ("varlen", "flex") and self.context_parallel_size > 1:
+            raise ValueError(
+                f"attention: {self.attention} computes whole rows, which context parallelism "
+                "splits: leave attention out, or context_parallel_size at 1"
             )
         return self
 

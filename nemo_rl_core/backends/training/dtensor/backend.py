@@ -13,6 +13,7 @@ from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row
 from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.determinism import compute_deterministically
+from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
@@ -69,7 +70,9 @@ class DTensorBackend(SendsWeights):
         self._policy: PackedModel
         model = self._trainable()
         self._policy = (
-            ScoreModel(model, dtype=setup.dtype, mesh=self._mesh)
+            ScoreModel(
+                model, dtype=setup.dtype, mesh=self._mesh, attention=self._attention_of(model)
+            )
             if setup.head == "scalar"
             else self._language_model(model)
         )
@@ -111,6 +114,12 @@ class DTensorBackend(SendsWeights):
             temperature=self._setup.temperature,
             dtype=self._setup.dtype,
             mesh=self._mesh,
+            attention=self._attention_of(model),
+        )
+
+    def _attention_of(self, model: Any) -> PackedAttention | None:
+        return packed_attention(
+            model, self._training, dtype=self._setup.dtype, device=local_device()
         )
 
     def _check(self, model: PackedModel) -> None:

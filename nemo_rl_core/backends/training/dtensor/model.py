@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.head import HeadOptions, token_logprobs, topk_logprobs
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
@@ -28,12 +29,19 @@ class LogprobModel(PackedModel):
         temperature: Divisor of the logits.
         dtype: Type of the matrix products.
         mesh: The ranks that shard the model; None for one rank with all of it.
+        attention: The kernel that attends over packed rows; None for transformers' own attention.
     """
 
     def __init__(
-        self, model: Any, *, temperature: float, dtype: DType, mesh: RankMesh | None = None
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        dtype: DType,
+        mesh: RankMesh | None = None,
+        attention: PackedAttention | None = None,
     ) -> None:
-        super().__init__(model, dtype=dtype, mesh=mesh)
+        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention)
         self._temperature = temperature
         self._options: HeadOptions = {
             "temperature": temperature,
@@ -130,10 +138,18 @@ class ScoreModel(PackedModel):
         dtype: Dtype of the matrix products before the head; the head is float32, since margins are
             small relative to scores.
         mesh: The ranks that shard the model; None for one rank with all of it.
+        attention: The kernel that attends over packed rows; None for transformers' own attention.
     """
 
-    def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
-        super().__init__(model, dtype=dtype, mesh=mesh)
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: DType,
+        mesh: RankMesh | None = None,
+        attention: PackedAttention | None = None,
+    ) -> None:
+        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention)
         self._head: torch.nn.Linear = getattr(model, SCALAR_HEAD)
 
     def loss_inputs(

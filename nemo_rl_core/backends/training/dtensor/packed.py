@@ -15,6 +15,7 @@ from nemo_rl_core.backends.training.context_parallel import (
     packed_causal_mask,
     sum_parts,
 )
+from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
 from nemo_rl_core.backends.training.dtensor.saving import save_model
@@ -35,13 +36,23 @@ class PackedModel(ABC):
         model: A transformers model around a decoder.
         dtype: Type of the matrix products.
         mesh: The ranks that shard the model; None for one rank with all of it.
+        attention: The kernel that attends over packed rows; None for transformers' own attention.
 
     Attributes:
         shares_rows: Whether several sequences may be packed into one row.
+        attention: As given.
     """
 
-    def __init__(self, model: Any, *, dtype: DType, mesh: RankMesh | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: DType,
+        mesh: RankMesh | None = None,
+        attention: PackedAttention | None = None,
+    ) -> None:
         self.model = model
+        self.attention = attention
         self.shares_rows = shares_rows(model.config.to_dict())
         self._dtype = dtype
         self._mesh = mesh
@@ -117,15 +128,20 @@ class PackedModel(ABC):
             microbatch = replace(microbatch, row_length=length)
         rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
         split = mesh is not None and mesh.context_size > 1
-        mask = packed_causal_mask(rows.position_ids, mesh.context_group) if mesh and split else None
-        with self._autocast():
+        if self.attention is not None:
+            boundaries = self.attention.inputs(rows.position_ids)
+        else:
             # Without a cache, transformers derives sequence boundaries from position ids that
             # restart; with a cache sequences would attend to each other.
+            group = mesh.context_group if mesh and split else None
+            mask = None if group is None else packed_causal_mask(rows.position_ids, group)
+            boundaries = {"attention_mask": mask}
+        with self._autocast():
             hidden = self._decoder(
                 input_ids=rows.input_ids,
                 position_ids=rows.position_ids,
-                attention_mask=mask,
                 use_cache=False,
+                **boundaries,
             ).last_hidden_state
         width = wanted.shape[1]
         row, column = rows.row[:, :width][wanted], rows.column[:, :width][wanted]

@@ -1,0 +1,81 @@
+"""Kernels of attention over packed rows, against a dense mask in float32; then their speed."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+AGREEING: list[dict[str, Any]] = [
+    {"model": model, "attention": attention}
+    for attention in ("varlen", "flex")
+    for model in ("llama", "qwen2", "qwen3", "gemma3")
+]
+AGREEING += [
+    {"model": "qwen2", "attention": "varlen", "recompute": True},
+    {"model": "qwen2", "attention": "varlen", "compile": True},
+    {"model": "qwen2", "attention": "varlen", "deterministic": False},
+    {"model": "qwen2", "attention": "flex", "recompute": True},
+    {"model": "qwen2", "attention": "flex", "dtype": "float32"},
+]
+TIMED: list[dict[str, Any]] = [
+    {"attention": attention, "lengths": lengths}
+    for attention in ("sdpa", "varlen", "flex")
+    for lengths in ("64 x 128", "64 to 4096")
+]
+TIMED += [{"attention": "varlen", "lengths": "64 to 4096", "deterministic": False}]
+
+
+def named(options: dict[str, Any]) -> str:
+    return " ".join(
+        value if isinstance(value, str) else f"{key}={value}" for key, value in options.items()
+    )
+
+
+@cache
+def figures(attention: str) -> tuple[dict[str, dict[str, Any]], str]:
+    """Figures of all cases of a kernel, from a process of their own, and what else it said."""
+    cases = [each for each in [*AGREEING, *TIMED] if each["attention"] == attention]
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("attention.py"), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in lines]
+    return dict(zip(map(named, cases), found, strict=False)), done.stderr[-4000:]
+
+
+def figures_of(options: dict[str, Any]) -> dict[str, Any]:
+    every, said = figures(options["attention"])
+    assert named(options) in every, f"the process ended before: {said}"
+    found = every[named(options)]
+    assert "error" not in found, found["error"]
+    sys.stderr.write(f"\n{json.dumps(found)}\n")
+    return found
+
+
+@pytest.mark.parametrize("options", AGREEING, ids=named)
+def test_a_kernel_agrees_with_a_dense_mask(options: dict[str, Any]) -> None:
+    found = figures_of(options)
+    kernel, dense = found["kernel"], found["dense"]
+    assert kernel["finite"], found
+    if options.get("dtype") == "float32":
+        assert kernel["largest"] < 1e-3, found
+        assert kernel["gradient"] < 1e-3, found
+    else:
+        # As far from float32 as the dense mask in 16 bits is, but for chance.
+        assert kernel["mean"] < 2 * dense["mean"] + 1e-3, found
+        assert kernel["gradient"] < 2 * dense["gradient"] + 1e-2, found
+
+
+@pytest.mark.parametrize("options", TIMED, ids=named)
+def test_speed(options: dict[str, Any]) -> None:
+    found = figures_of(options)
+    dense = figures_of({"attention": "sdpa", "lengths": options["lengths"]})
+    # A mask of all pairs costs what sequences do not.
+    assert options["attention"] == "sdpa" or found["median_ms"] < dense["median_ms"], (found, dense)
