@@ -218,6 +218,10 @@ class MegatronTraining(Parallelism):
         virtual_pipeline_size: Model chunks a pipeline rank (interleaved schedule); 1 is plain.
         expert_parallel_size: Ranks, out of the data-parallel ones, that share the experts.
         activation_checkpointing: Recomputes each layer in the backward pass.
+        attention: What attends over packed rows where Transformer Engine is not installed. `varlen`
+            (torch's FlashAttention over sequences of any length, 16 bits) runs on GPUs and makes no
+            mask of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs where that can
+            compute the model, else `sdpa`.
     """
 
     backend: Literal["megatron"] = "megatron"
@@ -225,6 +229,7 @@ class MegatronTraining(Parallelism):
     virtual_pipeline_size: PositiveInt = 1
     expert_parallel_size: PositiveInt = 1
     activation_checkpointing: bool = False
+    attention: Literal["auto", "varlen", "sdpa"] = "auto"
 
     @property
     def ranks_per_replica(self) -> int:

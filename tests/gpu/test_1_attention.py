@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from test_1_backends import on_device
 
 AGREEING: list[dict[str, Any]] = [
     {"model": model, "attention": attention}
@@ -79,3 +81,15 @@ def test_speed(options: dict[str, Any]) -> None:
     dense = figures_of({"attention": "sdpa", "lengths": options["lengths"]})
     # A mask of all pairs costs what sequences do not.
     assert options["attention"] == "sdpa" or found["median_ms"] < dense["median_ms"], (found, dense)
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_three_steps_are_those_under_a_mask(tiny_model: Path, backend: str) -> None:
+    options = {"backend": backend, "dtype": "bfloat16", "folder": str(tiny_model), "steps": 3}
+    options |= {"lengths": [11, 4, 7, 2], "vocabulary": 16, "tokens": 24, "recompute": True}
+    found, expected = (
+        on_device("train.py", json.dumps({**options, "attention": each}), gpu=True)["losses"]
+        for each in ("varlen", "sdpa")
+    )
+    sys.stderr.write(f"\n{backend}: varlen {found}, sdpa {expected}\n")
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)

@@ -19,7 +19,10 @@ backend.setup(
     TrainingSetup(
         model_folder=Path(options["folder"]),
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        training=training(activation_checkpointing=options.get("recompute", False)),
+        training=training(
+            activation_checkpointing=options.get("recompute", False),
+            attention=options.get("attention", "auto"),
+        ),
         max_tokens_per_microbatch=options["tokens"],
         dtype=options["dtype"],
     )

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training import packed_attention as kernels
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
@@ -28,6 +29,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import parallelize
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
 from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.errors import ConfigError, ModelError
 
@@ -297,6 +299,46 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(tiny_model: Path) -> 
     with pytest.raises(ConfigError, match="16 bits, not in float32") as error:
         chosen(model_of("qwen3"), CUDA, dtype="float32", attention="varlen")
     assert "flex, sdpa" in str(error.value)
+
+
+def sharded_step(folder: Path, tensor_parallel_size: int) -> list[tuple[Tensor, dict[str, float]]]:
+    """Logprobs, and a step, under a dense mask and by boundaries."""
+    results = []
+    for kernel in (None, "reference"):
+        training = DTensorTraining(
+            activation_checkpointing=True, tensor_parallel_size=tensor_parallel_size
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if kernel:
+                patch.setattr(
+                    "nemo_rl_core.backends.training.dtensor.backend.packed_attention",
+                    lambda model, *_, **__: PackedAttention(model, "reference"),
+                )
+            backend = DTensorBackend()
+            backend.setup(
+                TrainingSetup(
+                    model_folder=folder,
+                    optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
+                    training=training,
+                    max_tokens_per_microbatch=16,
+                )
+            )
+            batch, _ = batch_of(PACKINGS["filler"])
+            batch["input_ids"] %= 16
+            results.append((backend.get_logprobs(batch), backend.train_step(batch, NLLLoss())))
+    return results
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_sharded_models_attend_by_boundaries_too(
+    tiny_model: Path, tensor_parallel_size: int
+) -> None:
+    for results in run_ranks(sharded_step, tiny_model, tensor_parallel_size, world_size=2):
+        (want, want_step), (found, found_step) = results
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        assert found_step["loss"] == pytest.approx(want_step["loss"], rel=1e-5)
+        assert found_step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)
 
 
 def test_kernels_and_context_parallelism_exclude_each_other() -> None:

@@ -11,8 +11,9 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.determinism import compute_deterministically
 from nemo_rl_core.backends.training.megatron import checkpoint
+from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
-from nemo_rl_core.backends.training.megatron.model import build_model
+from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
 from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, wrap
 from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
 from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
@@ -61,6 +62,14 @@ class MegatronBackend(SendsWeights):
         self._num_updates = 0
         self._device = local_device()
         self._models = build_model(setup.model_folder, training, setup.dtype)
+        for model in self._models:
+            model.takes_boundaries = takes_boundaries(
+                model,
+                training,
+                dtype=setup.dtype,
+                device=self._device,
+                fused=has_transformer_engine(),
+            )
         load_hf_weights(self._models, setup.model_folder)
         self._chunks = wrap(self._models)
         self._optimizer = make_optimizer(self._chunks, setup.optimizer, self.sent_dtype)

@@ -35,7 +35,8 @@ def build_model(folder: Path, training: MegatronTraining, dtype: DType = "float3
 
     Returns:
         `GPTModel`s, one for each of `virtual_pipeline_size` stages that this rank holds. Each has
-        the attributes `hf_config`, the transformers config, and `hf_family`.
+        the attributes `hf_config`, the transformers config, `hf_family`, and `takes_boundaries`:
+        whether packed rows go to its attention as boundaries; not so until `takes_boundaries`.
 
     Raises:
         ModelError: If Megatron-core cannot hold the architecture.
@@ -170,6 +171,10 @@ def _chunk(
             from nemo_rl_core.backends.training.megatron.context import attend_to_whole_rows
 
             attend_to_whole_rows(spec)
+        else:
+            from nemo_rl_core.backends.training.megatron.attention import attend_by_boundaries
+
+            attend_by_boundaries(spec)
     chunk = GPTModel(
         config,
         spec,
@@ -190,6 +195,7 @@ def _chunk(
     # are those of the model's training.
     chunk.rotary_pos_emb.inv_freq = _rotary_frequencies(hf_config)
     chunk.hf_family, chunk.hf_config = family, hf_config
+    chunk.takes_boundaries = False
     return chunk.cuda()
 
 

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from nemo_rl_core.backends.training.context_parallel import own_part, packed_causal_mask
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
 from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
+from nemo_rl_core.backends.training.packed_attention import segments_of
 from nemo_rl_core.distributed.packing.plan import PackedRows
 
 
@@ -97,10 +98,11 @@ def _attention_inputs(model: Any, rows: PackedRows, own: PackedRows) -> dict[str
         }
     # [P, 1, 1, d] of positions 0 to P-1, whole on every context rank.
     table = model.rotary_pos_emb(int(rows.position_ids.max()) + 1, packed_seq=True)
+    group = parallel_state.get_context_parallel_group()
     return {
-        "attention_mask": ~packed_causal_mask(
-            rows.position_ids, parallel_state.get_context_parallel_group()
-        ),
+        "attention_mask": segments_of(rows.position_ids).boundaries
+        if model.takes_boundaries
+        else ~packed_causal_mask(rows.position_ids, group),
         "rotary_pos_emb": table[own.position_ids.T, 0],  # [L / ranks, R, 1, d]
     }
 

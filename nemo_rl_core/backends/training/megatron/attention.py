@@ -1,0 +1,108 @@
+"""Attention of Megatron's local layers over packed rows by boundaries, without a mask of all pairs.
+
+Layers and recomputation hand on a mask, which is a tensor: boundaries `[S + 1]` take its place. If
+Transformer Engine is installed, its kernels are used instead.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from nemo_rl_core.backends.training.packed_attention import KERNELS, Segments, why_not
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+
+class AttentionByBoundaries(DotProductAttention):  # type: ignore[misc]
+    """Local attention that takes a mask, or the boundaries of packed sequences in its place."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """`[L, R, H E]` of query `[L, R, H, E]`, key and value `[L, R, G, E]`.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            attention_mask: `[R, 1, L, L]` bool, True where attention is forbidden; or `[S + 1]`
+                int32, the first token of each sequence with all rows in a line.
+            args: See `DotProductAttention`.
+            options: See `DotProductAttention`.
+        """
+        if attention_mask is None or attention_mask.ndim > 1:
+            attended: torch.Tensor = super().forward(
+                query, key, value, attention_mask, *args, **options
+            )
+            return attended
+        row_length, num_rows = query.shape[:2]
+        query, key, value = (
+            part.transpose(0, 1).flatten(end_dim=1).to(value.dtype) for part in (query, key, value)
+        )
+        # No sequence is longer than its row; the exact length would be a copy to the host.
+        segments = Segments(attention_mask, row_length)
+        scale = self.softmax_scale
+        attended = KERNELS["varlen"](query, key, value, segments, scale=scale, window=None)
+        return attended.view(num_rows, row_length, -1).transpose(0, 1).contiguous()
+
+
+def attend_by_boundaries(block_spec: Any) -> None:
+    """Uses `AttentionByBoundaries` in every layer of a specification of local layers."""
+    for layer in block_spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = AttentionByBoundaries
+
+
+def takes_boundaries(
+    model: Any, training: MegatronTraining, *, dtype: str, device: torch.device, fused: bool
+) -> bool:
+    """Returns whether packed rows go to the model's attention as boundaries and not as a mask.
+
+    Args:
+        model: A `GPTModel`, not wrapped.
+        training: Its `attention` is taken; `auto` is `varlen` on GPUs where that can compute.
+        dtype: Type of the matrix products.
+        device: Where the model computes.
+        fused: Whether its layers are Transformer Engine's.
+
+    Raises:
+        ConfigError: If `varlen` is asked for and cannot compute the model's attention.
+    """
+    wanted = training.attention
+    if wanted == "sdpa" or (wanted == "auto" and (fused or device.type != "cuda")):
+        return False
+    reasons = why_not(
+        "varlen",
+        device=device,
+        dtype=getattr(torch, dtype),
+        head_sizes={model.config.kv_channels},
+        windowed=False,
+    )
+    if training.context_parallel_size > 1:
+        reasons.append("context_parallel_size splits rows, for which attention gathers keys")
+    if fused:
+        reasons.append("Transformer Engine is installed, which has kernels of its own")
+    if not reasons:
+        _LOG.info("training.attention: %s is varlen", wanted)
+        return True
+    if wanted == "varlen":
+        raise ConfigError(
+            "training.attention: varlen cannot compute this model",
+            expected="auto or sdpa",
+            got="; ".join(reasons),
+            fix="leave training.attention out",
+        )
+    _LOG.warning(
+        "training.attention: auto is sdpa, with a mask of all pairs of tokens: %s",
+        "; ".join(reasons),
+    )
+    return False

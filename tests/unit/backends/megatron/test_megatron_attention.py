@@ -1,0 +1,104 @@
+"""Megatron's local layers over packed rows: boundaries against a dense mask."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training import packed_attention as kernels
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.training import MegatronTraining, OptimizerConfig
+from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ConfigError
+
+LENGTHS = [11, 4, 7, 2, 9, 3, 3, 8]
+
+
+def one_step(folder: Path, **training: Any) -> tuple[torch.Tensor, dict[str, float], list[Any]]:
+    """Logprobs and a step, and the shapes of what the kernel was given."""
+    from nemo_rl_core.backends.training.megatron import attention
+    from nemo_rl_core.backends.training.megatron.backend import MegatronBackend
+
+    seen: list[Any] = []
+
+    def watched(query: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        seen.append(tuple(query.shape))
+        return kernels.reference_attention(query, *others, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The kernel runs on GPUs alone; the reference computes the same on a CPU.
+        patch.setitem(kernels.KERNELS, "varlen", watched)
+        patch.setattr(attention, "why_not", lambda *_, **__: [])
+        backend = MegatronBackend()
+        backend.setup(
+            TrainingSetup(
+                model_folder=folder,
+                optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
+                training=MegatronTraining(**training),
+                max_tokens_per_microbatch=24,
+            )
+        )
+        generator = torch.Generator().manual_seed(1)
+        ids = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
+        batch = collate(ids, [[True] * n for n in LENGTHS])
+        return backend.get_logprobs(batch), backend.train_step(batch, NLLLoss()), seen
+
+
+def both(folder: Path, **training: Any) -> list[Any]:
+    return [one_step(folder, attention=each, **training) for each in ("sdpa", "varlen")]
+
+
+def compare(results: list[Any]) -> None:
+    (want, want_step, unseen), (found, found_step, seen) = results
+    assert seen and not unseen
+    assert all(len(shape) == 3 for shape in seen)  # tokens, heads, size
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert found_step["loss"] == pytest.approx(want_step["loss"], rel=1e-5)
+    assert found_step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_boundaries_give_what_a_mask_gives(tiny_model: Path) -> None:
+    (results,) = run_ranks(both, tiny_model, world_size=1)
+    compare(results)
+
+
+@pytest.mark.thorough
+def test_pipelines_and_recomputed_layers_keep_each_microbatch_its_boundaries(
+    tiny_model: Path,
+) -> None:
+    options = {"pipeline_parallel_size": 2, "activation_checkpointing": True}
+    for results in run_ranks(both_of, tiny_model, options, world_size=2):
+        compare(results)
+
+
+def both_of(folder: Path, options: dict[str, Any]) -> list[Any]:
+    return both(folder, **options)
+
+
+def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
+    from types import SimpleNamespace
+
+    from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
+
+    model = SimpleNamespace(config=SimpleNamespace(kv_channels=64))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for training, device, fused, said in (
+        (MegatronTraining(attention="varlen"), cpu, False, "gradients on GPUs alone"),
+        (MegatronTraining(attention="varlen"), cuda, True, "Transformer Engine is installed"),
+        (
+            MegatronTraining(attention="varlen", context_parallel_size=2),
+            cuda,
+            False,
+            "context_parallel_size splits rows",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            takes_boundaries(model, training, dtype="bfloat16", device=device, fused=fused)
+    auto = MegatronTraining()
+    assert takes_boundaries(model, auto, dtype="bfloat16", device=cuda, fused=False)
+    assert not takes_boundaries(model, auto, dtype="float32", device=cuda, fused=False)
+    assert not takes_boundaries(model, auto, dtype="bfloat16", device=cpu, fused=False)
