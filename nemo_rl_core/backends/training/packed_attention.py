@@ -177,6 +177,8 @@ def flex_attention(
         block_mask=segments.masks[window],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        # Else fewer than 128 tokens take the kernel of decoding.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return attended[0].transpose(0, 1)
 

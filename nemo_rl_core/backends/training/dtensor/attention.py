@@ -99,7 +99,7 @@ def packed_attention(
         return PackedAttention(model, wanted)
     for kernel in _FAST:
         if not reasons(kernel):
-            _LOG.info("training.attention: auto is %s for %s", kernel, type(model).__name__)
+            _LOG.warning("training.attention: auto is %s for %s", kernel, type(model).__name__)
             return PackedAttention(model, kernel)
     _LOG.warning(
         "training.attention: auto is sdpa for %s, with a mask of all pairs of tokens: %s",

@@ -92,7 +92,7 @@ def takes_boundaries(
     if fused:
         reasons.append("Transformer Engine is installed, which has kernels of its own")
     if not reasons:
-        _LOG.info("training.attention: %s is varlen", wanted)
+        _LOG.warning("training.attention: %s is varlen", wanted)
         return True
     if wanted == "varlen":
         raise ConfigError(
