@@ -88,7 +88,8 @@ def packed_model(config: PreTrainedConfig, options: dict[str, Any]) -> LogprobMo
         activation_checkpointing=options.get("recompute", False),
         compile=options.get("compile", False),
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     attention = packed_attention(model, training, dtype=dtype, device=DEVICE)
     model = parallelize(model, training, None, dtype=dtype)
     return LogprobModel(model, temperature=1.0, dtype=dtype, attention=attention)
