@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ class RayVirtualCluster:
         whole.check(wanted, fix="choose a smaller cluster.shape, such as {shape: laptop}")
         for _ in range(_NUM_ATTEMPTS):
             groups = [
-                placement_group([dict(self._resources)] * count, self._strategy, name=self.name)
+                placement_group([dict(self._resources)] * count, self._strategy, name=self._label())
                 for count in self.bundle_ct_per_node_list
                 if count
             ]
@@ -231,6 +232,10 @@ class RayVirtualCluster:
             for group in groups:
                 remove_placement_group(group)
         raise self._not_freed(wanted, ray.available_resources())
+
+    def _label(self) -> str:
+        """A name for Ray's listings that no other placement group has: Ray refuses it twice."""
+        return f"{self.name}-{uuid.uuid4().hex[:8]}" if self.name else ""
 
     def _not_freed(
         self, wanted: Mapping[Resource, float], available: Mapping[str, float]

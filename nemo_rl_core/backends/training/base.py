@@ -18,6 +18,7 @@ from nemo_rl_core.config.training import (
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.registry import Registry
+from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 B = TypeVar("B", bound=Any)
 
@@ -114,6 +115,10 @@ class TrainingBackend(Protocol):
     def load_checkpoint(self, path: Path) -> None:
         """Restores a checkpoint of `save_checkpoint`, bit-identically."""
         ...
+
+    def peak_memory_gib(self) -> float:
+        """Returns the peak memory of this process; a backend need not override it."""
+        return peak_memory_gib()
 
     def shutdown(self) -> None:
         """Frees the memory."""

@@ -364,10 +364,13 @@ def _refuse_unknown(named: Mapping[str, Any], choices: set[str]) -> None:
 
 
 def local_folder(model_name: str) -> Path:
-    """The model's folder; one from the hub is downloaded, or found where it was before."""
+    """The model's folder; one from the hub is downloaded, or found where it was before.
+
+    The path is absolute: workers were started in another working directory.
+    """
     folder = Path(model_name).expanduser()
     if folder.is_dir():
-        return folder
+        return folder.absolute()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,0 +1,3 @@
+from nemo_rl.algorithms.myalgo import MyAlgoTrainer, MyAlgoConfig
+
+__all__ += ["MyAlgoTrainer", "MyAlgoConfig"]

@@ -1,0 +1,3 @@
+from nemo_rl.backends import get_training_backend
+
+backend = get_training_backend("custom")
