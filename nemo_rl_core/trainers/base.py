@@ -107,6 +107,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             small and without `Trainer`.
         settings_class: What `settings` is checked against.
         refuses_own: By `policy` and `engine`, why the algorithm takes none of the user's.
+        needs_of_own: Methods that a policy of the user's must have besides `train`, and what for.
         settings: As checked.
         model: What `fit` trains, where `from_pretrained` was told.
         policy: The model in training, while a run goes on.
@@ -120,6 +121,7 @@ class BaseTrainer(ABC, Generic[S, C]):
     algorithm: ClassVar[str]
     settings_class: ClassVar[type[TrainerSettings]]
     refuses_own: ClassVar[Mapping[str, str]] = {}
+    needs_of_own: ClassVar[Mapping[str, str]] = {}
 
     settings: S
     policy: "Policy | OwnPolicy"
@@ -145,7 +147,7 @@ class BaseTrainer(ABC, Generic[S, C]):
     ) -> None:
         self._given = settings if isinstance(settings, PretrainedPolicy) else None
         self._own = OwnParts.taken_from(settings, overrides, self.settings_class)
-        self._own.refuse_unfit(self.refuses_own, algorithm=self.algorithm)
+        self._refuse_unfit(self._own)
         session = session or (self._given.cluster if self._given else None)
         session = session or self._own.session
         self._session = (
@@ -163,6 +165,11 @@ class BaseTrainer(ABC, Generic[S, C]):
             settings = self._build_config_from_pretrained(self.model or "", **overrides)
         refuse_unclaimed(self.settings_class, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
+
+    @classmethod
+    def _refuse_unfit(cls, own: OwnParts) -> None:
+        """Refuses a policy or an engine of the user's that the algorithm cannot use."""
+        own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm, needs=cls.needs_of_own)
 
     @classmethod
     def _checked(cls, settings: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
@@ -196,7 +203,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         if isinstance(model, PolicyInterface):
             return cls(model, **overrides)
         own = OwnParts.taken_from(model, overrides, cls.settings_class)
-        own.refuse_unfit(cls.refuses_own, algorithm=cls.algorithm)
+        cls._refuse_unfit(own)
         config = cls._build_config_from_pretrained(model, **overrides)
         refuse_unclaimed(cls.settings_class, config, overrides)
         trainer = cls(with_defaults_of(model, config, cls))
@@ -270,6 +277,13 @@ class BaseTrainer(ABC, Generic[S, C]):
                 if self._own.policy is None
                 else f"name the model whose tokenizer it has, {type(self).__name__}(policy, "
                 "model=FOLDER)",
+            )
+
+        if self._own.policy is not None and reference is not None:
+            raise ConfigError(
+                "a policy of your own compares with a reference of its own",
+                got=f"reference={reference!r}",
+                fix=f"load it in {type(self._own.policy).__name__}, and leave reference out",
             )
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:

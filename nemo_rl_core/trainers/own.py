@@ -10,6 +10,7 @@ from nemo_rl_core.config.training import TRAINING_SECTIONS, OptimizerConfig
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_core.models.policy.own import has_own
 from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 
 
@@ -51,15 +52,18 @@ class OwnParts:
         parts._refuse_a_built_in_engine()
         return parts
 
-    def refuse_unfit(self, reasons: Mapping[str, str], *, algorithm: str) -> None:
+    def refuse_unfit(
+        self, reasons: Mapping[str, str], *, algorithm: str, needs: Mapping[str, str]
+    ) -> None:
         """Refuses what an algorithm cannot use.
 
         Args:
             reasons: By `policy` and `engine`, why the algorithm takes none of the user's.
             algorithm: Its name.
+            needs: Methods that a policy must have, and what for.
 
         Raises:
-            ConfigError: If there is such a part.
+            ConfigError: If there is such a part, or the policy lacks such a method.
         """
         for name, part in (("policy", self.policy), ("engine", self.engine)):
             if part is not None and name in reasons:
@@ -67,6 +71,14 @@ class OwnParts:
                     f"{algorithm} takes no {name} of your own: {reasons[name]}",
                     got=type(part).__name__,
                     fix="name a model, or choose another algorithm, such as grpo, sft or dpo",
+                )
+        for method, purpose in needs.items():
+            if self.policy is not None and not has_own(self.policy, method):
+                name = type(self.policy).__name__
+                raise ConfigError(
+                    f"{algorithm} needs {purpose}, for which {name} has no {method}",
+                    expected=f"{name}.{method}(batch), as PolicyInterface describes it",
+                    fix="add the method, or name a model",
                 )
 
     def _refuse_a_built_in_engine(self) -> None:

@@ -116,6 +116,21 @@ def test_a_policy_generates_and_trains(session: ClusterSession, place: Path) -> 
 
 
 @pytest.mark.thorough
+def test_a_policy_samples_as_its_options_say(session: ClusterSession, place: Path) -> None:
+    config = {**run("004_L520")["gen_config"], "max_new_tokens": 4}
+    plain = HuggingFacePolicy("llama2-7b", session, max_new_tokens=4)
+    greedy = plain.generate(BatchedDataDict(BATCH), greedy=True)
+    first = int(greedy["output_ids"][0, 4])
+    plain.shutdown()
+    options = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": first}
+    policy = HuggingFacePolicy("llama2-7b", session, **{**config, **options})
+    output = policy.generate(BatchedDataDict(BATCH))
+    assert output["generation_lengths"][0] == 1
+    assert output["output_ids"][0, 4] == first
+    policy.shutdown()
+
+
+@pytest.mark.thorough
 def test_the_complete_pipeline_and_its_validation(
     session: ClusterSession, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,4 +251,4 @@ def test_a_block_on_a_cluster_of_gpus(tiny_model: Path, tmp_path: Path, block: s
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{block} did what it says"
+    assert f"\n{block} did what it says\n" in f"\n{done.stdout}"

@@ -22,18 +22,22 @@ from nemo_rl_core.types import Prompt
 class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfig]):
     """Trains a student towards the teacher's distribution on tokens that the student sampled.
 
-    The teacher is the spec's reference. Rewards are only logged, not trained on.
+    The teacher is the spec's reference, or that of the user's own policy. Rewards are only logged,
+    not trained on.
     """
 
     algorithm = "distillation"
     settings_class = DistillationSettings
+    needs_of_own: ClassVar[Mapping[str, str]] = {
+        "get_reference_topk_logprobs": "the likeliest tokens of a teacher",
+    }
     refuses_own: ClassVar[Mapping[str, str]] = {
-        "policy": "the loss reads the teacher's likeliest tokens from a training backend",
         "engine": "the student's logprobs are not computed in a step, so nothing would check it",
     }
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
-        _refuse_without_teacher(spec)
+        if self._own.policy is None:  # one of the user's has its own teacher
+            _refuse_without_teacher(spec)
         super()._set_up(spec, resources)
         self._loss = DistillationLossFn(self.config.divergence)
 
@@ -46,9 +50,10 @@ class DistillationTrainer(RolloutTrainer[DistillationSettings, DistillationConfi
 
     def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
         super()._update_weights(sampler, last_step=last_step)
-        # The student's logprobs are not computed in a step, so there is no gate.
-        assert isinstance(sampler.generation, Generation)
-        sampler.generation.prove(cast("Policy", self.policy))
+        # The student's logprobs are not computed in a step, so there is no gate. A policy of the
+        # user's samples itself.
+        if isinstance(sampler.generation, Generation):
+            sampler.generation.prove(cast("Policy", self.policy))
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)

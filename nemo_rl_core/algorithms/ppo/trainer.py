@@ -1,19 +1,21 @@
 """Proximal policy optimization (PPO, arXiv:1707.06347) with a critic."""
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, cast
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
 from nemo_rl_core.algorithms.ppo.data import add_advantages, value_columns
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.value import explained_variance
+from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.own import OwnPolicy, has_own
 from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_metrics
 from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
@@ -31,17 +33,30 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     The critic starts from the policy's initial weights with a zero head, so that the first
     advantages depend on rewards only.
 
+    Args:
+        settings: As `BaseTrainer` takes them.
+        session: As `BaseTrainer` takes it.
+        critic: Beside a policy of the user's, a `PolicyInterface` with `get_values`, whose `train`
+            calls the loss with values `[B, T]`. Else the section of that name.
+        **overrides: As `BaseTrainer` takes them.
+
     Attributes:
         critic: The value model in training.
     """
 
     algorithm = "ppo"
     settings_class = PPOSettings
-    refuses_own: ClassVar[Mapping[str, str]] = {
-        "policy": "the critic is trained by the policy's backend",
-    }
 
-    critic: Policy
+    critic: Policy | OwnPolicy
+
+    def __init__(
+        self, settings: Any, session: Any = None, *, critic: Any = None, **overrides: Any
+    ) -> None:
+        self._own_critic = critic if isinstance(critic, PolicyInterface) else None
+        if critic is not None and self._own_critic is None:
+            overrides["critic"] = critic
+        super().__init__(settings, session, **overrides)
+        _refuse_half_of_both(self._own.policy, self._own_critic)
 
     def _stage(self, spec: RunSpec) -> str:
         return f"ppo_iteration {spec.iteration}"
@@ -50,7 +65,11 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         super()._set_up(spec, resources)
         self._policy_loss = PPOLossFn(self.config.loss)
         self._value_loss = ValueLossFn(self.config.critic.value_clip)
-        self.critic = Policy(self.session, self._critic_setup(spec), name=CRITIC)
+        self.critic = (
+            Policy(self.session, self._critic_setup(spec), name=CRITIC)
+            if self._own_critic is None
+            else OwnPolicy(self._own_critic, reads_values=True)
+        )
         if spec.resume is not None:
             self.critic.load_checkpoint(spec.resume / CRITIC)
 
@@ -113,7 +132,9 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
             head="scalar",
         )
 
-    def _trained(self) -> "PolicyAndCritic":
+    def _trained(self) -> "PolicyAndCritic | OwnPolicyAndCritic":
+        if isinstance(self.critic, OwnPolicy):
+            return OwnPolicyAndCritic(cast("OwnPolicy", self.policy), self.critic)
         return PolicyAndCritic(cast("Policy", self.policy), self.critic)
 
     def _peak_memory_gib(self) -> float:
@@ -155,6 +176,43 @@ class PolicyAndCritic:
         self.critic.load_checkpoint(path / CRITIC)
 
 
+@dataclass(frozen=True)
+class OwnPolicyAndCritic:
+    """The user's policy and critic, which write what they have learnt themselves."""
+
+    policy: OwnPolicy
+    critic: OwnPolicy
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Has the policy write into `path`, and the critic into `path/critic`."""
+        self.policy.save_checkpoint(path)
+        (path / CRITIC).mkdir()
+        self.critic.save_checkpoint(path / CRITIC)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Has both go on from what they wrote."""
+        self.policy.load_checkpoint(path)
+        self.critic.load_checkpoint(path / CRITIC)
+
+
+def _refuse_half_of_both(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:
+    """Refuses a policy of the user's without a critic, and a critic without a policy."""
+    if (policy is None) != (critic is None):
+        raise ConfigError(
+            "ppo takes a policy and a critic of your own, or neither: a training backend trains "
+            "both",
+            expected="PPOTrainer(policy, critic=critic)",
+            got=f"critic={type(critic).__name__}" if policy is None else type(policy).__name__,
+            fix="give both, or name a model",
+        )
+    if critic is not None and not has_own(critic, "get_values"):
+        raise ConfigError(
+            f"the critic {type(critic).__name__} has no get_values",
+            expected="get_values(batch), which returns values [B, T]",
+            fix="add the method",
+        )
+
+
 def _critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The critic's metrics under names that do not clash with the policy's."""
     explained = explained_variance(metrics)
@@ -162,6 +220,6 @@ def _critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
         # Undefined if all returns are equal, which JSON cannot represent.
         "explained_variance": 0.0 if math.isnan(explained) else explained,
         **{name: metrics[name] for name in ("value_loss", "value_mean", "value_clip_fraction")},
-        "critic_grad_norm": metrics["grad_norm"],
+        **({"critic_grad_norm": metrics["grad_norm"]} if "grad_norm" in metrics else {}),
         "num_valid_tokens": metrics["num_valid_tokens"],
     }

@@ -11,6 +11,8 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch, refuse_beyond_budget
 from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
 
@@ -24,9 +26,7 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
 
     algorithm = "reward_model"
     settings_class = RewardModelSettings
-    refuses_own: ClassVar[Mapping[str, str]] = {
-        "policy": "the losses read the values of a scalar head, which a training backend has",
-    }
+    needs_of_own: ClassVar[Mapping[str, str]] = {"get_values": "values of sequences"}
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)
@@ -39,6 +39,10 @@ class RewardModelTrainer(BaseTrainer[RewardModelSettings, RewardModelConfig]):
         refuse_beyond_budget(pairs, max_tokens=self.config.max_tokens_per_microbatch)
         size, seed = self.config.num_pairs_per_step, self.settings.seed
         return PromptLoader(pairs, batch_size=size, seed=seed)
+
+    def _make_policy(self, spec: RunSpec) -> Policy | OwnPolicy:
+        made = super()._make_policy(spec)
+        return OwnPolicy(made.policy, reads_values=True) if isinstance(made, OwnPolicy) else made
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(super()._training_setup(spec), head="scalar")

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -33,10 +33,14 @@ class OwnPolicy(PolicyInterface):
     Args:
         policy: The user's.
         temperature: What logits are divided by before every log-softmax.
+        reads_values: Whether losses read `[B, T]` values in place of logprobs.
     """
 
-    def __init__(self, policy: PolicyInterface, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self, policy: PolicyInterface, *, temperature: float = 1.0, reads_values: bool = False
+    ) -> None:
         self.policy, self._temperature = policy, temperature
+        self._reads_values = reads_values
         self._says_that_nothing_is_saved = True
 
     @property
@@ -47,7 +51,9 @@ class OwnPolicy(PolicyInterface):
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
         """One step of the user's policy; the loss's metrics stand beside what it returns."""
         batch = training_columns(data)
-        loss = _CallableLoss(loss_fn, batch, self._temperature)
+        loss = _CallableLoss(
+            loss_fn, batch, self._temperature, reads_values_of=self._reads_values and self.name
+        )
         returned: Any = self.policy.train(batch, cast("LossFunction", loss))
         if not isinstance(returned, Mapping):
             raise TypeError(f"{self.name}.train returned {type(returned).__name__}, not a dict")
@@ -135,8 +141,16 @@ class _CallableLoss:
         num_valid_tokens: Tokens that are trained on in the whole batch.
     """
 
-    def __init__(self, loss_fn: LossFunction, batch: BatchedDataDict, temperature: float) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        batch: BatchedDataDict,
+        temperature: float,
+        *,
+        reads_values_of: str | Literal[False] = False,
+    ) -> None:
         self._loss_fn, self._temperature = loss_fn, temperature
+        self._reads_values_of = reads_values_of
         self.num_valid_tokens = valid_token_mask(batch["token_mask"], batch["sample_mask"]).sum()
         self._num_valid_seqs = batch["sample_mask"].sum().float()
         self.metrics: dict[str, float] = {}
@@ -148,18 +162,32 @@ class _CallableLoss:
             **counts,
         }
         is_model = not isinstance(first, Tensor)
-        logprobs = self._by_model(first, batch) if is_model else first
-        loss, metrics = self._loss_fn(logprobs, batch, **given)
+        if is_model:
+            first, batch = self._by_model(first, batch)
+        elif "topk_ids" in batch:
+            BatchedDataDict(batch).require(["current_topk_logprobs"])
+        loss, metrics = self._loss_fn(first, batch, **given)
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
         return loss if is_model else (loss, metrics)
 
-    def _by_model(self, model: Any, batch: BatchedDataDict) -> Tensor:
+    def _by_model(self, model: Any, batch: BatchedDataDict) -> tuple[Tensor, BatchedDataDict]:
+        """`logprobs [B, T-1]`, and the batch with those of `topk_ids`, where it has such."""
+        if self._reads_values_of:
+            raise ConfigError(
+                "the loss reads values, which it cannot ask a language model for",
+                expected="loss_fn(values, batch) with values [B, T], one a token",
+                got=f"loss_fn({type(model).__name__}, batch)",
+                fix=f"compute the values in {self._reads_values_of}.train",
+            )
         place = torch.arange(batch["input_ids"].shape[1])
         mask = (place < batch["input_lengths"][:, None]).long()
         logits = model(input_ids=batch["input_ids"], attention_mask=mask).logits
         logprobs = torch.log_softmax(logits.float() / self._temperature, dim=-1)
-        return _picked(logprobs, batch["input_ids"])
+        if "topk_ids" in batch:
+            student = logprobs[:, :-1].gather(-1, batch["topk_ids"])
+            batch = BatchedDataDict({**batch, "current_topk_logprobs": student})
+        return _picked(logprobs, batch["input_ids"]), batch
 
 
 def _of_next_tokens(logprobs: Tensor, input_ids: Tensor, temperature: float) -> Tensor:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
@@ -46,7 +47,10 @@ from nemo_rl_core.models.policy.reward_loss import RewardLossFn, as_rewards
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 _UNBOUNDED_CONTEXT = 2**31
-_OF_GENERATE = frozenset({"max_new_tokens"})
+_OF_GENERATE = frozenset(
+    {"max_new_tokens", "top_p", "top_k", "repetition_penalty", "do_sample", "eos_token_id"}
+    | {"pad_token_id"}
+)
 
 
 class PolicyOptions(OptimizerConfig):
@@ -56,6 +60,12 @@ class PolicyOptions(OptimizerConfig):
         dtype: Type of the matrix products; `auto` is bfloat16 on a GPU, else float32.
         temperature: What logits are divided by.
         max_new_tokens: The longest completion of `generate`.
+        top_p: `generate` draws from the likeliest tokens that together have this probability.
+        top_k: `generate` draws from so many likeliest tokens; None draws from all.
+        repetition_penalty: `generate` divides the logits of tokens that came before by it.
+        do_sample: False takes the likeliest token at every step, also where `greedy` is not given.
+        eos_token_id: One token or several that end a completion, besides the model's own.
+        pad_token_id: Stands behind the shorter completions of `generate`.
     """
 
     @property
@@ -71,6 +81,31 @@ class PolicyOptions(OptimizerConfig):
     temperature: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192
     max_new_tokens: PositiveInt = 100
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: PositiveInt | None = None
+    repetition_penalty: PositiveFloat = 1.0
+    do_sample: bool = True
+    eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
+    pad_token_id: NonNegativeInt = 0
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Of `eos_token_id`."""
+        ends = self.eos_token_id
+        if ends is None:
+            return ()
+        return (ends,) if isinstance(ends, int) else tuple(ends)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a `SamplingConfig`."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature if self.do_sample else 0.0,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+        }
 
 
 class PretrainedPolicy(PolicyInterface):
@@ -168,6 +203,9 @@ class PretrainedPolicy(PolicyInterface):
             for name, value in self._options_given.items()
             if of_generate or name not in _OF_GENERATE
         }
+        if not given.pop("do_sample", True):
+            given["temperature"] = 0.0  # which an algorithm that samples refuses
+        given.pop("pad_token_id", None)  # trainers mask what is behind a completion
         return {"training": self._training, "cluster": config, **given}
 
     def _setup(self) -> TrainingSetup:
@@ -240,10 +278,11 @@ class PretrainedPolicy(PolicyInterface):
 
         Args:
             data: `input_ids [B, T]` with `input_lengths [B]` or `attention_mask [B, T]`.
-            greedy: The likeliest token at every step, in place of a sample.
+            greedy: The likeliest token at every step, in place of a sample; `do_sample: false` has
+                it always.
         """
         if self.policy.generates:
-            return self.policy.generate(data, greedy, max_new_tokens=self._options.max_new_tokens)
+            return self._generated_by_the_worker(data, greedy=greedy)
         if self._engine is None:
             self._engine = self._start_engine()
         if self._num_updates_of_engine != self._num_updates:
@@ -252,19 +291,30 @@ class PretrainedPolicy(PolicyInterface):
         output: BatchedDataDict = self._engine.generate(data, greedy)
         return output
 
+    def _generated_by_the_worker(self, data: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
+        options = self._options
+        output = self.policy.generate(
+            data, greedy, stop_token_ids=options.stop_token_ids, **options.sampling
+        )
+        place = torch.arange(output["output_ids"].shape[1])
+        is_padding = place >= output["unpadded_sequence_lengths"][:, None]
+        output["output_ids"][is_padding] = options.pad_token_id
+        return output
+
     def _start_engine(self) -> Any:
         from nemo_rl_core.models.generation.engine import Generation  # which drives a policy
 
         options, base = self._options, local_folder(self.model_name)
-        sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
-        config: Any = self._engine_config(sampling)
+        config: Any = self._engine_config(options.sampling)
+        own = stop_token_ids(base, load_tokenizer(base))
         setup = GenerationSetup(
             model_folder=base,
             config=config,
             max_model_len=context_length(base) or _UNBOUNDED_CONTEXT,
-            stop_token_ids=stop_token_ids(base, load_tokenizer(base)),
+            stop_token_ids=tuple(sorted({*own, *options.stop_token_ids})),
             dtype=options.dtype_here,
             seed=options.seed,
+            pad_token_id=options.pad_token_id,
         )
         return Generation(self.policy.session, setup, name=f"engine of {self._name}")
 

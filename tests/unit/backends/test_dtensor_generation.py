@@ -70,3 +70,15 @@ def test_draws_repeat_under_a_seed_and_their_logprobs_are_the_trainers(tiny_mode
     batch = collate(sequences, masks)
     trained = backend.get_logprobs(batch)
     torch.testing.assert_close(first["logprobs"][:, 1:], trained, rtol=1e-4, atol=1e-5)
+
+
+def test_options_of_sampling_and_further_stop_tokens(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model)
+    greedy = backend.generate(make_prompts(), greedy=True, max_new_tokens=5)
+    first = int(greedy["output_ids"][0, 4])
+    stopped = backend.generate(
+        make_prompts(), greedy=False, max_new_tokens=5, top_k=1, stop_token_ids=[first]
+    )
+    assert stopped["generation_lengths"][0] == 1
+    assert stopped["output_ids"][0, 4] == first
+    assert not stopped["truncated"][0]

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from nemo_rl_core.algorithms import DPOTrainer
+from nemo_rl_core.algorithms import DPOTrainer, GRPOTrainer
 from nemo_rl_core.distributed import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, ModelError
 from nemo_rl_core.models import HuggingFacePolicy, MegatronPolicy
@@ -88,3 +88,15 @@ def test_a_trainer_reads_a_policys_options() -> None:
     DPOTrainer(HuggingFacePolicy("org/model", max_new_tokens=6))  # which `generate` reads
     with pytest.raises(ConfigError, match="no setting 'temperature'"):
         DPOTrainer(HuggingFacePolicy("org/model", temperature=0.5))
+
+
+def test_how_generate_samples() -> None:
+    sampling = {"do_sample": False, "top_p": 0.9, "eos_token_id": [2, 3], "pad_token_id": 0}
+    policy = HuggingFacePolicy("org/model", max_new_tokens=6, **sampling)
+    assert policy._options.sampling["temperature"] == 0
+    assert policy._options.stop_token_ids == (2, 3)
+    DPOTrainer(policy)  # samples nothing
+    with pytest.raises(ConfigError, match="must be drawn, not taken greedily"):
+        GRPOTrainer(HuggingFacePolicy("org/model", do_sample=False))
+    with pytest.raises(ConfigError, match="no setting 'eos_token_id'"):
+        GRPOTrainer(HuggingFacePolicy("org/model", eos_token_id=3))

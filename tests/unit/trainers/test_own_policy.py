@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core import DPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer, train
+from nemo_rl_core import (
+    AsyncGRPOTrainer,
+    DistillationTrainer,
+    DPOTrainer,
+    GRPOTrainer,
+    PPOTrainer,
+    RewardModelTrainer,
+    SFTTrainer,
+    train,
+)
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed import BatchedDataDict
@@ -126,6 +135,69 @@ def test_grpo_samples_from_the_policy_itself(tiny_model: Path) -> None:
     assert result.metrics[0]["reward"] > 0
 
 
+class Critic(CustomPolicy):
+    """A scalar head on a transformers model."""
+
+    def __init__(self, model_path: str) -> None:
+        super().__init__(model_path)
+        self._head = torch.nn.Linear(self.model.config.hidden_size, 1)
+        parameters = [*self.model.parameters(), *self._head.parameters()]
+        self._optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+
+    def _values(self, data: Any) -> torch.Tensor:
+        hidden = self.model(data["input_ids"], output_hidden_states=True).hidden_states[-1]
+        return self._head(hidden)[..., 0]
+
+    def get_values(self, data: Any) -> BatchedDataDict:
+        return BatchedDataDict({"values": self._values(data).detach()})
+
+    def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+        loss, _ = loss_fn(self._values(data), data)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return {}
+
+
+class Student(CustomPolicy):
+    """Is taught by a model that prefers the token 5."""
+
+    def get_reference_topk_logprobs(self, data: Any, k: int) -> BatchedDataDict:
+        ids = torch.stack([torch.full_like(data["input_ids"][:, 1:], 5 + n) for n in range(k)], -1)
+        logprobs = torch.tensor([0.9] + [0.1 / k] * (k - 1)).log().expand(ids.shape)
+        return BatchedDataDict({"topk_ids": ids, "topk_logprobs": logprobs})
+
+
+def test_a_reward_model_of_ones_own(tiny_model: Path) -> None:
+    trainer = RewardModelTrainer(Critic(str(tiny_model)), num_steps=6, num_pairs_per_step=8)
+    losses = [step["loss"] for step in trainer.fit(PAIRS).metrics]
+    assert losses[-1] < 0.5 * losses[0]
+    by_model = type("ByModel", (Critic,), {"train": CustomPolicy.train})(str(tiny_model))
+    with pytest.raises(ConfigError, match="the loss reads values, which it cannot ask"):
+        RewardModelTrainer(by_model, num_steps=1, num_pairs_per_step=8).fit(PAIRS)
+
+
+def test_a_student_of_ones_own_and_its_teacher(tiny_model: Path) -> None:
+    student = Student(str(tiny_model))
+    few = {name: value for name, value in ROLLOUTS.items() if name != "num_steps_per_iteration"}
+    trainer = DistillationTrainer(student, **few, num_steps=8, distillation={"top_k": 3})
+    losses = [step["loss"] for step in trainer.fit(ROWS).metrics]
+    assert losses[-1] < 0.8 * losses[0]
+    with pytest.raises(ConfigError, match="compares with a reference of its own"):
+        DistillationTrainer(student, **few).fit(ROWS, reference=tiny_model)
+
+
+def test_ppo_with_a_policy_and_a_critic_of_ones_own(tiny_model: Path) -> None:
+    policy, critic = CustomPolicy(str(tiny_model)), Critic(str(tiny_model))
+    before = critic._head.weight.clone()
+    result = PPOTrainer(policy, critic=critic, kl=None, **ROLLOUTS).fit(
+        ROWS, reward_fn=lambda prompt, completion: float(len(completion))
+    )
+    assert [step["token_mult_prob_error"] for step in result.metrics] == [1.0, 1.0]
+    assert result.metrics[0]["value_loss"] > 0
+    assert not torch.equal(critic._head.weight, before)
+
+
 class Recited(GenerationInterface):
     """Answers 5 and the stop token 2, and writes down whose weights it was given."""
 
@@ -225,8 +297,16 @@ class Frozen(Recited):
 def test_what_a_policy_of_ones_own_cannot_read_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing reads dtype, learning_rate"):
         SFTTrainer(OnlyTrains(), dtype="bfloat16", sft={"learning_rate": 1e-5})
-    with pytest.raises(ConfigError, match="ppo takes no policy of your own: the critic"):
+    with pytest.raises(ConfigError, match="ppo takes a policy and a critic of your own"):
         PPOTrainer(OnlyTrains())
+    with pytest.raises(ConfigError, match="the critic OnlyTrains has no get_values"):
+        PPOTrainer(OnlyTrains(), critic=OnlyTrains())
+    with pytest.raises(ConfigError, match="values of sequences, for which OnlyTrains has no get_v"):
+        RewardModelTrainer(OnlyTrains())
+    with pytest.raises(ConfigError, match="OnlyTrains has no get_reference_topk_logprobs"):
+        DistillationTrainer(OnlyTrains())
+    with pytest.raises(ConfigError, match="takes no policy of your own: the engine samples"):
+        AsyncGRPOTrainer(OnlyTrains(), asynchronous={})
     with pytest.raises(ConfigError, match="samples nothing, so it takes no engine"):
         SFTTrainer.from_pretrained("m", generation=Recited())
     with pytest.raises(ConfigError, match="nothing reads top_k"):

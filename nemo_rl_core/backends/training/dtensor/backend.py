@@ -41,7 +41,8 @@ from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_
 from nemo_rl_core.checkpoints.weights import refuse_wrong_weights
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.pretrained import stop_token_ids as model_stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.process_group import local_device, world_size
@@ -257,6 +258,8 @@ class DTensorBackend(SendsWeights):
         max_new_tokens: int,
         temperature: float | None = None,
         seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        **sampling: Any,
     ) -> BatchedDataDict:
         """Completes prompts under the weights being trained, with transformers' loop.
 
@@ -267,6 +270,8 @@ class DTensorBackend(SendsWeights):
             max_new_tokens: Limit of a completion.
             temperature: Sampling temperature; the setup's by default.
             seed: Sampling seed, if rows have none.
+            stop_token_ids: End a completion besides the model's own.
+            **sampling: The other fields of `SamplingConfig`, such as `top_p`.
 
         Raises:
             ConfigError: If the weights are sharded over several ranks.
@@ -283,13 +288,14 @@ class DTensorBackend(SendsWeights):
         config = SamplingConfig(
             max_new_tokens=max_new_tokens,
             temperature=self._setup.temperature if temperature is None else temperature,
+            **sampling,
         )
         seeded = BatchedDataDict({"seeds": row_seeds(seed, batch.size), **batch})
         longest = batch["input_ids"].shape[1] + max_new_tokens
         requests = read_requests(seeded, config, max_model_len=longest)
-        stops = stop_token_ids(folder, load_tokenizer(folder))
+        stops = {*model_stop_token_ids(folder, load_tokenizer(folder)), *stop_token_ids}
         decoding = Decoding(requests, config, greedy=greedy, stop_token_ids=stops)
-        completed = complete(model, requests, decoding, stop_token_ids=list(stops))
+        completed = complete(model, requests, decoding, stop_token_ids=sorted(stops))
         return as_batch(requests, completed)
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
