@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_core import GRPOTrainer, SFTTrainer, algorithms, train
+from nemo_rl_core import AsyncGRPOTrainer, GRPOTrainer, SFTTrainer, algorithms, train
 from nemo_rl_core.algorithms import DPOLossFn
 from nemo_rl_core.api.functional import _ALGORITHM_REGISTRY
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS
@@ -28,6 +28,7 @@ from nemo_rl_core.distributed import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import MathEnvironment
 from nemo_rl_core.models import HuggingFacePolicy, MegatronPolicy, VllmGeneration
+from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from tests.reference.code_blocks import SUMS, lay_out, run, source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -180,6 +181,34 @@ def test_five_lines_with_all_their_defaults(
         assert after["result"].manifest.config["generation"]["max_new_tokens"] == 4
     else:
         assert after["trainer"].config.num_prompts_per_step == 32
+
+
+@pytest.mark.thorough
+def test_an_asynchronous_engine_by_the_words_of_the_documents(
+    session: ClusterSession, place: Path
+) -> None:
+    engine_options = {"async_engine": True, "max_model_len": 32, "precision": "float32"}
+    sampling = {"model_name": "llama2-7b", "max_new_tokens": 4, "temperature": 1.0}
+    config = {**sampling, "vllm_cfg": engine_options}
+    engine = VllmGeneration(session, config, name="asynchronous")
+    assert isinstance(engine, StreamingGeneration)
+    prompts = BatchedDataDict(BATCH)
+    assert engine.generate(prompts)["output_ids"].shape[0] == 2
+    lengths = {"input_lengths": torch.tensor([4, 3]), "seeds": torch.tensor([0, 1])}
+    engine.submit([7, 8], BatchedDataDict({"input_ids": BATCH["input_ids"], **lengths}))
+    found = dict(engine.poll(wait_seconds=60))
+    while len(found) < 2:
+        found |= dict(engine.poll(wait_seconds=60))
+    assert {*found} == {7, 8}
+    trainer = AsyncGRPOTrainer.from_pretrained(
+        "llama2-7b",
+        generation=engine,
+        asynchronous={"max_staleness": 1},
+        **{name: value for name, value in SMALL.items() if name not in ("generation", "cluster")},
+    )
+    result = trainer.fit(ROWS, reward_fn=lambda prompt, response: float(len(response)))
+    assert result.metrics[0]["token_mult_prob_error"] < 1.001
+    engine.shutdown()
 
 
 @pytest.fixture

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import ClassVar, cast
 
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
 from nemo_rl_core.trainers.base import RunSpec
+from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.types import Prompt, Rollout
 
 
@@ -25,9 +28,16 @@ class AsyncGRPOTrainer(GRPOTrainer):
     sampler_class = StreamingSampler
     refuses_own: ClassVar[Mapping[str, str]] = {
         "policy": "the engine samples while a training backend's workers train",
-        "engine": "the engine takes weights while it generates, which vLLM alone does here",
+        "engine": "it takes weights while it generates, as VllmGeneration does with "
+        "async_engine: true",
     }
     samples_ahead = True
+
+    @classmethod
+    def _refuse_unfit(cls, own: OwnParts) -> None:
+        if isinstance(own.engine, StreamingGeneration):
+            own = replace(own, engine=None)
+        super()._refuse_unfit(own)
 
     def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
         super()._set_up(spec, resources)

@@ -1,7 +1,7 @@
 """An engine's set-up from a mapping of options, by the names of NeMo RL's `VllmConfig`."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
@@ -14,6 +14,8 @@ from nemo_rl_core.config.generation import (
 )
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.policy.pretrained import local_folder
 
@@ -25,6 +27,37 @@ _ALIASES: Final = {
     "tensor_model_parallel_size": "tensor_parallel_size",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
 }
+
+
+class VllmEngineConfig(TypedDict, total=False):
+    """What `VllmConfig.vllm_cfg` says of an engine."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    gpu_memory_utilization: float
+    max_model_len: int
+    skip_tokenizer_init: bool
+    async_engine: bool
+    precision: str
+    load_format: str
+
+
+class VllmConfig(TypedDict, total=False):
+    """A set-up by the names of NeMo RL's `VllmConfig`; `read_setup` maps them."""
+
+    backend: str
+    model_name: str
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    repetition_penalty: float
+    do_sample: bool
+    eos_token_id: int | list[int]
+    pad_token_id: int
+    stop_token_ids: list[int] | None
+    stop_strings: list[str]
+    vllm_cfg: VllmEngineConfig
 
 
 class _ModelOptions(FrozenConfig):
@@ -65,7 +98,8 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
             "this engine completes whole batches",
             expected="async_engine: false",
             got="true",
-            fix="leave async_engine out",
+            fix="leave async_engine out, or start VllmGeneration(cluster, config), which has an "
+            "asynchronous engine",
         )
     named = {_ALIASES.get(name, name): value for name, value in flat.items()}
     if not named.pop("do_sample", True):  # transformers' word for the likeliest token always
@@ -100,3 +134,26 @@ def read_setup(options: Mapping[str, Any], config_class: type[EngineConfig]) -> 
         seed=model.seed,
         pad_token_id=model.pad_token_id,
     )
+
+
+def read_vllm_setup(
+    cluster: ClusterSession | RayVirtualCluster,
+    config: GenerationSetup | VllmConfig | Mapping[str, Any],
+) -> GenerationSetup:
+    """A set-up as it is, or one for as many engines as the cluster has room for.
+
+    Raises:
+        ConfigError: For an unknown option, or a value that does not fit.
+        ModelError: If there is no such model.
+    """
+    if isinstance(config, GenerationSetup):
+        return config
+    options: dict[str, Any] = {**config, **config.get("vllm_cfg", {})}
+    options.pop("vllm_cfg", None)
+    if options.pop("async_engine", False):
+        options.setdefault("num_engines", 1)
+    if "num_engines" not in options:
+        owner = cluster if isinstance(cluster, RayVirtualCluster) else cluster.cluster
+        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        options["num_engines"] = max(1, owner.world_size // ranks)
+    return read_setup(options, VllmGenerationConfig)

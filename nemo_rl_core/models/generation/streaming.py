@@ -1,17 +1,18 @@
 """An engine that goes on generating between calls."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
-from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.options import VllmConfig, read_vllm_setup
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_unchanged
 from nemo_rl_core.telemetry import usage
@@ -30,7 +31,9 @@ class StreamingGeneration(Generation):
 
     Args:
         cluster: A session with its running workers, or a cluster of your own.
-        setup: Model, sampling and size, of a vLLM engine that one worker runs.
+        config: Model, sampling and size, of a vLLM engine that one worker runs; as
+            `VllmGeneration` takes it.
+        name: Of the worker group.
         gate: The bounds of its proofs.
 
     Attributes:
@@ -45,11 +48,19 @@ class StreamingGeneration(Generation):
     def __init__(
         self,
         cluster: ClusterSession | RayVirtualCluster,
-        setup: GenerationSetup,
+        config: GenerationSetup | VllmConfig | Mapping[str, Any],
         *,
+        name: str = "generation",
         gate: GateConfig | None = None,
     ) -> None:
-        config = setup.config
+        setup = read_vllm_setup(cluster, config)
+        self._refuse_several_workers(setup.config)
+        self._weight_version = 0
+        self._prompt_lengths: dict[int, int] = {}
+        super().__init__(cluster, setup, name=name, gate=gate)
+
+    @staticmethod
+    def _refuse_several_workers(config: SamplingConfig) -> None:
         if (
             not isinstance(config, VllmGenerationConfig)
             or config.num_engines * config.ranks_per_engine > 1
@@ -57,21 +68,19 @@ class StreamingGeneration(Generation):
             raise ConfigError(
                 "this engine cannot sample while a model trains",
                 expected="generation.backend: vllm, num_engines 1 and no parallel sizes",
-                got=f"{config.backend}, {config.num_engines * config.ranks_per_engine} workers",
-                fix="change the section generation, or leave out asynchronous",
+                got=f"{getattr(config, 'backend', 'another')}, "
+                f"{config.num_engines * config.ranks_per_engine} workers",
+                fix="change the section generation, or leave out asynchronous (async_engine)",
             )
-        self._weight_version = 0
-        self._prompt_lengths: dict[int, int] = {}
-        super().__init__(cluster, setup, gate=gate)
 
     @property
     def _backend(self) -> str:
         return "vllm_streaming"
 
-    def prepare_for_generation(self) -> None:
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """It is always ready."""
 
-    def finish_generation(self) -> None:
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
         """It goes on with what it was asked; there is no memory that it could give away."""
 
     def submit(self, names: Sequence[int], requests: BatchedDataDict) -> None:

@@ -2,61 +2,45 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import LinkSpec
 from nemo_rl_core.models.generation.engine import Generation, engine_environment
-from nemo_rl_core.models.generation.options import read_setup
+from nemo_rl_core.models.generation.options import VllmConfig, read_setup, read_vllm_setup
 
-
-class VllmEngineConfig(TypedDict, total=False):
-    """What `VllmConfig.vllm_cfg` says of an engine."""
-
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    gpu_memory_utilization: float
-    max_model_len: int
-    skip_tokenizer_init: bool
-    async_engine: bool
-    precision: str
-    load_format: str
-
-
-class VllmConfig(TypedDict, total=False):
-    """A set-up by the names of NeMo RL's `VllmConfig`; `read_setup` maps them."""
-
-    backend: str
-    model_name: str
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    repetition_penalty: float
-    do_sample: bool
-    eos_token_id: int | list[int]
-    pad_token_id: int
-    stop_token_ids: list[int] | None
-    stop_strings: list[str]
-    vllm_cfg: VllmEngineConfig
+__all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker"]
 
 
 class VllmGeneration(Generation):
     """vLLM engines over a cluster; running ones of the same model and size are reused.
+
+    With `async_engine: true` the call returns a `StreamingGeneration` instead: one engine that also
+    takes requests at any time (`submit`, `poll`), and weights in the middle of them.
 
     Args:
         cluster: A session with its running workers, or a cluster of your own.
         config: A set-up, or the options of `VllmConfig`: then there are as many engines as the
             cluster has room for, unless `num_engines` says another number.
         name: Of the worker group.
+        gate: The bounds of its proofs.
     """
+
+    def __new__(cls, cluster: Any, config: Any, **options: Any) -> Any:
+        """The asynchronous engine, where the options ask for it."""
+        if cls is VllmGeneration and _is_asynchronous(config):
+            from nemo_rl_core.models.generation.streaming import StreamingGeneration
+
+            return StreamingGeneration(cluster, config, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -64,19 +48,15 @@ class VllmGeneration(Generation):
         config: GenerationSetup | VllmConfig | Mapping[str, Any],
         *,
         name: str = "generation",
+        gate: GateConfig | None = None,
     ) -> None:
-        if isinstance(config, GenerationSetup):
-            super().__init__(cluster, config, name=name)
-            return
-        owner = cluster if isinstance(cluster, RayVirtualCluster) else cluster.cluster
-        options = {**config, **config.get("vllm_cfg", {})}
-        options.pop("vllm_cfg", None)
-        if "num_engines" not in options:
-            ranks = options.get("tensor_parallel_size", 1) * options.get(
-                "pipeline_parallel_size", 1
-            )
-            options["num_engines"] = max(1, owner.world_size // ranks)
-        super().__init__(cluster, read_setup(options, VllmGenerationConfig), name=name)
+        super().__init__(cluster, read_vllm_setup(cluster, config), name=name, gate=gate)
+
+
+def _is_asynchronous(config: Any) -> bool:
+    if isinstance(config, GenerationSetup):
+        return False
+    return bool({**config, **config.get("vllm_cfg", {})}.get("async_engine"))
 
 
 class VllmGenerationWorker:
