@@ -1,0 +1,206 @@
+"""Environments of the package `verifiers` (its classes `SingleTurnEnv` and `MultiTurnEnv`).
+
+The package calls a client for every turn of the policy; here the client waits until the next `step`
+brings the turn. So the environment's own loop runs, with its stop conditions, its answers and its
+rubric, and the policy's tokens stay those that were sampled.
+"""
+
+import asyncio
+import importlib
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message
+from nemo_rl_core.environments.multi_turn.replies import Reply, failed, joined
+from nemo_rl_core.environments.rewards.awaiting import AsyncCalls
+from nemo_rl_core.errors import ConfigError, RewardError
+
+_EPISODE = "verifiers_episode"
+
+
+class VerifiersEnvironment:
+    """Plays an environment of `verifiers` with the policy of a trainer.
+
+    Episodes live in this process, so that `environment_workers` cannot share them. An environment
+    whose turns call tools by the chat template is refused: completions are text here.
+
+    Args:
+        environment: Its id, as `verifiers.load_environment` takes it, or the environment itself.
+        **arguments: For `load_environment`.
+
+    Raises:
+        ConfigError: If the package is not installed, the environment cannot be loaded, or it needs
+            tool calls.
+    """
+
+    def __init__(self, environment: Any, **arguments: Any) -> None:
+        self._verifiers = _package()
+        self._environment = (
+            self._loaded(environment, arguments) if isinstance(environment, str) else environment
+        )
+        if getattr(self._environment, "tool_defs", None):
+            raise ConfigError(
+                f"{type(self._environment).__name__} offers tools by the chat template, whose "
+                "calls are not read here",
+                expected="an environment that answers text",
+                fix="use {kind: tools}, or an environment of your own",
+            )
+        self._calls = AsyncCalls()
+
+    def _loaded(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self._verifiers.load_environment(name, **arguments)
+        # Named fault boundary: an installed environment may raise anything.
+        except Exception as error:
+            raise ConfigError(
+                f"verifiers cannot load the environment {name!r}",
+                got=f"{type(error).__name__}: {str(error)[:200]}",
+                fix="install it beside verifiers, or correct the name or the arguments",
+            ) from error
+
+    def rows(self, num_rows: int = -1) -> list[dict[str, Any]]:
+        """The environment's data set, as rows for `train` and `fit`; -1 takes all."""
+        data = self._environment.get_dataset(n=num_rows)
+        return [
+            {
+                "prompt": list(row["prompt"]),
+                "answer": str(row.get("answer") or ""),
+                "metadata": {"info": row.get("info") or {}},
+            }
+            for row in data
+        ]
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Message]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Hands the last turn of each conversation to its episode.
+
+        An episode ends when the environment says so; the rubric then gives its reward.
+        """
+        turns = [
+            partial(self._turn, log, about)
+            for log, about in zip(message_log_batch, metadata, strict=True)
+        ]
+        return joined([self._reply(call) for call in self._calls.results(turns)])
+
+    @staticmethod
+    def _reply(outcome: Any) -> Reply:
+        try:
+            reply: Reply = outcome()
+        # Named fault boundary: one episode's environment or rubric must not end the others.
+        except Exception as error:  # noqa: BLE001 (it is the error of its row)
+            said = f"{type(error).__name__}: {error}"
+            return failed(RewardError("the verifiers environment failed", got=said[:300]))
+        return reply
+
+    async def _turn(self, log: Sequence[Message], about: Mapping[str, Any]) -> Reply:
+        episode = about.get(_EPISODE)
+        if episode is None:
+            episode = _Episode(self._verifiers, self._environment, _row(log, about))
+        if await episode.answer(log[-1]["content"]):
+            state = await episode.task
+            if state.get("error") is not None:
+                raise RewardError(f"the episode failed: {state['error']!r}"[:300])
+            return Reply(reward=float(state["reward"] or 0.0), terminated=True, metadata=about)
+        return Reply(
+            terminated=False, observation=episode.said(), metadata={**about, _EPISODE: episode}
+        )
+
+    def shutdown(self) -> None:
+        """Ends the loop that episodes run in."""
+        self._calls.close()
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("verifiers")
+    except ImportError as error:
+        raise ConfigError(
+            "the package verifiers is not installed",
+            expected="verifiers 0.1",
+            got=str(error),
+            fix="see docs/environments.md: its pins contradict those of this project",
+        ) from error
+
+
+def _row(log: Sequence[Message], about: Mapping[str, Any]) -> dict[str, Any]:
+    """A `RolloutInput`: the prompt is what stands before the policy's first turn."""
+    first = next(place for place, each in enumerate(log) if each["role"] == "assistant")
+    return {
+        "prompt": [dict(message) for message in log[:first]],
+        "answer": about.get("answer", ""),
+        "info": dict(about.get("info") or {}),
+        "example_id": 0,
+    }
+
+
+class _Episode:
+    """One run of the environment's loop.
+
+    Attributes:
+        task: Ends with the state, which the rubric has scored.
+    """
+
+    def __init__(self, verifiers: Any, environment: Any, row: Mapping[str, Any]) -> None:
+        self._replies: asyncio.Queue[str] = asyncio.Queue()
+        self._requests: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._prompt: list[Any] = []
+        client = _client_class(verifiers)(self)
+        self.task = asyncio.ensure_future(_played(environment, row, client))
+
+    async def answer(self, text: str) -> bool:
+        """Gives the policy's turn to the environment; whether the episode has ended with it."""
+        if not self._prompt and await self._is_over():
+            return True  # it wanted no turn at all
+        self._replies.put_nowait(text)
+        return await self._is_over()
+
+    async def _is_over(self) -> bool:
+        request = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait({request, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            self._prompt = request.result()
+            return False
+        request.cancel()
+        return True
+
+    def said(self) -> str:
+        """What the environment has said since the policy's last turn."""
+        texts: list[str] = []
+        for message in reversed(self._prompt):
+            if _field(message, "role") == "assistant":
+                break
+            texts.insert(0, str(_field(message, "content")))
+        return "\n".join(texts)
+
+    async def complete(self, prompt: list[Any]) -> str:
+        """The policy's turn to a prompt, once there is one."""
+        self._requests.put_nowait(list(prompt))
+        return await self._replies.get()
+
+
+async def _played(environment: Any, row: Mapping[str, Any], client: Any) -> Any:
+    state = await environment.rollout(row, client, "policy", {})
+    if state.get("error") is None:
+        await environment.rubric.score_rollout(state)
+    return state
+
+
+def _field(message: Any, name: str) -> Any:
+    return message[name] if isinstance(message, Mapping) else getattr(message, name)
+
+
+def _client_class(verifiers: Any) -> type:
+    """A `Client` whose completions come from an episode; the package is imported by now."""
+    types = importlib.import_module("verifiers.types")
+    base = importlib.import_module("verifiers.clients").Client
+
+    async def get_response(self: Any, prompt: Any, model: str, *_: Any, **__: Any) -> Any:
+        text = await self.client.complete(prompt)
+        message = types.ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
+        return types.Response(id="", created=int(time.time()), model=model, message=message)
+
+    unused = dict.fromkeys(base.__abstractmethods__, lambda *_: None)
+    return type("PolicyClient", (base,), {**unused, "get_response": get_response})
