@@ -106,6 +106,16 @@ def test_every_model_of_the_blocks_has_its_folder() -> None:
     assert {*named} == {*MODELS}
 
 
+def test_every_test_that_the_page_names_is_there() -> None:
+    page = (REPOSITORY / "docs" / "documents.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page)
+    files = [(file, test) for file, test in named if not file.startswith("nemo_rl_core/")]
+    assert len(files) > 40
+    for file, test in files:
+        text = (REPOSITORY / "tests" / file).read_text()
+        assert not test or re.search(rf"(?m)^(?:async )?def {test}\(", text), f"{file}::{test}"
+
+
 def _parameters(function: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
