@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def stored_tokens(file: Path, tokenizer: Any, num_rows: int) -> TableRows:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = _made_by_processes(file, tokenizer, num_rows, Path(scratch))
-            os.replace(made, path)
+            made.replace(path)
     return TableRows(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
 
 
@@ -99,7 +100,7 @@ def _made_by_processes(file: Path, tokenizer: Any, num_rows: int, scratch: Path)
     bounds = [num_rows * part // count for part in range(count + 1)]
     logger.info("tokenizing %d rows in %d processes", num_rows, count)
     jobs = []
-    for part, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for part, (start, stop) in enumerate(pairwise(bounds)):
         job = scratch / f"{part:04d}.job"
         job.write_bytes(pickle.dumps((tokenizer, file, start, stop)))
         jobs.append(job)

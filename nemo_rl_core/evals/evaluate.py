@@ -78,7 +78,7 @@ def evaluate(
     )
 
 
-def greedy_metrics(sampler: Sampler, prompts: list[Prompt]) -> dict[str, float]:
+def greedy_metrics(sampler: Sampler, prompts: Sequence[Prompt]) -> dict[str, float]:
     """`accuracy_metrics` of the most likely completions.
 
     Raises:

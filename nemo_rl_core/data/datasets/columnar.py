@@ -4,7 +4,8 @@ A table that holds anything but text and whole numbers, or a text that may be a 
 None: its rows are made one by one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.data.columnwise import is_text, may_hold_turns
@@ -14,8 +15,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+@dataclass(frozen=True)
+class RowMetadata:
+    """The metadata of rows.
+
+    Attributes:
+        columns: That go into it.
+        of: Its JSON text, of a row.
+    """
+
+    columns: Sequence[str]
+    of: Callable[[Row], Any]
+
+
 def prompt_table(
-    understood: "pa.Table", source: "pa.Table", *, first: int, task: str, others: Sequence[str]
+    understood: "pa.Table", source: "pa.Table", *, first: int, task: str, metadata: RowMetadata
 ) -> "pa.Table | None":
     """Prompts of the columns `prompt`, and `answer` or `completion` or both.
 
@@ -24,7 +38,7 @@ def prompt_table(
         source: Columns with `id`, `task` and `metadata`, where there are such, and the others.
         first: The number of the first record.
         task: The task of rows without one.
-        others: Columns that go into `metadata`.
+        metadata: What goes into `metadata`.
 
     Returns:
         A table of the columns of prompts, or None.
@@ -38,11 +52,11 @@ def prompt_table(
     answer = texts.get("answer", texts.get("completion"))
     completion = texts.get("completion", answer)
     filled = {"answer": _or(answer, completion), "completion": _or(completion, answer)}
-    return _with_common(source, {"prompt": texts["prompt"], **filled}, first, task, others)
+    return _with_common(source, {"prompt": texts["prompt"], **filled}, first, task, metadata)
 
 
 def lone_prompt_table(
-    understood: "pa.Table", source: "pa.Table", *, first: int, task: str, others: Sequence[str]
+    understood: "pa.Table", source: "pa.Table", *, first: int, task: str, metadata: RowMetadata
 ) -> "pa.Table | None":
     """Prompts of the column `prompt` alone; see `prompt_table`."""
     prompt = _text(understood, "prompt")
@@ -50,15 +64,17 @@ def lone_prompt_table(
         return None
     empty = _constant("", len(source))
     columns = {"prompt": prompt, "answer": empty, "completion": empty}
-    return _with_common(source, columns, first, task, others)
+    return _with_common(source, columns, first, task, metadata)
 
 
-def text_table(source: "pa.Table", *, first: int, task: str) -> "pa.Table | None":
+def text_table(
+    source: "pa.Table", *, first: int, task: str, metadata: RowMetadata
+) -> "pa.Table | None":
     """Texts of the column `text`; see `prompt_table`."""
     names = source.column_names
     if "text" not in names or "max_tokens" in names or not is_text(source.column("text").type):
         return None
-    return _with_common(source, {"text": _text(source, "text")}, first, task, ())
+    return _with_common(source, {"text": _text(source, "text")}, first, task, metadata)
 
 
 def renamed(table: "pa.Table", names: Mapping[str, str]) -> "pa.Table":
@@ -73,7 +89,7 @@ def renamed(table: "pa.Table", names: Mapping[str, str]) -> "pa.Table":
 
 
 def _with_common(
-    table: "pa.Table", columns: Mapping[str, Any], first: int, task: str, others: Sequence[str]
+    table: "pa.Table", columns: Mapping[str, Any], first: int, task: str, metadata: RowMetadata
 ) -> "pa.Table | None":
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -86,23 +102,22 @@ def _with_common(
             if given is None:
                 return None
             common[name] = _or(given, default)
-    metadata = _metadata(table, others)
-    if metadata is None:
+    texts = _metadata(table, metadata)
+    if texts is None:
         return None
-    return pa.table({"id": common["id"], **columns, "task": common["task"], "metadata": metadata})
+    return pa.table({"id": common["id"], **columns, "task": common["task"], "metadata": texts})
 
 
-def _metadata(table: "pa.Table", others: Sequence[str]) -> Any:
+def _metadata(table: "pa.Table", metadata: RowMetadata) -> Any:
     import pyarrow as pa
 
-    wanted = [name for name in ("metadata", *others) if name in table.column_names]
+    names = ("metadata", *metadata.columns)
+    wanted = [name for name in names if name in table.column_names]
     if not wanted:
         return _constant("{}", len(table))
-    from nemo_rl_core.data.datasets.formats import metadata_of
-
     rows: list[Row] = table.select(wanted).to_pylist()
     try:
-        return pa.array([metadata_of(row, others) for row in rows], pa.large_string())
+        return pa.array([metadata.of(row) for row in rows], pa.large_string())
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # not text: a check of rows names them
         return None
 

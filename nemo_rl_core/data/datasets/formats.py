@@ -186,7 +186,7 @@ class _Reading:
                 "id": _filled(plain[number].get("id"), str(first + number)),
                 **row,
                 "task": _filled(plain[number].get("task"), self._task),
-                "metadata": metadata_of(plain[number], self._others),
+                "metadata": _metadata(plain[number], self._others),
             }
             for number, row in numbered
         ]
@@ -207,13 +207,14 @@ class _Reading:
                 return None
             understood = columnar.renamed(chunk, self._published.names)
         found: pa.Table | None = None
-        common: Any = {"first": first, "task": self._task, "others": self._others}
+        metadata = columnar.RowMetadata(self._others, lambda row: _metadata(row, self._others))
+        common: Any = {"first": first, "task": self._task, "metadata": metadata}
         if self._found.row is _prompt:
             found = columnar.prompt_table(understood, chunk, **common)
         elif self._found.row is _prompt_alone:
             found = columnar.lone_prompt_table(understood, chunk, **common)
         elif self._found.row is _text_row:
-            found = columnar.text_table(chunk, first=first, task=self._task)
+            found = columnar.text_table(chunk, **common)
         if found is None or self._answers is None:
             return found
         return self._answers.taken_of_table(found)
@@ -268,8 +269,7 @@ def _hidden(form: RowFormat, published: PublishedFormat | None) -> set[str]:
     return own | mapped | ({*published.answers} if published else set())
 
 
-def metadata_of(record: Mapping[str, Any], others: Sequence[str]) -> Any:
-    """The metadata of a record as JSON text, with its columns that are not understood."""
+def _metadata(record: Mapping[str, Any], others: Sequence[str]) -> Any:
     own = record.get("metadata")
     carried = {name: record[name] for name in others if record.get(name) is not None}
     if not carried:
