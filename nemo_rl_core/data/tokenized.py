@@ -5,6 +5,7 @@ training on the same rows reads it. It may be deleted at any time.
 """
 
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -88,7 +89,7 @@ def _key(file: Path, tokenizer: Any) -> str:
         repr(tokenizer),
         repr(sorted(tokenizer.init_kwargs.items(), key=lambda item: item[0])),
         str(tokenizer.chat_template),
-        *(Path(str(module.__file__)).read_text() for module in _CODE),
+        *map(inspect.getsource, _CODE),
         *(version(package) for package in _PACKAGES),
     ]
     return hashlib.sha256("\0".join(described).encode()).hexdigest()[:32]
