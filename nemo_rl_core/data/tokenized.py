@@ -6,6 +6,7 @@ training on the same rows reads it. It may be deleted at any time.
 
 import hashlib
 import inspect
+import json
 import logging
 import os
 import pickle
@@ -40,6 +41,7 @@ _ROWS_A_PROCESS = 10_000
 
 _ROWS_AT_ONCE = 1_000
 _CODE = (chat, control, turns)
+_OPTIONS = ("template_date", "clean_up_tokenization_spaces", "split_special_tokens")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -86,8 +88,10 @@ def _key(file: Path, tokenizer: Any) -> str:
     described = [
         hash_file(file),
         tokenizer.backend_tokenizer.to_str(),
-        repr(tokenizer),
-        repr(sorted(tokenizer.init_kwargs.items(), key=lambda item: item[0])),
+        type(tokenizer).__name__,
+        # Without the folder that it was loaded from.
+        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
+        *(repr(tokenizer.init_kwargs.get(name)) for name in _OPTIONS),
         str(tokenizer.chat_template),
         *map(inspect.getsource, _CODE),
         *(version(package) for package in _PACKAGES),

@@ -12,6 +12,7 @@ from nemo_rl_core.algorithms.sft.data import load_examples
 from nemo_rl_core.data import tokenized
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.pairs import tokenized_pairs
+from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
@@ -61,6 +62,9 @@ def test_tokens_are_those_of_one_process_and_are_made_once(
     with monkeypatch.context() as patched:
         patched.setattr(tokenized, "_made_by_processes", none)
         assert list(load_examples(folder, tokenizer)) == list(many)
+        tokenizer.save_pretrained(tmp_path / "elsewhere")
+        elsewhere = load_tokenizer(tmp_path / "elsewhere")
+        assert list(load_examples(folder, elsewhere)) == list(many)
     # Another template, and other rows, have tokens of their own.
     load_examples(folder, byte_tokenizer("headers"))
     assert len(stored()) == 2
