@@ -18,26 +18,31 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
     `prepare_data` would also read rows to train on, and refuse those that are asked here too.
     """
 
-    def write(folder: Path) -> StageResult:
-        from nemo_rl_core.data.datasets import load_validation
-        from nemo_rl_core.data.loader import save_frame
-        from nemo_rl_core.data.pretrained import load_tokenizer
-        from nemo_rl_core.data.schemas import validate_rows
+    from nemo_rl_core.data.datasets import recognised_validation
+    from nemo_rl_core.data.loader import save_rows
+    from nemo_rl_core.data.pretrained import load_tokenizer
+    from nemo_rl_core.data.schemas import checked_rows
 
-        data = config.questions.data
-        rows = load_validation(data, seed=config.questions.seed or 0)
-        frame = validate_rows(
-            rows,
+    data = config.questions.data
+    found = recognised_validation(data, seed=config.questions.seed or 0)
+
+    def write(folder: Path) -> StageResult:
+        rows = checked_rows(
+            found.rows,
             tokenizer=load_tokenizer(tokenizer.folder),
             max_prompt_tokens=data.max_prompt_tokens,
             name="validation",
             policy=data,
         )
-        save_frame(frame, folder)
-        deck = completions_html(records(frame.head(20)))
-        return StageResult("dataset", "parquet", f"{len(frame)} questions", deck=deck)
+        save_rows(rows, folder)
+        deck = completions_html(records(rows.head(20)))
+        return StageResult("dataset", "parquet", f"{len(rows)} questions", deck=deck)
 
     fields = make(
-        __name__, "evaluate_questions", config=config, parents={"tokenizer": tokenizer}, work=write
+        __name__,
+        "evaluate_questions",
+        config=config.replace(questions=config.questions.replace(read_as=found.read_as)),
+        parents={"tokenizer": tokenizer},
+        work=write,
     )
     return DatasetArtifact(**fields)

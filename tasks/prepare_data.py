@@ -25,9 +25,9 @@ class PreparedData(NamedTuple):
 def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     """Reads or generates the rows, and refuses bad ones by number."""
     from nemo_rl_core.data.datasets import load_parts
-    from nemo_rl_core.data.loader import save_frame
+    from nemo_rl_core.data.loader import save_rows
     from nemo_rl_core.data.pretrained import load_tokenizer
-    from nemo_rl_core.data.schemas import check_disjoint, validate_rows
+    from nemo_rl_core.data.schemas import check_disjoint, checked_rows
 
     parts = load_parts(config.data, seed=config.seed or 0)
     train, validation = parts.train, parts.validation or []
@@ -36,7 +36,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
 
     def artifact(name: str, rows: Sequence[Row]) -> DatasetArtifact:
         limit = config.data.max_prompt_tokens
-        frame = validate_rows(
+        found = checked_rows(
             rows,
             tokenizer=loaded_tokenizer,
             max_prompt_tokens=limit,
@@ -45,9 +45,9 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
         )
 
         def write(folder: Path) -> StageResult:
-            save_frame(frame, folder)
-            deck = completions_html(records(frame.head(20)))
-            return StageResult("dataset", "parquet", f"{name} {len(frame)} rows", deck=deck)
+            save_rows(found, folder)
+            deck = completions_html(records(found.head(20)))
+            return StageResult("dataset", "parquet", f"{name} {len(found)} rows", deck=deck)
 
         fields = make(
             __name__,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig, describe
 from nemo_rl_core.config.names import unknown_names
@@ -60,6 +60,8 @@ class RowFormat(FrozenConfig):
         drop_columns: Columns that are left out, such as `images` or `tools`, which are refused
             otherwise.
         task: The task of rows without a column `task`; None takes the name of the source.
+        max_rows: The first so many rows of each file, folder or split; what follows them is not
+            read. None reads all.
         rename: The earlier name of `columns`.
     """
 
@@ -72,6 +74,7 @@ class RowFormat(FrozenConfig):
     prompt_template: str | None = Field(default=None, min_length=1)
     drop_columns: list[str] = Field(default_factory=list)
     task: str | None = Field(default=None, min_length=1)
+    max_rows: PositiveInt | None = None
 
     @model_validator(mode="before")
     @classmethod

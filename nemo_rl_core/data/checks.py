@@ -4,16 +4,22 @@ Every function returns a mapping from a fault to the indices of its rows, counte
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
+from nemo_rl_core.data.chunks import rows_of
 from nemo_rl_core.data.control import has_lone_surrogate
+from nemo_rl_core.data.digests import repeats
 from nemo_rl_core.data.frames import Faults
 from nemo_rl_core.data.lengths import is_certainly_longer
 from nemo_rl_core.data.turns import as_turns, fault, stored, turns_of
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.types import Row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -29,17 +35,37 @@ def prompt_of(row: Mapping[str, Any]) -> str:
     return str(row["text"] if "text" in row else row["prompt"])
 
 
-def duplicate_faults(rows: Records) -> Faults:
-    """Rows with the prompt of an earlier row; of pairs, all three columns must be equal."""
-    seen: set[tuple[str, str, str]] = set()
-    found = []
-    for index, row in enumerate(rows):
-        key = (prompt_of(row), str(row.get("chosen")), str(row.get("rejected")))
-        if key in seen:
-            found.append(index)
-        seen.add(key)
+def prompts_of(chunk: "list[Row] | pa.Table") -> Sequence[str]:
+    """The prompt of each row of a chunk, as `prompt_of` returns it."""
+    if isinstance(chunk, list) or "messages" in chunk.column_names:
+        return [prompt_of(row) for row in rows_of(chunk)]
+    column = chunk.column("text" if "text" in chunk.column_names else "prompt")
+    # Text of a null, as `str` writes it; a check of its column names the row.
+    return cast(Sequence[str], column.fill_null("None").to_numpy(zero_copy_only=False))
+
+
+def asked_by(chunk: "list[Row] | pa.Table") -> Sequence[str]:
+    """What rows must not repeat: their prompt; of pairs, the answers too."""
+    if not isinstance(chunk, list) and "chosen" not in chunk.column_names:
+        return prompts_of(chunk)
+    rows = rows_of(chunk)
+    if not any("chosen" in row for row in rows):
+        return [prompt_of(row) for row in rows]
+    texts = ((prompt_of(row), str(row.get("chosen")), str(row.get("rejected"))) for row in rows)
+    # The lengths say where each text ends.
+    return [f"{len(a)} {len(b)} {a}{b}{c}" for a, b, c in texts]
+
+
+def duplicate_faults(rows: Sequence[Row], columns: Collection[str]) -> Faults:
+    """Rows with the prompt of an earlier row; of pairs, all three columns must be equal.
+
+    Args:
+        rows: Gone through twice where hashes are equal.
+        columns: Of the rows.
+    """
+    found = repeats(rows, asked_by)
     names = {"chosen": "pair", "messages": "conversation up to its last turn", "text": "text"}
-    name = next((label for column, label in names.items() if rows and column in rows[0]), "prompt")
+    name = next((label for column, label in names.items() if column in columns), "prompt")
     return {f"{name} occurs twice": found} if found else {}
 
 
@@ -119,8 +145,16 @@ def prompt_faults(
     return unknown, too_long
 
 
-def example_faults(rows: Records, tokenizer: Any, policy: RowPolicy) -> tuple[Faults, Faults]:
+def example_faults(
+    rows: Records, tokenizer: Any, policy: RowPolicy, *, first: int = 0
+) -> tuple[Faults, Faults]:
     """Rows without a token that is trained on, and rows that are too long.
+
+    Args:
+        rows: Valid ones.
+        tokenizer: The model's.
+        policy: The longest row, and what becomes of longer ones.
+        first: The number of the first row, for the error.
 
     Raises:
         DataError: When the turns of a row cannot be separated by the chat template (names the row).
@@ -129,7 +163,7 @@ def example_faults(rows: Records, tokenizer: Any, policy: RowPolicy) -> tuple[Fa
     too_long: Faults = {}
     limit = policy.max_sequence_tokens
     for index, row in enumerate(rows):
-        examples = _examples(tokenizer, row, index).values()
+        examples = _examples(tokenizer, row, first + index).values()
         if limit is not None and max(len(example.token_ids) for example in examples) > limit:
             fault_text = f"row has more than {limit} tokens (max_sequence_tokens)"
             too_long.setdefault(fault_text, []).append(index)

@@ -25,7 +25,8 @@ _NUM_NAMED_ROWS = 5
 _NUM_NAMED_CHECKS = 6
 
 
-def _is_json_object(text: Any) -> bool:
+def is_json_object(text: Any) -> bool:
+    """Whether a value is the text of a JSON object."""
     if isinstance(text, str) and text == "{}":
         return True
     try:
@@ -86,7 +87,7 @@ class RowSchema(pa.DataFrameModel):
 
     @pa.check("metadata")
     def _json(cls, column: Series[str]) -> "pd.Series[bool]":  # noqa: N805
-        return _each(column, _is_json_object)
+        return _each(column, is_json_object)
 
 
 class PromptSchema(RowSchema):

@@ -1,12 +1,23 @@
 """Data set folders, and batches that are a pure function of seed and step."""
 
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
+from nemo_rl_core.data import chunks
+from nemo_rl_core.data.chat import SupervisedExample, prompt_token_ids, tokenize_row
+from nemo_rl_core.data.chunks import ChunkedRows
 from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.tables import (
+    CheckedRows,
+    mapped,
+    rechunked,
+    rows_a_group,
+    rows_of_frame,
+)
+from nemo_rl_core.data.tokenized import examples_of, is_storable, stored_tokens
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt, Row
 
@@ -53,7 +64,7 @@ class PromptLoader(Generic[T]):
         self._prompts = prompts
         self._batch_size = batch_size
         self._seed = seed
-        self._orders: dict[int, list[int]] = {}
+        self._orders: dict[int, Sequence[int]] = {}
 
     def batch(self, step: int) -> list[T]:
         """The items of a step, which counts from 0."""
@@ -70,10 +81,10 @@ class PromptLoader(Generic[T]):
         """The pass over the data, from 0, that the first item of a step belongs to."""
         return step * self._batch_size // len(self._prompts)
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
         if epoch in self._orders:
             return self._orders[epoch]
-        order = list(range(len(self._prompts)))
+        order = array("q", range(len(self._prompts)))
         # A string seed is hashed with SHA-512: `seed + epoch` would make epoch 1 of seed 0 the same
         # as epoch 0 of seed 1.
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
@@ -89,35 +100,52 @@ def save_frame(frame: "pd.DataFrame", folder: Path) -> Path:
     Raises:
         DataError: Names the rows that do not match the schema of their columns.
     """
-    import pyarrow as pa
+    from nemo_rl_core.data.checking import check_stored
+
+    check_stored(frame.reset_index(drop=True), name=folder.name)
+    return save_rows(CheckedRows(frame), folder)
+
+
+def save_rows(rows: CheckedRows, folder: Path) -> Path:
+    """Writes a data set folder of rows that have been checked; equal rows give equal bytes.
+
+    Returns:
+        The file that was written.
+    """
     import pyarrow.parquet as pq
 
-    from nemo_rl_core.data.frames import check_frame, schema_of
-
-    columns = [str(column) for column in frame.columns]
-    check_frame(schema_of(columns), frame.reset_index(drop=True), name=folder.name)
     folder.mkdir(parents=True, exist_ok=True)
-    # pandas' metadata would make the content hash depend on its version.
-    table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
-    pq.write_table(table, folder / ROWS_FILE)
+    size = rows_a_group(rows.chunks())
+    writer: pq.ParquetWriter | None = None
+    try:
+        for table in rechunked(rows.chunks(), size):
+            writer = writer or pq.ParquetWriter(folder / ROWS_FILE, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
     return folder / ROWS_FILE
 
 
 def load_frame(folder: Path) -> "pd.DataFrame":
-    """The rows of a data set folder.
+    """The rows of a data set folder; of many, a view of a mapped file.
 
     Raises:
         DataError: When the folder holds no readable rows, or rows that fail their schema (names
             them).
     """
-    import pandas as pd
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    from nemo_rl_core.data.frames import check_frame, schema_of
+    from nemo_rl_core.data.checking import check_stored
 
     path = Path(folder) / ROWS_FILE
     try:
-        frame = pd.read_parquet(path)
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+            batches = file.iter_batches(chunks.MAX_ROWS)
+            tables = (pa.Table.from_batches([batch]) for batch in batches)
+            few = file.metadata.num_rows <= chunks.MAX_ROWS
+            frame: pd.DataFrame = (file.read() if few else mapped(tables)).to_pandas()
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"the data set folder {folder} cannot be read",
@@ -125,24 +153,59 @@ def load_frame(folder: Path) -> "pd.DataFrame":
             got=f"{type(error).__name__}: {str(error)[:160]}",
             fix="run the stage prepare_data again",
         ) from error
-    columns = [str(column) for column in frame.columns]
-    check_frame(schema_of(columns), frame, name=str(folder))
+    check_stored(frame, name=str(folder))
     return frame
 
 
-def load_records(folder: Path) -> list[Row]:
+def load_records(folder: Path) -> Sequence[Row]:
     """The rows of a data set folder, each by its columns' names, in the order of the file.
+
+    A list of few rows; many are read from a mapped file when they are asked for.
 
     Raises:
         DataError: When the folder holds no readable rows.
     """
-    from nemo_rl_core.data.frames import records_of
-
-    return records_of(load_frame(folder))
+    return rows_of_frame(load_frame(folder))
 
 
-def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
+class MadeOfRows(Sequence[T]):
+    """What is made of rows, when it is asked for.
+
+    Args:
+        rows: Many, read when they are asked for.
+        make: Makes an item of a row.
+    """
+
+    def __init__(self, rows: Sequence[Any], make: Callable[[Any], T]) -> None:
+        self._rows, self._make = rows, make
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self._make(row) for row in self._rows[index]]
+        return self._make(self._rows[index])
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._make, self._rows)
+
+
+def made_of(rows: Sequence[Row], make: Callable[[Row], T]) -> Sequence[T]:
+    """An item a row: a list of few; of many, each made when it is asked for."""
+    if isinstance(rows, ChunkedRows):
+        return MadeOfRows(rows, make)
+    return [make(row) for row in rows]
+
+
+def load_prompts(folder: Path, tokenizer: Any) -> Sequence[Prompt]:
     """The rows of a data set folder as prompts, tokenized, in the order of the file.
+
+    Many prompts are tokenized when they are asked for.
 
     Args:
         folder: A folder that `save_frame` wrote.
@@ -159,8 +222,9 @@ def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
             got=f"the columns {', '.join(rows[0])}",
             fix="train on it with sft (messages, text), or dpo or a reward model (pairs)",
         )
-    return [
-        Prompt(
+
+    def prompt(row: Row) -> Prompt:
+        return Prompt(
             id=row["id"],
             text=row["prompt"],
             token_ids=tuple(prompt_token_ids(tokenizer, row["prompt"])),
@@ -168,8 +232,8 @@ def load_prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
             task=row["task"],
             metadata=row["metadata"],
         )
-        for row in rows
-    ]
+
+    return made_of(rows, prompt)
 
 
 def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tuple[int, ...]]:
@@ -183,3 +247,26 @@ def token_sequences(folder: Path, model_folder: Path, *, limit: int) -> list[tup
     tokenizer = load_tokenizer(model_folder)
     examples = (tokenize_row(tokenizer, row) for row in load_records(folder)[:limit])
     return [example.token_ids for row in examples for example in row.values()]
+
+
+def load_tokenized(
+    folder: Path, rows: Sequence[Row], tokenizer: Any
+) -> Sequence[dict[str, SupervisedExample]]:
+    """The rows of a data set folder as `tokenize_row` makes them.
+
+    Many are tokenized by several processes, once for all runs on the same rows, and read from a
+    mapped file when they are asked for.
+
+    Args:
+        folder: The folder.
+        rows: Its rows.
+        tokenizer: The model's.
+
+    Raises:
+        DataError: When the turns of a row cannot be separated.
+    """
+    if is_storable(tokenizer, len(rows)):
+        return MadeOfRows(
+            stored_tokens(Path(folder) / ROWS_FILE, tokenizer, len(rows)), examples_of
+        )
+    return [tokenize_row(tokenizer, row) for row in rows]

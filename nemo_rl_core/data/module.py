@@ -1,5 +1,6 @@
 """Data from any source, read and validated before a run starts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -7,9 +8,9 @@ from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.datasets import sources
 from nemo_rl_core.data.datasets.parts import Parts
-from nemo_rl_core.data.datasets.split import hold_out
-from nemo_rl_core.data.frames import records_of
-from nemo_rl_core.data.schemas import RowKind, check_disjoint, row_kind, validate_rows
+from nemo_rl_core.data.datasets.split import held_out_mask
+from nemo_rl_core.data.schemas import RowKind, check_disjoint, checked_rows, row_kind
+from nemo_rl_core.data.tables import CheckedRows, rows_of_frame
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -100,8 +101,8 @@ class DataModule:
         parts = _parts(source, seed, form)
         held = parts.validation if validation is None else _parts(validation, seed, form).train
 
-        def checked(rows: list[Row], name: str) -> "pd.DataFrame":
-            return validate_rows(
+        def checked(rows: Sequence[Row], name: str) -> CheckedRows:
+            return checked_rows(
                 rows,
                 tokenizer=tokenizer,
                 max_prompt_tokens=max_prompt_tokens,
@@ -111,21 +112,18 @@ class DataModule:
 
         if held is None:
             # Checked before the split, so that messages name row numbers of the source.
-            frames = _split(checked(parts.train, "given"), validation_fraction, seed)
+            both = _split(checked(parts.train, "given"), validation_fraction, seed)
         else:
-            frames = (checked(parts.train, "train"), checked(held, "validation"))
-            _refuse_mixed_kinds(*frames)
+            both = (checked(parts.train, "train"), checked(held, "validation"))
+            _refuse_mixed_kinds(*both)
             check_disjoint(parts.train, held)
-        return cls(row_kind(frames[0].columns.tolist()), *frames, parts.read_as, policy)
+        train, validation = (each.frame() for each in both)
+        return cls(row_kind(both[0].columns), train, validation, parts.read_as, policy)
 
 
-def _split(
-    frame: "pd.DataFrame", fraction: float, seed: int
-) -> tuple["pd.DataFrame", "pd.DataFrame"]:
-    asked = frame[[name for name in ("messages", "text", "prompt") if name in frame]]
-    indices = hold_out(records_of(asked), fraction=fraction, seed=seed, where="the data set")
-    is_held = frame.index.isin(indices)
-    return frame[~is_held].reset_index(drop=True), frame[is_held].reset_index(drop=True)
+def _split(rows: CheckedRows, fraction: float, seed: int) -> tuple[CheckedRows, CheckedRows]:
+    is_held = held_out_mask(rows, fraction=fraction, seed=seed, where="the data set")
+    return rows.taken(~is_held), rows.taken(is_held)
 
 
 def _parts(source: Any, seed: int, form: RowFormat | None) -> Parts:
@@ -137,11 +135,11 @@ def _parts(source: Any, seed: int, form: RowFormat | None) -> Parts:
             got=f"a DataModule with {', '.join(sorted(form.model_fields_set))}",
             fix="pass them to DataModule.of",
         )
-    return Parts(records_of(source.train), records_of(source.validation), source.read_as)
+    return Parts(rows_of_frame(source.train), rows_of_frame(source.validation), source.read_as)
 
 
-def _refuse_mixed_kinds(train: "pd.DataFrame", validation: "pd.DataFrame") -> None:
-    kinds = [row_kind(frame.columns.tolist()) for frame in (train, validation)]
+def _refuse_mixed_kinds(train: CheckedRows, validation: CheckedRows) -> None:
+    kinds = [row_kind(rows.columns) for rows in (train, validation)]
     if kinds[0] != kinds[1]:
         raise DataError(
             "the rows to train on and to validate on are of different kinds",

@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from nemo_rl_core.data.chat import SupervisedExample, preference_example
+from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.collate import collate
-from nemo_rl_core.data.loader import load_records, save_frame
+from nemo_rl_core.data.loader import load_records, load_tokenized, save_frame
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.errors import DataError
@@ -115,8 +115,8 @@ def tokenized_pairs(folder: Path, tokenizer: Any) -> list[PreferencePair]:
             fix="use such data, or build pairs from the policy's own completions",
         )
     return [
-        PreferencePair(row["id"], *preference_example(tokenizer, row), row.get("margin") or 0.0)
-        for row in rows
+        PreferencePair(row["id"], both["chosen"], both["rejected"], row.get("margin") or 0.0)
+        for row, both in zip(rows, load_tokenized(folder, rows, tokenizer), strict=True)
     ]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.chat import SupervisedExample, tokenize_row
 from nemo_rl_core.data.datasets.sources import read
 from nemo_rl_core.data.schemas import validate_rows
@@ -76,18 +77,21 @@ def _text(ids: list[int], tokenizer: Any) -> str:
     return "".join(pieces)
 
 
-def read_row(source: str, number: int, policy: RowPolicy) -> dict[str, Any]:
+def read_row(
+    source: str, number: int, policy: RowPolicy, form: RowFormat | None = None
+) -> dict[str, Any]:
     """One training row of a data source, checked as training checks it.
 
     Args:
         source: A file, folder, hub name, `reasoning_gym:TASK` or `arithmetic`.
         number: Index of the row, from 0.
         policy: Which turns are trained on.
+        form: How columns are read; None recognises them.
 
     Raises:
         DataError: If there is no such source or row, or the row is not valid.
     """
-    rows = read(source, seed=0).train
+    rows = read(source, seed=0, form=form).train
     if not 0 <= number < len(rows):
         raise DataError(
             f"{source} has no row {number}",

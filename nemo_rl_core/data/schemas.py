@@ -2,17 +2,20 @@
 
 A frame is checked in two steps: its columns by a pandera schema a kind of row (`frames.py`, whose
 schemas of all stages' tables can be imported from here), then the contents of rows (`checks.py`):
-roles, lengths, equal answers, trained tokens.
+roles, lengths, equal answers, trained tokens. `checking.py` goes through the rows.
 """
 
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.data import checks
+from nemo_rl_core.data.checking import COLUMNS, RowChecking
+from nemo_rl_core.data.digests import rows_in
 from nemo_rl_core.data.frames import (
     ConversationSchema,
     EvalSchema,
@@ -24,17 +27,15 @@ from nemo_rl_core.data.frames import (
     RolloutSchema,
     RowKind,
     RowSchema,
-    Schema,
     SftSchema,
     TextSchema,
     TokenPairSchema,
     check_frame,
     describe_faults,
     numbers,
-    records_of,
     row_kind,
-    schema_faults,
 )
+from nemo_rl_core.data.tables import CheckedRows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -54,29 +55,12 @@ __all__ = [
     "TokenPairSchema",
     "check_disjoint",
     "check_frame",
+    "checked_rows",
     "row_kind",
     "validate_rows",
 ]
 
 logger = logging.getLogger(__name__)
-
-COLUMNS = ("id", "prompt", "answer", "completion", "task", "metadata")
-"""The columns of prompts, in the order in which they are stored."""
-
-_COLUMNS: dict[RowKind, tuple[str, ...]] = {
-    "prompts": COLUMNS,
-    "conversations": ("id", "messages", "mask", "task", "metadata"),
-    "text": ("id", "text", "task", "metadata"),
-    "preferences": ("id", "prompt", "chosen", "rejected", "task", "metadata"),
-}
-_OPTIONAL = ("margin", "max_tokens")
-
-_SCHEMAS: dict[RowKind, Schema] = {
-    "prompts": SftSchema,
-    "conversations": ConversationSchema,
-    "text": TextSchema,
-    "preferences": PreferenceSchema,
-}
 
 
 def validate_rows(
@@ -87,7 +71,22 @@ def validate_rows(
     name: str,
     policy: RowPolicy | None = None,
 ) -> pd.DataFrame:
-    """Checks rows of any kind and returns them as a frame.
+    """Checks rows of any kind and returns them as a frame; see `checked_rows`."""
+    found = checked_rows(
+        rows, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, name=name, policy=policy
+    )
+    return found.frame()
+
+
+def checked_rows(
+    rows: Sequence[Row],
+    *,
+    tokenizer: Any | None,
+    max_prompt_tokens: int | None,
+    name: str,
+    policy: RowPolicy | None = None,
+) -> CheckedRows:
+    """Checks rows of any kind, a chunk at a time.
 
     Args:
         rows: Mappings as `load_rows` returns them, all of one kind.
@@ -106,28 +105,21 @@ def validate_rows(
         DataError: Names the rows (counted from 0) and the checks that they fail.
     """
     policy = policy or RowPolicy()
-    if not rows:
+    if not len(rows):
         raise DataError(
             f"the {name} data set is empty",
             expected="at least one row",
             got="0 rows",
             fix="check the file, or raise num_train and num_validation",
         )
-    if surrogate_faults := checks.surrogate_faults(rows):  # pandas cannot hold such text
-        raise describe_faults(surrogate_faults, name)
-    frame = _to_frame(rows, policy)
-    faults = _schema_faults(frame)
-    too_long, longer, twice = Faults(), Faults(), Faults()
-    if tokenizer is not None and row_kind(frame.columns.tolist()) == "prompts":
-        unknown, too_long = checks.prompt_faults(
-            rows, tokenizer, max_prompt_tokens=max_prompt_tokens
-        )
-        faults |= unknown
-    if not faults:
-        # Rows that pass the schema have every column that these checks read.
-        faults, twice = checks.meaning_faults(rows), checks.duplicate_faults(rows)
-    if not faults and tokenizer is not None and _is_tokenised(frame, policy):
-        faults, longer = checks.example_faults(records_of(frame), tokenizer, policy)
+    checking = RowChecking(rows, tokenizer, max_prompt_tokens=max_prompt_tokens, policy=policy)
+    found = checking.checked()
+    if checking.surrogates:  # pandas cannot hold such text
+        raise describe_faults(checking.surrogates, name)
+    faults, too_long, longer = checking.faults, checking.too_long, checking.longer
+    twice = Faults()
+    if checking.has_readable_rows and policy.duplicates != "keep":
+        twice = checks.duplicate_faults(rows, checking.columns)
     # Prompts to sample from are never truncated: half a question has another answer.
     refused = too_long if policy.overlong != "drop" else Faults()
     refused |= longer if policy.overlong == "refuse" else Faults()
@@ -136,10 +128,11 @@ def validate_rows(
         repeated_alone = bool(refused) and not faults and refused == twice
         otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
         raise describe_faults(faults | refused, name, otherwise=otherwise)
+    assert found is not None, "rows without faults are kept"
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()
     limit = policy.max_sequence_tokens if policy.overlong == "truncate" and longer else None
-    return _kept(frame, name, dropped=dropped, limit=limit, num_cut=_num_rows(longer))
+    return _kept(found, name, dropped=dropped, limit=limit, num_cut=_num_rows(longer))
 
 
 def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
@@ -148,8 +141,7 @@ def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
     Raises:
         DataError: Names the first shared rows of the validation set, counted from 0.
     """
-    trained = {checks.prompt_of(row) for row in train}
-    shared = [index for index, row in enumerate(validation) if checks.prompt_of(row) in trained]
+    shared = rows_in(validation, train, checks.prompts_of)
     if shared:
         example = checks.prompt_of(validation[shared[0]])
         raise DataError(
@@ -161,45 +153,26 @@ def check_disjoint(train: Sequence[Row], validation: Sequence[Row]) -> None:
         )
 
 
-def _to_frame(rows: Sequence[Row], policy: RowPolicy) -> pd.DataFrame:
-    # A column of only numbers or only nulls keeps its type, so that the schema can refuse it.
-    frame = pd.DataFrame(list(rows))
-    kind = row_kind(frame.columns.tolist())
-    if kind == "conversations" and "mask" not in frame:
-        frame["mask"] = policy.mask
-    wanted = (*_COLUMNS[kind], *_OPTIONAL)
-    return frame[[column for column in wanted if column in frame.columns]]
-
-
-def _is_tokenised(frame: pd.DataFrame, policy: RowPolicy) -> bool:
-    # Prompts for sampling alone have no completion whose length counts.
-    prompts = row_kind(frame.columns.tolist()) == "prompts"
-    return not prompts or policy.max_sequence_tokens is not None
-
-
 def _kept(
-    frame: pd.DataFrame, name: str, *, dropped: Faults, limit: int | None, num_cut: int
-) -> pd.DataFrame:
+    found: CheckedRows, name: str, *, dropped: Faults, limit: int | None, num_cut: int
+) -> CheckedRows:
     for fault_text, rows in dropped.items():
         logger.warning("the %s data set: %d rows dropped: %s", name, len(rows), fault_text)
     if limit is not None:
         logger.warning("the %s data set: %d rows cut at %d tokens", name, num_cut, limit)
-        frame = frame.assign(max_tokens=limit)
-    gone = {index for rows in dropped.values() for index in rows}
-    left = frame[[index not in gone for index in range(len(frame))]]
-    if left.empty:
+        found = found.with_limit(limit)
+    is_kept = np.ones(len(found), dtype=bool)
+    for rows in dropped.values():
+        is_kept[np.array(rows, dtype=np.int64)] = False
+    if not is_kept.any():
         raise DataError(
             f"the {name} data set has no rows left",
             expected="at least one row",
-            got=f"{len(frame)} rows, all dropped: {'; '.join(dropped)}",
+            got=f"{len(found)} rows, all dropped: {'; '.join(dropped)}",
             fix="raise the limits that its rows fail",
         )
-    return left.reset_index(drop=True)
+    return found if is_kept.all() else found.taken(is_kept)
 
 
 def _num_rows(faults: Faults) -> int:
     return len({index for rows in faults.values() for index in rows})
-
-
-def _schema_faults(frame: pd.DataFrame) -> Faults:
-    return schema_faults(_SCHEMAS[row_kind(frame.columns.tolist())], frame)

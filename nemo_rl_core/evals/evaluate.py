@@ -78,7 +78,7 @@ def evaluate(
     )
 
 
-def greedy_metrics(sampler: Sampler, prompts: list[Prompt]) -> dict[str, float]:
+def greedy_metrics(sampler: Sampler, prompts: Sequence[Prompt]) -> dict[str, float]:
     """`accuracy_metrics` of the most likely completions.
 
     Raises:
@@ -87,7 +87,7 @@ def greedy_metrics(sampler: Sampler, prompts: list[Prompt]) -> dict[str, float]:
     return accuracy_metrics(_greedy(sampler, prompts))
 
 
-def _greedy(sampler: Sampler, prompts: list[Prompt]) -> list[Rollout]:
+def _greedy(sampler: Sampler, prompts: Sequence[Prompt]) -> list[Rollout]:
     return sampler.score(
         sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
     )

@@ -5,6 +5,7 @@ made by five lines of Python has the same lineage as one made by a pipeline.
 """
 
 import logging
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.loader import save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.data.tables import rows_of_frame
 from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
@@ -30,8 +32,6 @@ from nemo_rl_core.trainers.loop import RunResult
 from nemo_rl_core.types import Prompt
 
 logger = logging.getLogger(__name__)
-
-_OF_PROMPTS = ("id", "prompt", "answer", "task", "metadata")
 
 RunOnArtifacts = Callable[[Mapping[str, Path], Path, Scorer | None], RunResult]
 """A trainer's run: of artifacts by role, in a work folder, with a scorer in place of the settings'.
@@ -163,10 +163,9 @@ def _refuse_incomplete_rows(
     if not isinstance(settings, RolloutSettings) or data.kind != "prompts":
         return
     for name, frame in (("train", data.train), ("validation", data.validation)):
-        columns = zip(*(frame[column] for column in _OF_PROMPTS), strict=True)
         prompts = (
-            Prompt(number, text, (), answer, task, metadata)
-            for number, text, answer, task, metadata in columns
+            Prompt(row["id"], row["prompt"], (), row["answer"], row["task"], row["metadata"])
+            for row in rows_of_frame(frame)
         )
         refuse_incomplete_rows(prompts, scorer or settings.environment, name=name)
 
@@ -194,12 +193,12 @@ def _model_artifact(model: str | Path | ModelConfig, seed: int) -> Path:
 
 def _data_artifact(name: str, frame: Any, base: Path, *, read_as: str) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
-        content = hash_file(save_frame(frame, Path(scratch)))
+        written = save_frame(frame, Path(scratch))
 
-    def work(folder: Path) -> StageResult:
-        save_frame(frame, folder)
-        return StageResult("dataset", "parquet", f"{name} {len(frame)} rows")
+        def work(folder: Path) -> StageResult:
+            shutil.copyfile(written, folder / written.name)
+            return StageResult("dataset", "parquet", f"{name} {len(frame)} rows")
 
-    settings = {"content": content, "read_as": read_as}
-    inputs = StageInputs("prepare_data", settings, {"tokenizer": base}, part=name)
-    return produce(inputs, work)
+        settings = {"content": hash_file(written), "read_as": read_as}
+        inputs = StageInputs("prepare_data", settings, {"tokenizer": base}, part=name)
+        return produce(inputs, work)

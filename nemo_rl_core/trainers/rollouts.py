@@ -51,7 +51,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
     sampler: Sampler | None
     records: RolloutRecords
     _replayed: RolloutRecords | None
-    _held_out: list[Prompt]
+    _held_out: Sequence[Prompt]
     _num_restarts: tuple[int, int]
     _of_environment: list[tuple[int, dict[str, float]]]
 

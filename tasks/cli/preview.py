@@ -7,6 +7,7 @@ from typing import get_args
 import click
 
 from nemo_rl_core.config.data import MaskKind, RowPolicy
+from nemo_rl_core.config.row_format import RowFormat
 
 
 @click.command()
@@ -16,7 +17,10 @@ from nemo_rl_core.config.data import MaskKind, RowPolicy
 @click.option("--row", type=int, default=0, show_default=True, help="Counted from 0.")
 @click.option("--mask", type=click.Choice(get_args(MaskKind)), default="all_assistant_turns",
               show_default=True, help="Which turns are trained on.")  # fmt: skip
-def preview(data: str, model: Path, row: int, mask: MaskKind) -> None:
+@click.option("--columns", multiple=True, metavar="YOURS=NAME",
+              help="A column and what it is read as, such as query=prompt; repeat it for "
+              "others.")  # fmt: skip
+def preview(data: str, model: Path, row: int, mask: MaskKind, columns: tuple[str, ...]) -> None:
     """Show the trained tokens of one row.
 
     DATA is a file, a folder, a hub name, reasoning_gym:TASK or arithmetic. Trained tokens are
@@ -26,6 +30,14 @@ def preview(data: str, model: Path, row: int, mask: MaskKind) -> None:
     from nemo_rl_core.data.preview import LEGEND, read_row
     from nemo_rl_core.data.preview import preview as as_text
 
-    chosen = read_row(data, row, RowPolicy(mask=mask))
+    form = RowFormat.of({"columns": _by_name(columns)}) if columns else None
+    chosen = read_row(data, row, RowPolicy(mask=mask), form)
     shown = as_text(chosen, load_tokenizer(model), colour=sys.stdout.isatty())
     click.echo(f"{shown}\n\n{LEGEND}", color=True)  # unchanged, in a pipe too
+
+
+def _by_name(columns: tuple[str, ...]) -> dict[str, str]:
+    wrong = next((each for each in columns if not all(each.partition("="))), None)
+    if wrong is not None:
+        raise click.BadParameter(f"{wrong!r} is not YOURS=NAME, such as query=prompt")
+    return {name: target for name, _, target in (each.partition("=") for each in columns)}

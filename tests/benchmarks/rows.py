@@ -1,7 +1,7 @@
-"""What a data set costs to read and check; `python tests/benchmarks/rows.py [ROWS]`.
+"""What a data set costs to read and check; `python tests/benchmarks/rows.py [ROWS ...]`.
 
 Short rows of parquet, a million by default, through `DataModule.of` without a tokenizer, each kind
-in a process of its own: rows a CPU second, and the process's peak memory.
+and size in a process of its own: rows a CPU second, the seconds, and the process's peak memory.
 """
 
 import multiprocessing
@@ -18,38 +18,50 @@ from rich.table import Table
 
 from nemo_rl_core.data.module import DataModule
 
+_ROWS_AT_ONCE = 100_000
 
-def write(path: Path, kind: str, num_rows: int) -> None:
+
+def columns_of(kind: str, numbers: range) -> dict[str, list[str]]:
     """Different rows of the columns of a kind."""
-    numbers = range(num_rows)
-    columns = {
+    if kind == "text":
+        return {"text": [f"The number {n} comes before another." for n in numbers]}
+    return {
         "prompt": [f"What is {n} + 1?" for n in numbers],
         "answer": [str(n) for n in numbers],
     }
-    if kind == "text":
-        columns = {"text": [f"The number {n} comes before another." for n in numbers]}
-    pq.write_table(pa.table(columns), path)
 
 
-def measure(path: Path) -> tuple[float, float]:
-    """CPU seconds, and the peak in GiB."""
-    started = time.process_time()
+def write(path: Path, kind: str, num_rows: int) -> None:
+    """Writes a file of so many rows, some at a time."""
+    schema = pa.table(columns_of(kind, range(1))).schema
+    with pq.ParquetWriter(path, schema) as writer:
+        for start in range(0, num_rows, _ROWS_AT_ONCE):
+            numbers = range(start, min(start + _ROWS_AT_ONCE, num_rows))
+            writer.write_table(pa.table(columns_of(kind, numbers)))
+
+
+def measure(path: Path) -> tuple[float, float, float]:
+    """CPU seconds, seconds, and the peak in GiB."""
+    cpu, clock = time.process_time(), time.monotonic()
     DataModule.of(str(path))
-    seconds = time.process_time() - started
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    seconds = time.monotonic() - clock
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return time.process_time() - cpu, seconds, peak
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    table = Table("columns", "rows a CPU second", "peak GiB")
+    counts = [int(each) for each in sys.argv[1:]] or [1_000_000]
+    table = Table("columns", "rows", "rows a CPU second", "seconds", "peak GiB")
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("prompt, answer", "text"):
-            file = Path(folder, f"{kind.replace(', ', '_')}.parquet")
-            context = multiprocessing.get_context("spawn")
-            writer = context.Process(target=write, args=(file, kind, count))
-            writer.start()
-            writer.join()
-            with context.Pool(1) as pool:
-                seconds, peak = pool.apply(measure, (file,))
-            table.add_row(kind, f"{count / seconds:,.0f}", f"{peak:.2f}")
+            for count in counts:
+                file = Path(folder, "rows.parquet")
+                context = multiprocessing.get_context("spawn")
+                writer = context.Process(target=write, args=(file, kind, count))
+                writer.start()
+                writer.join()
+                with context.Pool(1) as pool:
+                    cpu_seconds, seconds, peak = pool.apply(measure, (file,))
+                speed = f"{count / cpu_seconds:,.0f}"
+                table.add_row(kind, f"{count:,}", speed, f"{seconds:.0f}", f"{peak:.2f}")
     Console().print(table)

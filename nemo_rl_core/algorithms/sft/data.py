@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.data.chat import SupervisedExample, tokenize_row
+from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.collate import collate
-from nemo_rl_core.data.loader import load_records
+from nemo_rl_core.data.loader import MadeOfRows, load_records, load_tokenized
 from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import DataError
 
 
-def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
+def load_examples(folder: Path, tokenizer: Any) -> Sequence[SupervisedExample]:
     """Tokenizes all rows of a data set folder: prompts, conversations or plain text.
 
     The columns `mask` (trained turns) and `max_tokens` (truncation) come from
@@ -37,7 +37,10 @@ def load_examples(folder: Path, tokenizer: Any) -> list[SupervisedExample]:
             got="rows without completions",
             fix="add one of the columns, or train with an algorithm that samples",
         )
-    return [tokenize_row(tokenizer, row)["row"] for row in rows]
+    found = load_tokenized(folder, rows, tokenizer)
+    if isinstance(found, list):
+        return [each["row"] for each in found]
+    return MadeOfRows(found, lambda each: each["row"])
 
 
 def sft_batch(examples: Sequence[SupervisedExample]) -> BatchedDataDict:

@@ -1,5 +1,8 @@
 """Data set readers, one per file, selected by the `kind` of the config."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from nemo_rl_core.config.data import (
     ArithmeticData,
     DataConfig,
@@ -13,8 +16,11 @@ from nemo_rl_core.config.data import (
 from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.types import Row
 
+if TYPE_CHECKING:
+    from nemo_rl_core.data.datasets.formats import Recognised
 
-def load_rows(config: DataConfig, *, seed: int) -> tuple[list[Row], list[Row]]:
+
+def load_rows(config: DataConfig, *, seed: int) -> tuple[Sequence[Row], Sequence[Row]]:
     """Returns training and validation rows, as `load_parts` does."""
     parts = load_parts(config, seed=seed)
     return parts.train, parts.validation or []
@@ -47,13 +53,33 @@ def load_parts(config: DataConfig, *, seed: int) -> Parts:
             return Parts(*_generated(config, seed=seed))
 
 
-def load_validation(config: DataConfig, *, seed: int) -> list[Row]:
-    """Returns the validation rows of `load_parts`; a training file beside them is not read."""
+def load_validation(config: DataConfig, *, seed: int) -> Sequence[Row]:
+    """Returns the validation rows of `load_parts`, as `recognised_validation` does."""
+    return recognised_validation(config, seed=seed).rows
+
+
+def recognised_validation(config: DataConfig, *, seed: int) -> "Recognised":
+    """Returns the validation rows of `load_parts`; named training data beside them is not read.
+
+    Args:
+        config: The data section of a recipe.
+        seed: For generated and held-out rows.
+
+    Raises:
+        DataError: When the rows cannot be read or generated.
+    """
+    from nemo_rl_core.data.datasets.formats import Recognised
+
     if isinstance(config, FileData) and config.validation is not None:
         from nemo_rl_core.data.datasets import files
 
-        return files.read_split(config, config.validation).rows
-    return load_parts(config, seed=seed).validation or []
+        return files.read_split(config, config.validation)
+    if isinstance(config, HubData) and config.validation is not None:
+        from nemo_rl_core.data.datasets import hub
+
+        return hub.load_validation(config)
+    parts = load_parts(config, seed=seed)
+    return Recognised(parts.validation or [], parts.read_as)
 
 
 def _generated(

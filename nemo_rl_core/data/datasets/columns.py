@@ -3,16 +3,19 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.names import closest_name
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.data.chunks import chunks_of, column_names, rows_of
 from nemo_rl_core.data.datasets.answers import answer_finder
+from nemo_rl_core.data.datasets.records import MappedRecords, Records
 from nemo_rl_core.data.turns import stored, turns_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
-Records = Sequence[Mapping[str, Any]]
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _UNUSED = ("image", "images", "video", "videos", "audio", "audios", "tools")
 """Columns that change what a row asks, and that no stage reads yet."""
@@ -48,6 +51,69 @@ def _at(record: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+class RowFaults:
+    """Rows that do not fit, named together when all have been read."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._text = ""
+        self._numbers: list[int] = []
+        self._count = 0
+
+    def each(
+        self, read: Callable[[Any], Row | None], records: Records, first: int
+    ) -> list[tuple[int, Row]]:
+        """Every row as it is read, with its place among these records.
+
+        Args:
+            read: Makes a row, or None to leave it out. Raises ValueError for one that does not fit.
+            records: Of a chunk.
+            first: The number of the first of them.
+        """
+        found: list[tuple[int, Row]] = []
+        for number, record in enumerate(records):
+            try:
+                row = read(record)
+            except ValueError as error:
+                self._text = self._text or str(error)
+                self._count += 1
+                if len(self._numbers) < 6:
+                    self._numbers.append(first + number)
+                continue
+            if row is not None:
+                found.append((number, row))
+        return found
+
+    def refuse(self) -> None:
+        """Raises if rows do not fit.
+
+        Raises:
+            DataError: Names the first of them.
+        """
+        if not self._count:
+            return
+        others = [str(each) for each in self._numbers[1:]]
+        more = f"; {self._count - 1} more do not fit: rows {', '.join(others)}" if others else ""
+        raise DataError(
+            f"{self._where}: row {self._numbers[0]} {self._text}{more}",
+            fix="mend or remove these rows",
+        )
+
+
+def present_columns(records: Records) -> set[str]:
+    """The columns that have a value somewhere."""
+    found: set[str] = set()
+    for chunk in chunks_of(records):
+        if not isinstance(chunk, list):
+            filled = (n for n in chunk.column_names if chunk.column(n).null_count < len(chunk))
+            found.update(filled)
+            continue
+        for record in chunk:
+            if not found.issuperset(record):
+                found.update(str(key) for key, value in record.items() if value is not None)
+    return found
+
+
 def chosen_columns(records: Records, form: RowFormat, where: str) -> Records:
     """Records without the dropped columns, and with those that `form.columns` maps.
 
@@ -56,12 +122,9 @@ def chosen_columns(records: Records, form: RowFormat, where: str) -> Records:
     Raises:
         DataError: If no row has a named column, or rows have images or tools, which nothing reads.
     """
-    names: dict[str, None] = {}
-    for record in records:
-        if not names.keys() >= record.keys():
-            names |= dict.fromkeys(map(str, record))
+    names = column_names(records)
     absent = [each for each in form.drop_columns if each not in names]
-    absent += [path for path in form.columns if all(_at(r, path) is _ABSENT for r in records)]
+    absent += [path for path in form.columns if not _is_anywhere(path, records)]
     if absent:
         meant = {path: closest_name(path, names) for path in absent}
         hints = [f"{path!r} may be {name!r}" for path, name in meant.items() if name]
@@ -75,25 +138,59 @@ def chosen_columns(records: Records, form: RowFormat, where: str) -> Records:
     _refuse_unused(records, {*_UNUSED} & {*names} - gone, where)
     if not gone:
         return records
-    return [
-        {
-            **{key: value for key, value in record.items() if key not in gone},
-            **{target: value_at(record, path) for path, target in form.columns.items()},
-        }
-        for record in records
-    ]
+
+    def chosen(chunk: "list[Row] | pa.Table") -> "list[Row] | pa.Table":
+        if not isinstance(chunk, list) and {*form.columns} <= {*chunk.column_names}:
+            kept = {n: chunk.column(n) for n in chunk.column_names if n not in gone}
+            kept |= {target: chunk.column(name) for name, target in form.columns.items()}
+            return type(chunk).from_arrays([*kept.values()], names=[*kept])
+        return [
+            {
+                **{key: value for key, value in record.items() if key not in gone},
+                **{target: value_at(record, path) for path, target in form.columns.items()},
+            }
+            for record in rows_of(chunk)
+        ]
+
+    return MappedRecords(records, chosen)
+
+
+def _is_anywhere(path: str, records: Records) -> bool:
+    return any(
+        path in chunk.column_names
+        if not isinstance(chunk, list) and (path in chunk.column_names or "." not in path)
+        else any(_at(record, path) is not _ABSENT for record in rows_of(chunk))
+        for chunk in chunks_of(records)
+    )
 
 
 def _refuse_unused(records: Records, columns: Collection[str], where: str) -> None:
+    counts, firsts = dict.fromkeys(columns, 0), dict.fromkeys(columns, 0)
+    start = 0
+    for chunk in chunks_of(records) if columns else ():
+        for column in columns:
+            for number, value in enumerate(_values(chunk, column)):
+                if _has_content(value):
+                    firsts[column] = firsts[column] if counts[column] else start + number
+                    counts[column] += 1
+        start += len(chunk)
     for column in sorted(columns):
-        rows = [n for n, record in enumerate(records) if _has_content(record.get(column))]
-        if rows:
+        if counts[column]:
             raise DataError(
-                f"{where}: {len(rows)} rows have {column}, which would not reach the model",
+                f"{where}: {counts[column]} rows have {column}, which would not reach the model",
                 expected="rows of text alone",
-                got=f"the column {column}, first in row {rows[0]} (counted from 0)",
+                got=f"the column {column}, first in row {firsts[column]} (counted from 0)",
                 fix=f"use other data, or train without them: data.drop_columns: [{column}]",
             )
+
+
+def _values(chunk: "list[Row] | pa.Table", column: str) -> list[Any]:
+    if isinstance(chunk, list):
+        return [record.get(column) for record in chunk]
+    if column not in chunk.column_names or chunk.column(column).null_count == len(chunk):
+        return []
+    values: list[Any] = chunk.column(column).to_pylist()
+    return values
 
 
 def _has_content(value: Any) -> bool:
@@ -102,65 +199,155 @@ def _has_content(value: Any) -> bool:
     return True
 
 
-def with_answers(rows: Sequence[Row], pattern: str, where: str) -> list[Row]:
-    """Rows whose answers are taken out of longer texts; completions stay whole.
-
-    Raises:
-        DataError: Names the rows without an answer of that pattern.
-    """
-    find = answer_finder(pattern)
-    found = [find(row["answer"]) if isinstance(row["answer"], str) else None for row in rows]
-    missing = [number for number, answer in enumerate(found) if answer is None]
-    if missing:
-        text = str(rows[missing[0]]["answer"])
-        raise DataError(
-            f"{where}: {len(missing)} of {len(rows)} rows have no answer of the pattern "
-            f"{pattern!r}",
-            expected="an answer in every row",
-            got=f"row {missing[0]} (counted from 0), which ends with {text[-60:]!r}",
-            fix="correct data.answer_pattern or data.columns, or mend or remove these rows",
-        )
-    return [{**row, "answer": answer} for row, answer in zip(rows, found, strict=True)]
-
-
-def with_prompts(
-    numbered: Sequence[tuple[int, Row]],
-    records: Records,
-    form: RowFormat,
-    hidden: Collection[str],
-    where: str,
-) -> list[Row]:
-    """Rows whose prompts are written by the template and begin with the system turn.
+class AnswerPattern:
+    """Takes answers out of longer texts; completions stay whole.
 
     Args:
-        numbered: Rows in the form of their kind, each with the number of its record.
+        pattern: As `RowFormat.answer_pattern`.
+        where: Name of the source in messages.
+    """
+
+    def __init__(self, pattern: str, where: str) -> None:
+        self._pattern, self._where = pattern, where
+        self._find = answer_finder(pattern)
+        self._num_rows = 0
+        self._num_missing = 0
+        self._first = (0, "")
+
+    def taken(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with the answers that their texts hold."""
+        found = self._answers([row["answer"] for row in rows])
+        return [{**row, "answer": answer} for row, answer in zip(rows, found, strict=True)]
+
+    def taken_of_table(self, table: "pa.Table") -> "pa.Table":
+        """The same of a table."""
+        import pyarrow as pa
+
+        found = self._answers(table.column("answer").to_pylist())
+        place = table.column_names.index("answer")
+        return table.set_column(place, "answer", pa.array(found, pa.large_string()))
+
+    def _answers(self, texts: Sequence[Any]) -> list[str | None]:
+        found = [self._find(text) if isinstance(text, str) else None for text in texts]
+        missing = found.count(None)
+        if missing and not self._num_missing:
+            number = found.index(None)
+            self._first = (self._num_rows + number, str(texts[number]))
+        self._num_missing += missing
+        self._num_rows += len(texts)
+        return found
+
+    def refuse(self) -> None:
+        """Raises if rows lack an answer.
+
+        Raises:
+            DataError: Names the first row without an answer of that pattern.
+        """
+        if not self._num_missing:
+            return
+        number, text = self._first
+        raise DataError(
+            f"{self._where}: {self._num_missing} of {self._num_rows} rows have no answer of the "
+            f"pattern {self._pattern!r}",
+            expected="an answer in every row",
+            got=f"row {number} (counted from 0), which ends with {text[-60:]!r}",
+            fix="correct data.answer_pattern or data.columns, or mend or remove these rows",
+        )
+
+
+class PromptWriter:
+    """Writes prompts by a template, and a system turn before them.
+
+    Args:
+        form: The template and the system prompt; without both, rows stay as they are.
         records: With the columns that the data has.
-        form: The template and the system prompt; without both the rows are returned.
         hidden: Columns that hold answers, which a prompt must not show.
         where: Name of the source in messages.
-
-    Raises:
-        DataError: If the rows have no prompt for the template, if a placeholder names no column or
-            one that holds answers, or if a row has a system turn beside `system_prompt`.
     """
-    found = [row for _, row in numbered]
-    if form.prompt_template is not None and found:
-        if "prompt" not in found[0]:
+
+    def __init__(
+        self, form: RowFormat, records: Records, hidden: Collection[str], where: str
+    ) -> None:
+        self._form, self._records, self._hidden, self._where = form, records, hidden, where
+        self._fill: Callable[[Mapping[str, Any], str], str] | None = None
+        self._num_twice, self._first_twice = 0, 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether rows change at all."""
+        return self._form.prompt_template is not None or self._form.system_prompt is not None
+
+    def written(
+        self, rows: list[Row], numbers: Sequence[int], records: Records, first: int
+    ) -> list[Row]:
+        """Rows with their prompts written.
+
+        Args:
+            rows: In the form of their kind.
+            numbers: The place of each row's record among `records`.
+            records: Of a chunk, with the columns that the data has.
+            first: The number of the first of them.
+
+        Raises:
+            DataError: If the rows have no prompt for the template, or a placeholder names no column
+                or one that holds answers.
+        """
+        template, system = self._form.prompt_template, self._form.system_prompt
+        if template is not None and rows:
+            self._fill = self._fill or self._filler(template, rows[0])
+            rows = [
+                {**row, "prompt": _asked(row["prompt"], partial(self._fill, records[number]))}
+                for row, number in zip(rows, numbers, strict=True)
+            ]
+        if system is not None and rows:
+            rows = self._with_system(rows, [first + number for number in numbers], system)
+        return rows
+
+    def refuse(self) -> None:
+        """Raises if a row has a system turn beside `system_prompt`.
+
+        Raises:
+            DataError: Names the first such row.
+        """
+        if not self._num_twice:
+            return
+        raise DataError(
+            f"{self._where}: {self._num_twice} rows have a system turn of their own beside "
+            "data.system_prompt",
+            expected="one system turn a row",
+            got=f"row {self._first_twice} (counted from 0)",
+            fix="leave system_prompt out, or take these turns out of the rows",
+        )
+
+    def _filler(self, template: str, row: Row) -> Callable[[Mapping[str, Any], str], str]:
+        if "prompt" not in row:
             raise DataError(
-                f"{where}: data.prompt_template writes prompts, and these rows have none",
+                f"{self._where}: data.prompt_template writes prompts, and these rows have none",
                 expected="prompts with answers, or preference pairs",
-                got=f"rows with {', '.join(found[0])}",
+                got=f"rows with {', '.join(row)}",
                 fix="leave prompt_template out, or map columns to prompt and completion",
             )
-        fill = _template(form.prompt_template, records, hidden, where)
-        found = [
-            {**row, "prompt": _asked(row["prompt"], partial(fill, records[number]))}
-            for number, row in numbered
-        ]
-    if form.system_prompt is not None and found:
-        numbers = [number for number, _ in numbered]
-        found = _with_system(dict(zip(numbers, found, strict=True)), form.system_prompt, where)
-    return found
+        return _template(template, self._records, self._hidden, self._where)
+
+    def _with_system(self, rows: list[Row], numbers: Sequence[int], system: str) -> list[Row]:
+        column = next((name for name in ("messages", "prompt") if name in rows[0]), None)
+        if column is None:
+            raise DataError(
+                f"{self._where}: data.system_prompt needs conversations or prompts",
+                got=f"rows with {', '.join(rows[0])}",
+                fix="leave system_prompt out",
+            )
+        first = {"role": "system", "content": system}
+        found = []
+        for number, row in zip(numbers, rows, strict=True):
+            turns = turns_of(row[column])
+            if turns is None and isinstance(row[column], str):
+                turns = [{"role": "user", "content": row[column]}]
+            if turns and turns[0].get("role") == "system":
+                self._first_twice = self._first_twice if self._num_twice else number
+                self._num_twice += 1
+            found.append({**row, column: stored([first, *turns])} if turns else row)
+        return found
 
 
 def _asked(prompt: Any, write: Callable[[str], str]) -> Any:
@@ -178,12 +365,8 @@ def _template(
     template: str, sources: Records, hidden: Collection[str], where: str
 ) -> Callable[[Mapping[str, Any], str], str]:
     names = [match.group(2) for match in _PLACEHOLDER.finditer(template) if match.group(2)]
-    columns = {str(key) for record in sources for key in record} | {"prompt"}
-    unknown = [
-        name
-        for name in names
-        if name != "prompt" and all(_at(record, name) is _ABSENT for record in sources)
-    ]
+    columns = {*column_names(sources), "prompt"}
+    unknown = [name for name in names if name != "prompt" and not _is_anywhere(name, sources)]
     shown = [name for name in names if name.partition(".")[0] in hidden or name in hidden]
     if unknown or shown or not names:
         problem = (
@@ -211,31 +394,3 @@ def _template(
         return _PLACEHOLDER.sub(one, template)
 
     return fill
-
-
-def _with_system(rows: Mapping[int, Row], system: str, where: str) -> list[Row]:
-    first_row = next(iter(rows.values()))
-    column = next((name for name in ("messages", "prompt") if name in first_row), None)
-    if column is None:
-        raise DataError(
-            f"{where}: data.system_prompt needs conversations or prompts",
-            got=f"rows with {', '.join(first_row)}",
-            fix="leave system_prompt out",
-        )
-    first = {"role": "system", "content": system}
-    found, twice = [], []
-    for number, row in rows.items():
-        turns = turns_of(row[column])
-        if turns is None and isinstance(row[column], str):
-            turns = [{"role": "user", "content": row[column]}]
-        if turns and turns[0].get("role") == "system":
-            twice.append(number)
-        found.append({**row, column: stored([first, *turns])} if turns else row)
-    if twice:
-        raise DataError(
-            f"{where}: {len(twice)} rows have a system turn of their own beside data.system_prompt",
-            expected="one system turn a row",
-            got=f"row {twice[0]} (counted from 0)",
-            fix="leave system_prompt out, or take these turns out of the rows",
-        )
-    return found

@@ -8,17 +8,26 @@ import csv
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.data import FileData
+from nemo_rl_core.data.chunks import in_lists, row_bytes, written
 from nemo_rl_core.data.datasets.formats import Recognised, recognise
-from nemo_rl_core.data.datasets.hub import records_of
 from nemo_rl_core.data.datasets.parts import Parts, without_validation
+from nemo_rl_core.data.datasets.records import (
+    ArrowRecords,
+    Records,
+    joined,
+    of_dataset,
+    rows_a_chunk,
+)
 from nemo_rl_core.errors import DataError
 
-Records = list[dict[str, Any]]
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def load(config: FileData, *, seed: int) -> Parts:
@@ -45,21 +54,23 @@ def load(config: FileData, *, seed: int) -> Parts:
 
 def read_split(config: FileData, name: str) -> Recognised:
     """The rows of one file or folder, as the config reads columns."""
-    records = read_records(Path(name).expanduser())
+    records = read_records(Path(name).expanduser(), limit=config.max_rows)
     return recognise(records, where=name, task="file", form=config.reading())
 
 
-def read_records(path: Path) -> Records:
+def read_records(path: Path, *, limit: int | None = None) -> Records:
     """Reads the records of a file, of a folder saved by `datasets`, or of all files of a folder.
 
     Args:
         path: Files of a folder are read in the order of their names and must have one suffix.
+        limit: The first so many records; what follows them is not read. None reads all.
 
     Raises:
-        DataError: When it is missing or cannot be read, or holds several kinds of files.
+        DataError: When it is missing or cannot be read, or holds several kinds of files; parquet
+            and arrow files are read when the records are gone through, and raise then.
     """
     if not path.is_dir():
-        return _read_file(path)
+        return _read_file(path, limit)
     if (path / "dataset_dict.json").is_file():
         splits = sorted(part.name for part in path.iterdir() if part.is_dir())
         raise DataError(
@@ -69,8 +80,19 @@ def read_records(path: Path) -> Records:
             fix="name the folder of a split, such as .../train",
         )
     if (path / "state.json").is_file():
-        return _read_saved(path)
-    return [record for file in data_files(path) for record in _read_file(file)]
+        return _read_saved(path, limit)
+    return read_files(data_files(path), limit=limit)
+
+
+def read_files(paths: Sequence[Path], *, limit: int | None = None) -> Records:
+    """The records of files in their order; files beyond the limit are not opened."""
+    found: list[Records] = []
+    for path in paths:
+        left = None if limit is None else limit - sum(map(len, found))
+        if left is not None and left <= 0:
+            break
+        found.append(_read_file(path, left))
+    return joined(found)
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -91,7 +113,7 @@ def data_files(folder: Path) -> list[Path]:
     return found
 
 
-def _read_file(path: Path) -> Records:
+def _read_file(path: Path, limit: int | None) -> Records:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(
@@ -107,75 +129,111 @@ def _read_file(path: Path) -> Records:
             got="nothing there",
             fix="correct data.train or data.validation",
         )
-    return reader(path)
+    return reader(path, limit)
 
 
-def _read_jsonl(path: Path) -> Records:
-    records = []
-    # `splitlines` also breaks at characters that are legal inside a JSON string.
-    for number, line in enumerate(_decoded(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+def _read_jsonl(path: Path, limit: int | None) -> Records:
+    # A text file would also break lines at characters that are legal inside a JSON string.
+    lines = enumerate(_decoded_lines(path), start=1)
+    filled = islice(((number, line) for number, line in lines if line.strip()), limit)
+    decode = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys).decode
+
+    def record(number: int, line: str) -> dict[str, Any]:
         try:
-            record = json.loads(line, object_pairs_hook=_object_of_unique_keys)
+            found = decode(line)
         except (ValueError, RecursionError) as error:
             raise _unreadable(path, f"line {number}: {error}") from error
-        if not isinstance(record, dict):
+        if not isinstance(found, dict):
             raise _unreadable(path, f"line {number} holds {line.strip()[:60]}, not an object")
-        records.append(record)
-    return records
+        return found
+
+    chunks = in_lists(filled, lambda each: len(each[1]))
+    return written([record(*each) for each in chunk] for chunk in chunks)
 
 
-def _read_csv(path: Path) -> Records:
+def _read_csv(path: Path, limit: int | None) -> Records:
+    return written(in_lists(islice(_csv_rows(path), limit), row_bytes))
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     # The default limit of 128 KiB per field is too small for long completions.
     csv.field_size_limit(sys.maxsize)
-    reader = csv.DictReader(_decoded(path).splitlines(keepends=True), strict=True)
-    try:
-        _refuse_repeated(path, reader.fieldnames or [])
-        # Fields past the header's land under None.
-        return [{k: v for k, v in record.items() if k is not None} for record in reader]
-    except csv.Error as error:
-        raise _unreadable(path, f"line {reader.line_num}: {error}") from error
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            _refuse_repeated(path, reader.fieldnames or [])
+            for record in reader:
+                # Fields past the header's land under None.
+                yield {key: value for key, value in record.items() if key is not None}
+        except csv.Error as error:
+            raise _unreadable(path, f"line {reader.line_num}: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(path, str(error)) from error
 
 
-def _read_parquet(path: Path) -> Records:
+def _read_parquet(path: Path, limit: int | None) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    def opened() -> Any:
+        # Neither a whole row group nor a whole file is held at once.
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
+
+    def tables(size: int) -> "Iterator[pa.Table]":
+        try:
+            with opened() as file:
+                for batch in file.iter_batches(size):
+                    yield pa.Table.from_batches([batch])
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(path, str(error)) from error
+
     try:
-        records: Records = pq.read_table(path).to_pylist()
+        with opened() as file:
+            about = file.metadata
+            if _repeated(file.schema_arrow.names):
+                pq.read_table(path)  # raises, and names the columns
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, str(error)) from error
-    return records
+    groups = (about.row_group(number) for number in range(about.num_row_groups))
+    size = rows_a_chunk(sum(group.total_byte_size for group in groups), about.num_rows)
+    size = size if limit is None else max(1, min(size, limit))
+    return ArrowRecords(about.num_rows, lambda: tables(size), limit)
 
 
-def _read_arrow(path: Path) -> Records:
+def _read_arrow(path: Path, limit: int | None) -> Records:
     import pyarrow as pa
 
-    try:
-        with pa.OSFile(str(path)) as file:
-            # `datasets` writes the stream form, and Feather (version 2) is the file form.
-            is_file_form = file.read(6) == b"ARROW1"
-            file.seek(0)
-            open_form = pa.ipc.open_file if is_file_form else pa.ipc.open_stream
-            table = open_form(file).read_all()
-            _refuse_repeated(path, table.column_names)
-            records: Records = table.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, str(error)) from error
-    return records
+    def tables() -> "Iterator[pa.Table]":
+        try:
+            with pa.memory_map(str(path)) as file:
+                # `datasets` writes the stream form, and Feather (version 2) is the file form.
+                is_file_form = file.read(6) == b"ARROW1"
+                file.seek(0)
+                if not is_file_form:
+                    stream = pa.ipc.open_stream(file)
+                    _refuse_repeated(path, stream.schema.names)
+                    yield from (pa.Table.from_batches([batch]) for batch in stream)
+                    return
+                found = pa.ipc.open_file(file)
+                _refuse_repeated(path, found.schema.names)
+                for number in range(found.num_record_batches):
+                    yield pa.Table.from_batches([found.get_batch(number)])
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(path, str(error)) from error
+
+    return ArrowRecords(sum(map(len, tables())), tables, limit)
 
 
-def _read_saved(folder: Path) -> Records:
+def _read_saved(folder: Path, limit: int | None) -> Records:
     from datasets import load_from_disk
 
     try:
-        return records_of(load_from_disk(str(folder)))
+        return of_dataset(load_from_disk(str(folder)), limit)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(folder, str(error)) from error
 
 
-_READERS: dict[str, Callable[[Path], Records]] = {
+_READERS: dict[str, Callable[[Path, int | None], Records]] = {
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
@@ -209,11 +267,16 @@ def _repeated(names: Sequence[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def _decoded(path: Path) -> str:
+def _decoded_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, without the byte order mark of spreadsheets."""
+    number = 1
     try:
-        # utf-8-sig drops the byte order mark of spreadsheets; newlines stay as they are.
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield line.removesuffix(b"\n").decode("utf-8" if number > 1 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"line {number}: {error}") from error
+    except OSError as error:
         raise _unreadable(path, str(error)) from error
 
 

@@ -19,16 +19,28 @@ ignored with a warning in rows of other kinds.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.row_format import RowFormat
-from nemo_rl_core.data.datasets.columns import chosen_columns, with_answers, with_prompts
+from nemo_rl_core.data.chunks import RowWriter, chunks_of, rows_of
+from nemo_rl_core.data.datasets import columnar
+from nemo_rl_core.data.datasets.columns import (
+    AnswerPattern,
+    PromptWriter,
+    RowFaults,
+    chosen_columns,
+    present_columns,
+)
 from nemo_rl_core.data.datasets.known import FORMATS, PublishedFormat, published_format
+from nemo_rl_core.data.datasets.records import Records
 from nemo_rl_core.data.turns import stored, turns_of
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +64,20 @@ class _Format:
 class Recognised:
     """Rows in the form of their kind, and what their columns were taken for."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
     read_as: str
 
 
 def recognise(
-    records: Sequence[Mapping[str, Any]], *, where: str, task: str, form: RowFormat | None = None
+    records: Records, *, where: str, task: str, form: RowFormat | None = None
 ) -> Recognised:
     """Rows in the form of their kind, in the order of the records.
 
     Missing values are filled: `id` with the record's number, `completion` with the answer and
     `answer` with the completion, `task` with `task`. Prompts carry the columns that are not
     understood in `metadata`, where rewards read them. Numbers become text; other values are
-    unchanged, and `schemas.validate_rows` checks them.
+    unchanged, and `schemas.validate_rows` checks them. The records are gone through several times,
+    a chunk at a time.
 
     Args:
         records: Mappings from columns to values.
@@ -77,88 +90,157 @@ def recognise(
             not fit their format (names the rows, counted from 0).
     """
     form = form or RowFormat()
-    if not records:
+    if not len(records):
         return Recognised([], "no rows")
     plain = chosen_columns(records, form, where)
-    present = _present(plain)
+    present = present_columns(plain)
     name = published_format(plain, present, form, where)
     published = None if name is None else FORMATS[name]
-    readable: Sequence[Mapping[str, Any] | None] = plain
-    understood = present
-    if published is not None:
-        readable = _understood(plain, published, where)
-        understood = _present(record for record in readable if record)
+    understood = present if published is None else _understood(plain, published, where)
     found = _format_of(understood, form, where)
-    numbered = _converted(readable, found, where)
     is_prompt = found.row in (_prompt, _prompt_alone)
-    used = _used(found, published)
-    others = sorted(present - used)
-    rows = [
-        {
-            "id": _filled(plain[number].get("id"), str(number)),
-            **row,
-            "task": _filled(plain[number].get("task"), form.task or task),
-            "metadata": _metadata(plain[number], others if is_prompt else ()),
-        }
-        for number, row in numbered
-    ]
+    others = sorted(present - _used(found, published))
     pattern = form.answer_pattern or (published.answer_pattern if published else None)
-    if pattern is not None:
-        if not is_prompt:
-            raise DataError(
-                f"{where}: data.answer_pattern needs rows with answers",
-                got=found.description,
-                fix="leave answer_pattern out, or map columns to prompt and answer",
-            )
-        rows = with_answers(rows, pattern, where)
-    kept = [(number, row) for (number, _), row in zip(numbered, rows, strict=True)]
-    rows = with_prompts(kept, records, form, _hidden(form, published), where)
+    if pattern is not None and not is_prompt:
+        raise DataError(
+            f"{where}: data.answer_pattern needs rows with answers",
+            got=found.description,
+            fix="leave answer_pattern out, or map columns to prompt and answer",
+        )
+    reading = _Reading(
+        where=where,
+        task=form.task or task,
+        found=found,
+        published=published,
+        others=tuple(others) if is_prompt else (),
+        answers=None if pattern is None else AnswerPattern(pattern, where),
+        prompts=PromptWriter(form, records, _hidden(form, published), where),
+    )
+    rows = reading.rows(plain, records)
     read_as = found.description if published is None else f"{name}: {published.description}"
     num_dropped = len(records) - len(rows)
     _log_format(where, read_as, num_ties=num_dropped, others=others, kept=is_prompt)
     return Recognised(rows, read_as)
 
 
-def _understood(
-    records: Sequence[Mapping[str, Any]], published: PublishedFormat, where: str
-) -> list[Row | None]:
-    """The columns that are understood, of each record; None for rows that are left out."""
-    return [row for _, row in _each(records, published.read, where)]
+class _Reading:
+    """Makes rows of records, chunk by chunk, and refuses all that do not fit at the end.
+
+    Args:
+        where: Name of the source in messages.
+        task: The task of rows without one.
+        found: The format of what is understood.
+        published: The published format that is read first, if any.
+        others: Columns that go into `metadata`.
+        answers: Takes answers out of texts, if asked.
+        prompts: Writes prompts and system turns, if asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        task: str,
+        found: _Format,
+        published: PublishedFormat | None,
+        others: Sequence[str],
+        answers: AnswerPattern | None,
+        prompts: PromptWriter,
+    ) -> None:
+        self._task, self._found, self._published = task, found, published
+        self._others, self._answers, self._prompts = others, answers, prompts
+        self._faults = RowFaults(where)
+
+    def rows(self, plain: Records, records: Records) -> Sequence[Row]:
+        """The rows of all records.
+
+        Args:
+            plain: The records with their columns chosen.
+            records: With the columns that the data has.
+
+        Raises:
+            DataError: Names rows that do not fit.
+        """
+        writer = RowWriter()
+        first = 0
+        for chunk, source in zip(chunks_of(plain), chunks_of(records), strict=True):
+            writer.add(self._chunk(chunk, source, first))
+            first += len(chunk)
+        self._faults.refuse()
+        if self._answers is not None:
+            self._answers.refuse()
+        self._prompts.refuse()
+        return writer.close()
+
+    def _chunk(
+        self, chunk: "list[Row] | pa.Table", source: "list[Row] | pa.Table", first: int
+    ) -> "list[Row] | pa.Table":
+        if not isinstance(chunk, list):
+            table = self._table(chunk, first)
+            if table is not None:
+                return table
+        plain = rows_of(chunk)
+        numbered = self._faults.each(self._row, plain, first)
+        rows = [
+            {
+                "id": _filled(plain[number].get("id"), str(first + number)),
+                **row,
+                "task": _filled(plain[number].get("task"), self._task),
+                "metadata": _metadata(plain[number], self._others),
+            }
+            for number, row in numbered
+        ]
+        if self._answers is not None:
+            rows = self._answers.taken(rows)
+        if not self._prompts.writes:
+            return rows
+        numbers = [number for number, _ in numbered]
+        return self._prompts.written(rows, numbers, rows_of(source), first)
+
+    def _table(self, chunk: "pa.Table", first: int) -> "pa.Table | None":
+        """The rows as columns, where nothing has to be done value by value."""
+        if self._prompts.writes:
+            return None
+        understood = chunk
+        if self._published is not None:
+            if not self._published.names:
+                return None
+            understood = columnar.renamed(chunk, self._published.names)
+        found: pa.Table | None = None
+        metadata = columnar.RowMetadata(self._others, lambda row: _metadata(row, self._others))
+        common: Any = {"first": first, "task": self._task, "metadata": metadata}
+        if self._found.row is _prompt:
+            found = columnar.prompt_table(understood, chunk, **common)
+        elif self._found.row is _prompt_alone:
+            found = columnar.lone_prompt_table(understood, chunk, **common)
+        elif self._found.row is _text_row:
+            found = columnar.text_table(chunk, **common)
+        if found is None or self._answers is None:
+            return found
+        return self._answers.taken_of_table(found)
+
+    def _row(self, record: Mapping[str, Any]) -> Row | None:
+        readable = record if self._published is None else self._published.read(record)
+        return None if readable is None else self._found.row(readable)
 
 
-def _converted(
-    records: Sequence[Mapping[str, Any] | None], found: "_Format", where: str
-) -> list[tuple[int, Row]]:
-    rows = _each(records, lambda record: None if record is None else found.row(record), where)
-    return [(number, row) for number, row in rows if row is not None]
+def _understood(records: Records, published: PublishedFormat, where: str) -> set[str]:
+    """The columns that are understood and have a value somewhere.
 
-
-def _each(
-    records: Sequence[Any], read: Callable[[Any], Row | None], where: str
-) -> list[tuple[int, Row | None]]:
-    """Every row as it is read; all that do not fit are named together."""
-    found: list[tuple[int, Row | None]] = []
-    faults: list[tuple[int, str]] = []
-    for number, record in enumerate(records):
-        try:
-            found.append((number, read(record)))
-        except ValueError as error:
-            faults.append((number, str(error)))
-    if faults:
-        number, text = faults[0]
-        others = [str(each) for each, _ in faults[1:6]]
-        more = f"; {len(faults) - 1} more do not fit: rows {', '.join(others)}" if others else ""
-        raise DataError(f"{where}: row {number} {text}{more}", fix="mend or remove these rows")
-    return found
-
-
-def _present(records: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The columns that have a value somewhere."""
+    Raises:
+        DataError: Names rows that do not fit the format.
+    """
+    if published.names:  # only other names for columns, which no row fails
+        present = present_columns(records)
+        return {target for target, source in published.names.items() if source in present}
+    faults = RowFaults(where)
     found: set[str] = set()
-    for record in records:
-        if found.issuperset(record):
-            continue
-        found.update(str(key) for key, value in record.items() if value is not None)
+    first = 0
+    for chunk in chunks_of(records):
+        rows = faults.each(published.read, rows_of(chunk), first)
+        found |= present_columns([row for _, row in rows])
+        first += len(chunk)
+    faults.refuse()
     return found
 
 

@@ -19,7 +19,7 @@ UltraFeedback, Tülu and other sets whose columns are understood as they are nee
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_core.config.row_format import FormatName, RowFormat
@@ -42,6 +42,8 @@ class PublishedFormat:
             ValueError for a row that does not fit.
         answer_pattern: The pattern that takes the answer out, where the user gives none.
         fits: A further condition, on the records.
+        names: The names of columns by those that are understood, where `read` does no more than
+            to give these.
     """
 
     required: tuple[str, ...]
@@ -52,6 +54,7 @@ class PublishedFormat:
     absent: tuple[str, ...] = ()
     answer_pattern: str | None = None
     fits: Callable[[Sequence[Record]], bool] = lambda records: True
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def published_format(
@@ -109,20 +112,13 @@ def _fits(each: PublishedFormat, records: Sequence[Record], present: set[str]) -
     return each.fits(records)
 
 
-def _gsm8k(record: Record) -> dict[str, Any]:
-    return {"prompt": record.get("question"), "answer": record.get("answer")}
+def _by_name(names: Mapping[str, str]) -> dict[str, Any]:
+    """The options of a format whose columns have other names."""
 
+    def read(record: Record) -> dict[str, Any]:
+        return {target: record.get(source) for target, source in names.items()}
 
-def _math(record: Record) -> dict[str, Any]:
-    return {"prompt": record.get("problem"), "answer": record.get("solution")}
-
-
-def _open_math_instruct(record: Record) -> dict[str, Any]:
-    return {
-        "prompt": record.get("problem"),
-        "answer": record.get("expected_answer"),
-        "completion": record.get("generated_solution"),
-    }
+    return {"read": read, "names": names}
 
 
 def _verl(record: Record) -> dict[str, Any]:
@@ -130,26 +126,6 @@ def _verl(record: Record) -> dict[str, Any]:
     # Some rewards have a list or an object of targets.
     text = json.dumps(truth, ensure_ascii=False) if isinstance(truth, list | dict) else truth
     return {"prompt": record.get("prompt"), "answer": text, "completion": record.get("completion")}
-
-
-def _problem_answer(record: Record) -> dict[str, Any]:
-    return {
-        "prompt": record.get("problem"),
-        "answer": record.get("answer"),
-        "completion": record.get("solution"),
-    }
-
-
-def _aime_2024(record: Record) -> dict[str, Any]:
-    return {
-        "prompt": record.get("Problem"),
-        "answer": record.get("Answer"),
-        "completion": record.get("Solution"),
-    }
-
-
-def _question_answer(record: Record) -> dict[str, Any]:
-    return {"prompt": record.get("question"), "answer": record.get("answer")}
 
 
 def _squad(record: Record) -> dict[str, Any]:
@@ -238,7 +214,7 @@ FORMATS: dict[FormatName, PublishedFormat] = {
     "gsm8k": PublishedFormat(
         ("question", "answer"),
         "prompts with answers after ####; the whole text is the completion",
-        _gsm8k,
+        **_by_name({"prompt": "question", "answer": "answer"}),
         answers=("answer",),
         answer_pattern="hashes",
         fits=_has_hashes,
@@ -246,7 +222,7 @@ FORMATS: dict[FormatName, PublishedFormat] = {
     "math": PublishedFormat(
         ("problem", "solution", "level", "type"),
         "prompts with answers in the solutions' last box; the solution is the completion",
-        _math,
+        **_by_name({"prompt": "problem", "answer": "solution"}),
         answers=("solution",),
         absent=("answer",),
         answer_pattern="boxed",
@@ -254,7 +230,9 @@ FORMATS: dict[FormatName, PublishedFormat] = {
     "open_math_instruct": PublishedFormat(
         ("problem", "generated_solution", "expected_answer"),
         "prompts with expected answers; the generated solution is the completion",
-        _open_math_instruct,
+        **_by_name(
+            {"prompt": "problem", "answer": "expected_answer", "completion": "generated_solution"}
+        ),
         answers=("generated_solution", "expected_answer"),
     ),
     "verl": PublishedFormat(
@@ -268,21 +246,21 @@ FORMATS: dict[FormatName, PublishedFormat] = {
     "problem_answer": PublishedFormat(
         ("problem", "answer"),
         "prompts with answers; a solution is the completion",
-        _problem_answer,
+        **_by_name({"prompt": "problem", "answer": "answer", "completion": "solution"}),
         answers=("answer", "solution"),
         uses=("solution",),
     ),
     "aime_2024": PublishedFormat(
         ("Problem", "Answer"),
         "prompts with answers; a solution is the completion",
-        _aime_2024,
+        **_by_name({"prompt": "Problem", "answer": "Answer", "completion": "Solution"}),
         answers=("Answer", "Solution"),
         uses=("Solution",),
     ),
     "question_answer": PublishedFormat(
         ("question", "answer"),
         "prompts with answers",
-        _question_answer,
+        **_by_name({"prompt": "question", "answer": "answer"}),
         answers=("answer",),
         fits=_without_hashes,
     ),

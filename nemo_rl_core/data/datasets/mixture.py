@@ -2,10 +2,13 @@
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from nemo_rl_core.config.data import DataConfig, MixtureData
+from nemo_rl_core.data.chunks import RowWriter, chunks_of, taken
 from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.data.frames import row_kind
 from nemo_rl_core.errors import DataError
@@ -37,8 +40,7 @@ def load(config: MixtureData, load_source: LoadParts, *, seed: int) -> Parts:
     parts = [load_source(each.data, seed=seed) for each in config.sources]
     _refuse_mixed(parts)
     counts = _counts(config, [len(each.train) for each in parts])
-    train: list[Row] = []
-    validation: list[Row] = []
+    train, validation = RowWriter(), RowWriter()
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
         size = len(part.train)
         logger.warning("the mixture: %d of %d rows of source %d", count, size, number)
@@ -50,11 +52,12 @@ def load(config: MixtureData, load_source: LoadParts, *, seed: int) -> Parts:
                 fix="lower num_train or the source's weight, or say duplicates: keep to repeat "
                 "its rows",
             )
-        train += _drawn(part.train, count, number, random.Random(f"{seed}/mixture/{number}"))
-        held = part.validation or []
-        validation += [{**row, "id": f"{number}/{row['id']}"} for row in held]
+        draw = random.Random(f"{seed}/mixture/{number}")
+        for rows, again in _drawn(part.train, count, draw):
+            _add(train, rows, number, again)
+        _add(validation, part.validation or [], number, "")
     read_as = "; ".join(f"{n}: {p.read_as}" for n, p in enumerate(parts) if p.read_as)
-    return Parts(train, validation, read_as)
+    return Parts(train.close(), validation.close(), read_as)
 
 
 def _counts(config: MixtureData, sizes: Sequence[int]) -> list[int]:
@@ -76,21 +79,39 @@ def _counts(config: MixtureData, sizes: Sequence[int]) -> list[int]:
     return counts
 
 
-def _drawn(rows: Sequence[Row], count: int, number: int, draw: random.Random) -> list[Row]:
-    """Whole passes over the rows and a draw of the rest, each row at its place of the source."""
-    if not rows:
-        return []
-    found: list[Row] = []
-    for repeat in range(-(-count // len(rows))):
+def _drawn(
+    rows: Sequence[Row], count: int, draw: random.Random
+) -> Iterator[tuple[Sequence[Row], str]]:
+    """Whole passes over the rows and a draw of the rest, each row at its place of the source.
+
+    Yields:
+        The rows of a pass, and what their ids end with.
+    """
+    for repeat in range(-(-count // len(rows)) if len(rows) else 0):
         left = min(count - repeat * len(rows), len(rows))
-        chosen = sorted(draw.sample(range(len(rows)), left))
-        again = f"#{repeat + 1}" if repeat else ""
-        found += [{**rows[n], "id": f"{number}/{rows[n]['id']}{again}"} for n in chosen]
-    return found
+        is_drawn = np.zeros(len(rows), dtype=bool)
+        is_drawn[np.array(draw.sample(range(len(rows)), left), dtype=np.int64)] = True
+        yield taken(rows, is_drawn), f"#{repeat + 1}" if repeat else ""
+
+
+def _add(writer: RowWriter, rows: Sequence[Row], number: int, again: str) -> None:
+    """Adds rows, whose ids begin with the number of their source."""
+    for chunk in chunks_of(rows):
+        if isinstance(chunk, list):
+            writer.add([{**row, "id": f"{number}/{row['id']}{again}"} for row in chunk])
+            continue
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        before, after, between = (
+            pa.scalar(text, pa.large_string()) for text in (f"{number}/", again, "")
+        )
+        ids = pc.binary_join_element_wise(before, chunk.column("id"), after, between)
+        writer.add(chunk.set_column(chunk.column_names.index("id"), "id", ids))
 
 
 def _refuse_mixed(parts: Sequence[Parts]) -> None:
-    kinds = {n: row_kind(list(part.train[0])) for n, part in enumerate(parts) if part.train}
+    kinds = {n: row_kind(list(part.train[0])) for n, part in enumerate(parts) if len(part.train)}
     if len(set(kinds.values())) > 1:
         raise DataError(
             "the sources of the mixture hold rows of different kinds",

@@ -1,7 +1,9 @@
 """The rows of a source, and what they were taken for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl_core.data.chunks import taken
 from nemo_rl_core.types import Row
 
 
@@ -15,8 +17,8 @@ class Parts:
         read_as: What the columns were taken for; empty for generated rows.
     """
 
-    train: list[Row]
-    validation: list[Row] | None
+    train: Sequence[Row]
+    validation: Sequence[Row] | None
     read_as: str = ""
 
 
@@ -27,11 +29,7 @@ def without_validation(parts: Parts, *, fraction: float, seed: int, where: str) 
         DataError: When there are fewer than two different prompts.
     """
     # The checks of rows import torch's collation, which a recipe's load does not need.
-    from nemo_rl_core.data.datasets.split import hold_out
+    from nemo_rl_core.data.datasets.split import held_out_mask
 
-    held = set(hold_out(parts.train, fraction=fraction, seed=seed, where=where))
-    return Parts(
-        [row for index, row in enumerate(parts.train) if index not in held],
-        [row for index, row in enumerate(parts.train) if index in held],
-        parts.read_as,
-    )
+    is_held = held_out_mask(parts.train, fraction=fraction, seed=seed, where=where)
+    return Parts(taken(parts.train, ~is_held), taken(parts.train, is_held), parts.read_as)

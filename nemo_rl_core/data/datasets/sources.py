@@ -19,9 +19,9 @@ from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.data.datasets import files, hub, load_parts
 from nemo_rl_core.data.datasets.formats import Recognised, recognise
 from nemo_rl_core.data.datasets.parts import Parts
+from nemo_rl_core.data.datasets.records import Records, of_dataset
 from nemo_rl_core.errors import DataError
 
-_VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 _SUFFIXES = (".jsonl", ".csv", ".parquet", ".arrow", ".json", ".txt")
 
 
@@ -62,12 +62,13 @@ def read(source: Any, *, seed: int, form: RowFormat | None = None) -> Parts:
     if isinstance(source, str | Path):
         return reader.named(str(source), seed=seed)
     if isinstance(source, list | tuple) and all(isinstance(row, Mapping) for row in source):
-        return reader.rows([dict(row) for row in source], "the list of rows", "list")
+        rows = [dict(row) for row in source[: reader.limit]]
+        return reader.rows(rows, "the list of rows", "list")
     if isinstance(source, Mapping):
         parts = {name: _reader_of(part) for name, part in source.items()}
         return reader.splits(parts, "the data set")
     if hasattr(source, "column_names"):  # a datasets.Dataset, recognised without importing datasets
-        return reader.rows(hub.records_of(source), "the data set", "dataset")
+        return reader.rows(of_dataset(source, reader.limit), "the data set", "dataset")
     raise DataError(
         "this data source is not recognised",
         expected="a hub name, a path, a list of dicts, a datasets.Dataset or DatasetDict, "
@@ -77,8 +78,8 @@ def read(source: Any, *, seed: int, form: RowFormat | None = None) -> Parts:
     )
 
 
-ReadSplit = Callable[[], list[dict[str, Any]]]
-"""Reads the records of one split, when it is used."""
+ReadSplit = Callable[[int | None], Records]
+"""Reads the first so many records of one split, when it is used."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class _Reader:
     """Reads sources that say nothing of their columns."""
 
     form: RowFormat | None
+
+    @property
+    def limit(self) -> int | None:
+        """The most records of a split that are read."""
+        return None if self.form is None else self.form.max_rows
 
     def named(self, name: str, *, seed: int) -> Parts:
         if name == "arithmetic":
@@ -100,18 +106,16 @@ class _Reader:
         if path.is_dir():
             return self.folder(path)
         if path.exists() or _looks_like_a_path(name):
-            return self.rows(files.read_records(path), str(path), "file")
+            return self.rows(files.read_records(path, limit=self.limit), str(path), "file")
         fetched = hub.fetch(kind, subset=rest or None, revision=None)
         return self.splits({split: _reader_of(part) for split, part in fetched.items()}, kind)
 
     def folder(self, path: Path) -> Parts:
         if (path / "dataset_dict.json").is_file():
             saved = sorted(part for part in path.iterdir() if part.is_dir())
-            return self.splits(
-                {part.name: partial(files.read_records, part) for part in saved}, str(path)
-            )
+            return self.splits({part.name: _reader_of_path(part) for part in saved}, str(path))
         if (path / "state.json").is_file():
-            return self.rows(files.read_records(path), str(path), "file")
+            return self.rows(files.read_records(path, limit=self.limit), str(path), "file")
         found = files.data_files(path)
         by_split: dict[str, list[Path]] = {}
         # Without a training file, file names are not read as splits: all rows are one set.
@@ -119,7 +123,7 @@ class _Reader:
         for file in found:
             by_split.setdefault(_split_of(file) if named else "train", []).append(file)
         return self.splits(
-            {split: partial(_records_of_files, of) for split, of in by_split.items()}, str(path)
+            {split: _reader_of_files(of) for split, of in by_split.items()}, str(path)
         )
 
     def splits(self, splits: Mapping[str, ReadSplit], where: str) -> Parts:
@@ -131,27 +135,31 @@ class _Reader:
                 got=", ".join(map(str, splits)) or "no splits",
                 fix="pass the split itself, or name it in the recipe (data.train)",
             )
-        held = next((name for name in _VALIDATION_NAMES if name in splits), None)
-        train = self._read(splits["train"](), f"the split train of {where}", where)
+        held = next((name for name in hub.VALIDATION_NAMES if name in splits), None)
+        train = self._read(splits["train"](self.limit), f"the split train of {where}", where)
         if held is None:
             return Parts(train.rows, None, train.read_as)
-        validation = self._read(splits[held](), f"the split {held} of {where}", where)
+        validation = self._read(splits[held](self.limit), f"the split {held} of {where}", where)
         return Parts(train.rows, validation.rows, train.read_as)
 
-    def rows(self, records: list[dict[str, Any]], where: str, task: str) -> Parts:
+    def rows(self, records: Records, where: str, task: str) -> Parts:
         found = self._read(records, where, task)
         return Parts(found.rows, None, found.read_as)
 
-    def _read(self, records: Sequence[dict[str, Any]], where: str, task: str) -> Recognised:
+    def _read(self, records: Records, where: str, task: str) -> Recognised:
         return recognise(records, where=where, task=task, form=self.form)
 
 
 def _reader_of(part: Any) -> ReadSplit:
-    return partial(hub.records_of, part)
+    return partial(of_dataset, part)
 
 
-def _records_of_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    return [record for path in paths for record in files.read_records(path)]
+def _reader_of_path(path: Path) -> ReadSplit:
+    return lambda limit: files.read_records(path, limit=limit)
+
+
+def _reader_of_files(paths: Sequence[Path]) -> ReadSplit:
+    return lambda limit: files.read_files(paths, limit=limit)
 
 
 def _refuse_form(form: RowFormat | None, source: str) -> None:

@@ -91,6 +91,8 @@ def test_the_command_shows_a_row(folder: Path) -> None:
         (["--row", "2"], "does not end with an assistant turn"),
         (["--row", "3"], "a row from 0 to 2"),
         (["--row", "-1"], "has no row -1"),
+        (["--columns", "turns=messages"], "no row has the column 'turns'"),
+        (["--columns", "messages"], "'messages' is not YOURS=NAME"),
     ],
 )
 def test_the_command_explains_what_it_cannot_show(
@@ -100,6 +102,16 @@ def test_the_command_explains_what_it_cannot_show(
     result = CliRunner().invoke(group, ["preview", *given])
     assert (result.exit_code, result.stdout) == (2, "")
     assert fragment in result.stderr
+
+
+def test_the_command_maps_columns(folder: Path) -> None:
+    rows = folder / "mapped.jsonl"
+    rows.write_text(json.dumps({"query": "1+1=", "label": "2"}) + "\n")
+    given = [str(rows), "--model", str(folder / "model")]
+    columns = ["--columns", "query=prompt", "--columns", "label=answer"]
+    result = CliRunner().invoke(group, ["preview", *given, *columns])
+    assert result.exit_code == 0, result.output
+    assert "<bos>1+1=⟦2<eos>⏹⟧" in result.stdout
 
 
 def test_control_characters_of_a_row_reach_a_pipe_as_they_are(

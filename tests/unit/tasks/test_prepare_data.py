@@ -26,16 +26,21 @@ SCRIPT = """
 import sys, json, yaml
 from nemo_rl_core.data.loader import load_records
 from nemo_rl_core.store.manifest import Manifest
+from tasks.evaluate_questions import evaluate_questions
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.recipes.common import DataTaskConfig, ModelTaskConfig
+from tasks.recipes.evaluate import QuestionsTaskConfig
 from tasks.recipes.sft import SFTRecipe
 
 recipe = SFTRecipe.model_validate(yaml.safe_load(sys.argv[1]))
 tokenizer = prepare_model(config=ModelTaskConfig.of(recipe)).tokenizer
 made = prepare_data(config=DataTaskConfig.of(recipe), tokenizer=tokenizer)
+config = QuestionsTaskConfig(questions=DataTaskConfig.of(recipe))
+asked = evaluate_questions(config=config, tokenizer=tokenizer)
 print(json.dumps({
     "read_as": Manifest.read(made.train.folder).config["read_as"],
+    "questions_read_as": Manifest.read(asked.folder).config["questions"]["read_as"],
     "train": load_records(made.train.folder),
     "validation": load_records(made.validation.folder),
 }))
@@ -59,6 +64,7 @@ def test_a_recipe_of_published_sets_gives_rows(tmp_path: Path, python: Callable[
     made = json.loads(python(SCRIPT, recipe).splitlines()[-1])
     assert made["read_as"].startswith("0: gsm8k: prompts with answers after ####")
     assert made["read_as"].endswith("1: prompts with answers")
+    assert made["questions_read_as"] == made["read_as"]
     # 16 and 8 rows are left to train on, and the weights take two of one for each of the other.
     assert sorted(row["task"] for row in made["train"]) == ["file"] * 8 + ["school"] * 16
     assert len(made["validation"]) == 6
