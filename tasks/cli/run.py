@@ -53,7 +53,7 @@ def run(
     """
     from tasks.cli.run_settings import chosen_pipeline, show_dry_run, yaml_of
 
-    chosen = chosen_pipeline(pipeline, settings)
+    chosen = chosen_pipeline(pipeline, settings, pipelines=PIPELINES)
     if print_config:
         click.echo(yaml_of(chosen.recipe), nl=False)
     if dry_run:

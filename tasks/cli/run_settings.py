@@ -1,7 +1,7 @@
 """The recipe of `nemo-rl run`, and what a dry run says of it."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.cost import num_parameters
-from tasks.cli.run import PIPELINES
 from tasks.platform.dry_run import DryRun, call_dry
 from tasks.platform.preflight import preflight
 from tasks.recipes.recipe import Recipe, default_name
@@ -45,23 +44,26 @@ class ChosenPipeline:
     default: str | None
 
 
-def chosen_pipeline(pipeline: str, settings: Sequence[str]) -> ChosenPipeline:
+def chosen_pipeline(
+    pipeline: str, settings: Sequence[str], *, pipelines: Mapping[str, str]
+) -> ChosenPipeline:
     """Reads the arguments of the command.
 
     Args:
         pipeline: Its name.
         settings: Perhaps a recipe, then `key=value` each.
+        pipelines: The workflow of each pipeline.
 
     Raises:
         NemoRLError: If there is no such pipeline or recipe, or a setting is not valid.
         RecipeError: If the recipe is not valid.
     """
-    if pipeline not in PIPELINES:
+    if pipeline not in pipelines:
         raise unknown_names(
-            "there is no pipeline", [pipeline], list(PIPELINES), otherwise="choose one of them"
+            "there is no pipeline", [pipeline], list(pipelines), otherwise="choose one of them"
         )
     module = importlib.import_module(f"workflows.{pipeline}")
-    workflow = getattr(module, PIPELINES[pipeline])
+    workflow = getattr(module, pipelines[pipeline])
     kind, default = workflow.python_interface.inputs_with_defaults["config"]
     has_recipe = bool(settings) and "=" not in settings[0]
     named = {"recipe": settings[0] if has_recipe else default_name(default)}

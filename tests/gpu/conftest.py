@@ -4,7 +4,13 @@ Figures are recorded, not asserted, but for what must hold on any GPU: agreement
 checksums, memory that does not grow.
 """
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +52,23 @@ def model_1_5b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     del model
     torch.cuda.empty_cache()
     return folder
+
+
+@pytest.fixture(scope="session")
+def on_device() -> Callable[..., Any]:
+    """Runs a program of this folder, with or without the GPU, and returns what it prints last."""
+    return _on_device
+
+
+def _on_device(program: str, *arguments: str, gpu: bool) -> Any:
+    """What a program of this folder prints last, run by itself with or without the GPU."""
+    environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / program, *arguments],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])

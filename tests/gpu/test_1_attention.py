@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_1_backends import on_device
 
 AGREEING: list[dict[str, Any]] = [
     {"model": model, "attention": attention}
@@ -84,7 +84,9 @@ def test_speed(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_three_steps_are_those_under_a_mask(tiny_model: Path, backend: str) -> None:
+def test_three_steps_are_those_under_a_mask(
+    tiny_model: Path, backend: str, on_device: Callable[..., Any]
+) -> None:
     options = {"backend": backend, "dtype": "bfloat16", "folder": str(tiny_model), "steps": 3}
     options |= {"lengths": [11, 4, 7, 2], "vocabulary": 16, "tokens": 24, "recompute": True}
     found, expected = (

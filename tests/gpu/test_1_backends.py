@@ -1,16 +1,14 @@
 """Both training backends on a GPU: agreement with the CPU, then speed and memory of 1.5 B."""
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent
 NUM_TOKENS = 8192
 CASES: dict[str, dict[str, Any]] = {
     "dtensor bfloat16, recomputed": {"recompute": True},
@@ -21,22 +19,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def on_device(program: str, *arguments: str, gpu: bool) -> Any:
-    """What a program of this folder prints last, run by itself with or without the GPU."""
-    environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, HERE / program, *arguments],
-        env=dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_three_steps_are_those_of_a_cpu(tiny_model: Path, backend: str) -> None:
+def test_three_steps_are_those_of_a_cpu(
+    tiny_model: Path, backend: str, on_device: Callable[..., Any]
+) -> None:
     options = {"backend": backend, "dtype": "float32", "folder": str(tiny_model), "steps": 3}
     options |= {"lengths": [11, 4, 7, 2], "vocabulary": 16, "tokens": 24}
     found, expected = (
@@ -46,7 +32,7 @@ def test_three_steps_are_those_of_a_cpu(tiny_model: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_speed_and_memory(model_1_5b: Path, case: str) -> None:
+def test_speed_and_memory(model_1_5b: Path, case: str, on_device: Callable[..., Any]) -> None:
     options = {
         "backend": "dtensor",
         "dtype": "bfloat16",
