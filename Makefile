@@ -53,7 +53,7 @@ test-slow: setup ## Run the tests that take minutes, those that CI leaves out to
 	$(bin)/pytest -n 2 --no-loadscope-reorder --durations 40 -m 'slow and not gpu'
 	@$(bin)/python tests/benchmarks/machine.py
 
-test-gpu: setup ## Run what one GPU must show, in order (needs EXTRA=gpu; never run as such)
+test-gpu: setup ## Run what one GPU must show, in order (needs EXTRA=gpu)
 	$(bin)/pytest -n 0 -v -m gpu tests/gpu
 
 test-verifiers: setup ## Test the adapter of verifiers with the package, in a scratch folder

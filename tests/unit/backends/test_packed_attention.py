@@ -59,6 +59,10 @@ PACKINGS = {
     "filler": ((0, 1), (2, 3), (4,)),
 }
 
+on_cpus = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu/test_1_attention.py does this on GPUs"
+)
+
 
 def model_of(kind: str) -> Any:
     torch.manual_seed(0)
@@ -103,6 +107,7 @@ def test_boundaries_give_what_a_dense_mask_gives(kind: str, packing: str) -> Non
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=close)
 
 
+@on_cpus
 def test_recomputed_layers_attend_by_boundaries_too() -> None:
     rows = PACKINGS["one row"]
     want, want_gradients = computed(model_of("qwen3"), rows, None)
@@ -285,6 +290,7 @@ def test_auto_is_the_fastest_kernel_that_computes_the_model(
     assert "heads of 16 or more, not 8" in caplog.text
 
 
+@on_cpus
 def test_a_kernel_that_cannot_compute_the_model_is_refused(tiny_model: Path) -> None:
     for kernel in ("varlen", "flex"):
         setup = TrainingSetup(

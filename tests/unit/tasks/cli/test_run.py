@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import ray
 import yaml
 from click.testing import CliRunner, Result
 
@@ -13,6 +12,7 @@ from nemo_rl_core.store.store import Store
 from tasks import cli
 from tasks.cli.run import PIPELINES
 from tasks.cli.run_settings import changes_of
+from tasks.platform import ray_stage
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -92,7 +92,11 @@ def test_mistakes_end_with_2_and_a_word(arguments: list[str], said: str) -> None
     assert "Traceback" not in result.output
 
 
-def test_a_dry_run_prepares_and_stops_before_the_first_training(own_store: Path) -> None:
+def test_a_dry_run_prepares_and_stops_before_the_first_training(
+    own_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[None] = []
+    monkeypatch.setattr(ray_stage, "start_ray", lambda: started.append(None))
     result = invoked("grpo", "grpo_ci", "seed=5", "--dry-run")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines()]
@@ -102,7 +106,7 @@ def test_a_dry_run_prepares_and_stops_before_the_first_training(own_store: Path)
     assert states["train_sft"] == "runs"
     assert "grpo_iteration" not in states
     assert "0.50 M parameters" in result.output
-    assert not ray.is_initialized()
+    assert not started
     store = Store.default()
     made = {path.name.partition("-")[0] for path in store.artifacts.iterdir()}
     assert made == {"prepare_model", "tokenizer", "prepare_data"}
