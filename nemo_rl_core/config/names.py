@@ -6,7 +6,7 @@ slip of the keyboard, word by word: `lerning_rate`, but neither `min_tokens` for
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from nemo_rl_core.errors import ConfigError, NemoRLError
@@ -38,6 +38,7 @@ def unknown_names(
     *,
     otherwise: str,
     renamed: Mapping[str, str] | None = None,
+    elsewhere: Callable[[str], str | None] | None = None,
     expected: str | None = None,
     error: type[NemoRLError] = ConfigError,
 ) -> NemoRLError:
@@ -49,6 +50,7 @@ def unknown_names(
         choices: The names that exist.
         otherwise: The fix where no choice is clearly meant.
         renamed: New names by old ones.
+        elsewhere: What a name of another framework is here, as a sentence; taken before a guess.
         expected: Stands for the list of choices where that is too long.
         error: The class of the error.
 
@@ -59,7 +61,10 @@ def unknown_names(
           got: dapoo
           fix: did you mean 'dapo'?
     """
-    hints = {name: name_hint(name, choices, renamed or {}) or otherwise for name in names}
+    known = elsewhere or (lambda _: None)
+    hints = {
+        name: known(name) or name_hint(name, choices, renamed or {}) or otherwise for name in names
+    }
     fixes = [f"{name!r}: {hint}" if len(names) > 1 else hint for name, hint in hints.items()]
     return error(
         f"{problem} {', '.join(map(repr, names))}",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
 from nemo_rl_core.config.names import closest_name, name_hint
+from nemo_rl_core.config.peer_names import peer_hint
 
 Path = tuple[str | int, ...]
 
@@ -109,6 +110,9 @@ def _explained(
     own_hint = getattr(section.kind, "unknown_key_hint", lambda: None)()
     places = [_of_variants(key, section), _homes(key, top, values), own_hint]
     facts = [place for place in places if place]
+    # A name that is right elsewhere is no misspelling.
+    if not facts and key not in renamed and (hint := peer_hint(key)):
+        return UnknownKey(path, choices, hint, None)
     if not facts or key in renamed:
         return UnknownKey(path, choices, name_hint(key, choices, renamed), meant)
     # A key of another place is no misspelling; a guess at this place could be wrong.

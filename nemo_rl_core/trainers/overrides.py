@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.names import unknown_names
+from nemo_rl_core.config.peer_names import peer_hint
 from nemo_rl_core.errors import ConfigError
 
 
@@ -68,6 +69,7 @@ def refuse_unclaimed(
             sorted(choices),
             otherwise="leave it out",
             renamed={old: new for kind in sections for old, new in kind.renamed.items()},
+            elsewhere=peer_hint,
         )
 
 
