@@ -2,5 +2,5 @@
 
 from tasks.platform import command_help, run
 
-command_help.show_recipes_by_name()
+command_help.explain_recipes()
 run.install()

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_rl_core.config.environment import EnvironmentConfig, single_environments
 from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.data.datasets import load_rows
@@ -19,6 +17,7 @@ from nemo_rl_core.errors import ConfigError, DataError, RewardError
 from nemo_rl_core.types import Prompt, Rollout, unscored
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.recipe import with_base
+from tasks.recipes.recipe_file import read_recipe
 
 WRONG = "I do not know."
 """A completion that earns nothing wherever an answer is asked for."""
@@ -137,18 +136,8 @@ def _remarks(trial: RewardTrial) -> list[str]:
 def _config(recipe: str) -> PipelineRecipe:
     """The sections of a recipe of any pipeline that say what is scored, and how."""
     path = Path(recipe)
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise ConfigError(
-                f"there is no recipe {recipe!r}", expected="a YAML file", got="no such file"
-            )
-        values: Any = yaml.safe_load(path.read_text())
-    else:
-        values = {"recipe": recipe}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{recipe} is no recipe", expected="a map of sections", got=type(values).__name__
-        )
+    is_file = path.suffix in (".yaml", ".yml")
+    values: dict[str, Any] = read_recipe(path) if is_file else {"recipe": recipe}
     whole = with_base(values)
     return PipelineRecipe.model_validate({key: whole[key] for key in _NEEDED if key in whole})
 

@@ -1,26 +1,51 @@
-"""`pyflyte run FILE WORKFLOW --help` on one screen, with default recipes shown by name.
+"""What pyflyte shows of recipes: default ones by name, and mistakes in files in a few lines.
 
-pyflyte prints a default as JSON, and a whole recipe fills three screens.
+pyflyte prints a default as JSON, of which a whole recipe fills three screens, and answers a slip of
+YAML with a trace.
 """
 
 import functools
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from tasks.recipes.recipe import default_name
+from nemo_rl_core.errors import ConfigError
+from tasks.recipes.recipe import RecipeError, default_name
+from tasks.recipes.recipe_file import read_recipe
 
 _RUN = "flytekit.clis.sdk_in_container.run"
+_TYPES = "flytekit.interaction.click_types"
 _DEFAULT_VALUE = 5
 """Its index among the arguments of `to_click_option`."""
 
 
-def show_recipes_by_name() -> None:
-    """Wraps pyflyte's creation of options; no-op outside pyflyte and if repeated."""
+def explain_recipes() -> None:
+    """Wraps pyflyte's options and its reading of files; no-op outside pyflyte and if repeated."""
     run: Any = sys.modules.get(_RUN)
     if run is not None and not hasattr(run.to_click_option, "__wrapped__"):
         run.to_click_option = _naming(run.to_click_option)
+        types: Any = sys.modules[_TYPES]
+        types.JsonParamType._parse = _explaining(types.JsonParamType._parse)
+
+
+def _explaining(original: Any) -> Any:
+    @functools.wraps(original)
+    def parse(self: Any, value: Any, param: Any) -> Any:
+        if not isinstance(value, str) or value.lstrip()[:1] in ("{", "["):
+            return original(self, value, param)
+        is_recipe = value.endswith((".yaml", ".yml"))
+        # Unlike `Path.exists`, this takes names of any length.
+        if not is_recipe and not os.path.exists(value):  # noqa: PTH110
+            return original(self, value, param)
+        try:
+            return read_recipe(Path(value))
+        except ConfigError as error:
+            raise RecipeError(str(error)) from error
+
+    return parse
 
 
 def _naming(original: Any) -> Any:

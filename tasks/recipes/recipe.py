@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import click
-import yaml
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_validator
 
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
 from nemo_rl_core.config.base import FrozenConfig, describe, refuse_unknown_keys
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
+from tasks.recipes.recipe_file import read_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "workflows" / "recipes"
 
@@ -79,11 +79,15 @@ def default_name(value: object) -> str | None:
     return _default_names.get(id(value))
 
 
-def with_base(values: dict[str, Any]) -> dict[str, Any]:
+def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values laid over those of the recipe that they name, if they do.
 
+    Args:
+        values: Of a recipe.
+        named: The recipes that led to it, each of which names the next.
+
     Raises:
-        ConfigError: If there is no such recipe.
+        ConfigError: If there is no such recipe, it cannot be read, or it leads back to itself.
     """
     if "recipe" not in values:
         return values
@@ -96,7 +100,14 @@ def with_base(values: dict[str, Any]) -> dict[str, Any]:
             expected=f"a .yaml file, or one of {', '.join(choices)}",
             got=name,
         )
-    base = with_base(yaml.safe_load(path.read_text()) or {})
+    if path.resolve() in named:
+        raise ConfigError(
+            "the recipes begin with each other",
+            expected="a key `recipe` that leads to a recipe without one",
+            got=" -> ".join(each.name for each in (*named, path)),
+            fix=f"remove the key `recipe` from {path}, or name another",
+        )
+    base = with_base(read_recipe(path), named=(*named, path.resolve()))
     return _laid_over(base, {key: value for key, value in values.items() if key != "recipe"})
 
 

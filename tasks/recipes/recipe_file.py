@@ -1,0 +1,159 @@
+"""Reading a recipe's file: whatever is wrong with it is said in a few lines, and at once."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from nemo_rl_core.errors import ConfigError
+
+_MAX_BYTES: Final = 2**20
+_MAX_NODES: Final = 100_000
+"""With aliases counted as often as they stand: ten lines of them can mean billions."""
+_MAX_DEPTH: Final = 64
+_MAX_INTEGER: Final = 2**63
+_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: If it is no regular file of at most 1 MiB with one UTF-8 document, a mapping
+            without repeated keys, cycles and integers of more than 64 bits.
+    """
+    text = _text_of(path)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            _refuse_hostile(root, path)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        raise _not_yaml(path, error) from error
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise ConfigError(f"{path} is no YAML", got=str(error).splitlines()[0]) from error
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} is no recipe", expected="a map of sections", got=type(values).__name__
+        )
+    for place, number in _integers(values, ()):
+        if not -_MAX_INTEGER <= number < _MAX_INTEGER:
+            raise ConfigError(
+                f"{path}: {'.'.join(place)} is too large",
+                expected="an integer of 64 bits",
+                got=f"{float(number):.3g}" if abs(number) < 10**300 else "over 300 digits",
+            )
+    return values
+
+
+def _text_of(path: Path) -> str:
+    expected = "a YAML file of at most 1 MiB"
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{str(path)[:200]} cannot be read", expected=expected, got=got
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        got = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, pipe or socket"
+        raise ConfigError(f"{path} is no recipe", expected=expected, got=got)
+    if found.st_size > _MAX_BYTES:
+        raise ConfigError(f"{path} is no recipe", expected=expected, got=f"{found.st_size:,} bytes")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", got=error.strerror or str(error)) from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: the file is not in UTF-8",
+            expected="text in UTF-8",
+            got="UTF-16" if data.startswith(_UTF_16) else f"the byte 0x{data[error.start]:02x}",
+            fix="save it as UTF-8, as in `iconv -f ENCODING -t utf-8`",
+        ) from error
+
+
+def _refuse_hostile(root: yaml.Node, path: Path) -> None:
+    """Refuses what would be read without an end, or of which a part would be lost."""
+    num_nodes = 0
+    # Entered nodes are those on the way from the root, and are left by the second entry.
+    stack, entered = [(root, False)], set[int]()
+    while stack:
+        node, is_left = stack.pop()
+        if is_left:
+            entered.remove(id(node))
+            continue
+        num_nodes += 1
+        if id(node) in entered or num_nodes > _MAX_NODES:
+            got = "an alias to what it stands in" if id(node) in entered else "aliases of aliases"
+            raise ConfigError(
+                f"{path}, line {node.start_mark.line + 1}: the document has no end",
+                expected=f"at most {_MAX_NODES:,} values, aliases written out",
+                got=got,
+                fix="write the values out instead of the alias",
+            )
+        if isinstance(node, yaml.ScalarNode):
+            continue
+        entered.add(id(node))
+        if len(entered) > _MAX_DEPTH:
+            raise _too_deep(path)
+        stack.append((node, True))
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeated(node, path)
+            children = [part for pair in node.value for part in pair]
+        stack.extend((child, False) for child in children)
+
+
+def _refuse_repeated(node: yaml.MappingNode, path: Path) -> None:
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise ConfigError(
+                f"{path}, line {line}: the key {key.value!r} stands twice in one section",
+                expected="each key once",
+                got=f"{key.value!r} in lines {seen[key.value]} and {line}",
+                fix="remove one of them",
+            )
+        seen[key.value] = line
+
+
+def _too_deep(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is nested too deeply", expected=f"at most {_MAX_DEPTH} levels", got="more"
+    )
+
+
+def _not_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    place = f"{path}, line {mark.line + 1}" if mark else str(path)
+    problem = error.problem or str(error)
+    fix = "correct this line, or the one before it"
+    if "'\\t'" in problem:
+        fix = "indent with spaces; YAML has no tabs"
+    elif "another document" in problem:
+        fix = "remove the line ---, or keep one document"
+    elif "could not determine a constructor" in problem:
+        fix = "remove the tag that begins with !"
+    return ConfigError(f"{place}: this is no YAML", got=problem, fix=fix)
+
+
+def _integers(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    if isinstance(value, int):
+        yield place, value
+    elif isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _integers(item, (*place, str(key)))
