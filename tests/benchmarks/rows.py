@@ -1,15 +1,18 @@
 """What a data set costs to read and check; `python tests/benchmarks/rows.py [ROWS ...]`.
 
-Short rows of parquet, a million by default, through `DataModule.of` without a tokenizer, each kind
-and size in a process of its own: rows a CPU second, the seconds, and the process's peak memory.
+Short rows of parquet and of jsonl, a million by default, through `DataModule.of` without a
+tokenizer, each kind and size in a process of its own: rows a CPU second, the seconds, and the
+process's peak memory.
 """
 
+import json
 import multiprocessing
 import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,10 +22,27 @@ from rich.table import Table
 from nemo_rl_core.data.module import DataModule
 
 _ROWS_AT_ONCE = 100_000
+KINDS = [
+    ("prompt, answer", "parquet"),
+    ("text", "parquet"),
+    ("messages", "parquet"),
+    ("prompt, answer", "jsonl"),
+    ("messages", "jsonl"),
+]
 
 
-def columns_of(kind: str, numbers: range) -> dict[str, list[str]]:
+def columns_of(kind: str, numbers: range) -> dict[str, list[Any]]:
     """Different rows of the columns of a kind."""
+    if kind == "messages":
+        return {
+            "messages": [
+                [
+                    {"role": "user", "content": f"What is {n} + 1?"},
+                    {"role": "assistant", "content": str(n + 1)},
+                ]
+                for n in numbers
+            ]
+        }
     if kind == "text":
         return {"text": [f"The number {n} comes before another." for n in numbers]}
     return {
@@ -33,6 +53,13 @@ def columns_of(kind: str, numbers: range) -> dict[str, list[str]]:
 
 def write(path: Path, kind: str, num_rows: int) -> None:
     """Writes a file of so many rows, some at a time."""
+    if path.suffix == ".jsonl":
+        with path.open("w") as lines:
+            for start in range(0, num_rows, _ROWS_AT_ONCE):
+                numbers = range(start, min(start + _ROWS_AT_ONCE, num_rows))
+                rows = pa.table(columns_of(kind, numbers)).to_pylist()
+                lines.writelines(f"{json.dumps(row)}\n" for row in rows)
+        return
     schema = pa.table(columns_of(kind, range(1))).schema
     with pq.ParquetWriter(path, schema) as writer:
         for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -53,9 +80,9 @@ if __name__ == "__main__":
     counts = [int(each) for each in sys.argv[1:]] or [1_000_000]
     table = Table("columns", "rows", "rows a CPU second", "seconds", "peak GiB")
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("prompt, answer", "text"):
+        for kind, form in KINDS:
             for count in counts:
-                file = Path(folder, "rows.parquet")
+                file = Path(folder, f"rows.{form}")
                 context = multiprocessing.get_context("spawn")
                 writer = context.Process(target=write, args=(file, kind, count))
                 writer.start()
@@ -63,5 +90,7 @@ if __name__ == "__main__":
                 with context.Pool(1) as pool:
                     cpu_seconds, seconds, peak = pool.apply(measure, (file,))
                 speed = f"{count / cpu_seconds:,.0f}"
-                table.add_row(kind, f"{count:,}", speed, f"{seconds:.0f}", f"{peak:.2f}")
+                table.add_row(
+                    f"{kind}: {form}", f"{count:,}", speed, f"{seconds:.0f}", f"{peak:.2f}"
+                )
     Console().print(table)

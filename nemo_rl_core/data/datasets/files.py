@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.data.chunks import in_lists, row_bytes, written
 from nemo_rl_core.data.datasets.formats import Recognised, recognise
+from nemo_rl_core.data.datasets.jsonl import read_flat_jsonl
 from nemo_rl_core.data.datasets.parts import Parts, without_validation
 from nemo_rl_core.data.datasets.records import (
     ArrowRecords,
@@ -28,6 +29,10 @@ from nemo_rl_core.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_LARGE = 2**23
+"""Bytes from which a file is worth a pass that finds whether arrow may read it."""
 
 
 def load(config: FileData, *, seed: int) -> Parts:
@@ -133,6 +138,10 @@ def _read_file(path: Path, limit: int | None) -> Records:
 
 
 def _read_jsonl(path: Path, limit: int | None) -> Records:
+    if limit is None and path.stat().st_size >= _LARGE:
+        flat = read_flat_jsonl(path)
+        if flat is not None:
+            return flat
     # A text file would also break lines at characters that are legal inside a JSON string.
     lines = enumerate(_decoded_lines(path), start=1)
     filled = islice(((number, line) for number, line in lines if line.strip()), limit)
