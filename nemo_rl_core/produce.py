@@ -142,8 +142,11 @@ def produce(
         store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
         refuse_damaged(store, parent)
     key = inputs.key
-    if is_dry_run() and store.published(stage, key) is None:
-        raise NotMade(inputs)
+    if is_dry_run():
+        artifact = store.published(stage, key)
+        if artifact is None or set_aside_damaged(store, artifact):
+            raise NotMade(inputs)
+        return artifact
     with store.work_folder(stage, key) as folder:
         artifact = store.published(stage, key)
         if artifact is not None and not set_aside_damaged(store, artifact):

@@ -8,6 +8,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.produce import NotMade, StageInputs, StageResult, dry_run, produce
 from nemo_rl_core.store.store import Store
 from tasks import cli
 from tasks.cli.run import PIPELINES
@@ -127,3 +128,21 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(own_store: Path, tmp_path: 
     assert result.exit_code == 2, result.output
     assert "rows.jsonl" in result.output
     assert not list(own_store.glob("artifacts/train_sft*"))
+
+
+def test_a_damaged_artifact_is_no_hit_of_a_dry_run(own_store: Path) -> None:
+    made = []
+
+    def work(folder: Path) -> StageResult:
+        made.append(folder)
+        (folder / "rows.txt").write_text("1")
+        return StageResult("dataset", "text")
+
+    inputs = StageInputs("stage", {"a": 1})
+    artifact = produce(inputs, work)
+    with dry_run():
+        assert produce(inputs, work) == artifact
+        (artifact / "rows.txt").write_text("damaged")
+        with pytest.raises(NotMade):
+            produce(inputs, work)
+    assert len(made) == 1
