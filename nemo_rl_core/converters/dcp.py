@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.backends.training.dtensor.loading import as_published
 from nemo_rl_core.checkpoints.dcp_metadata import read_metadata
 from nemo_rl_core.checkpoints.tensors import DEFAULT_SHARD_BYTES, save_weights
 from nemo_rl_core.checkpoints.weights import require_finite

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.backends.training.dtensor.loading import as_published
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.errors import ModelError

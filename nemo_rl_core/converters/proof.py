@@ -11,8 +11,7 @@ from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.converters.folders import StoredWeights
 from nemo_rl_core.converters.megatron import is_megatron_checkpoint, native_dtype, num_ranks_of
-from nemo_rl_core.data.collate import collate
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import ConsistencyError, ModelError

@@ -13,9 +13,8 @@ import pandas as pd
 import torch
 
 from nemo_rl_core.data.chat import SupervisedExample
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.loader import load_records, load_tokenized, save_frame
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Rollout

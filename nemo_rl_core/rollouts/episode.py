@@ -14,8 +14,12 @@ from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.interfaces import checked
 from nemo_rl_core.environments.multi_turn.replies import Reply
 from nemo_rl_core.errors import DataError, RewardError
-from nemo_rl_core.rollouts.engine import RolloutPlace, request_seed
-from nemo_rl_core.rollouts.requests import CompletionRequest, CompletionResult
+from nemo_rl_core.rollouts.engine import (
+    CompletionRequest,
+    CompletionResult,
+    RolloutPlace,
+    request_seed,
+)
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 

@@ -3,7 +3,7 @@
 import unicodedata
 from collections.abc import Sequence
 
-from nemo_rl_core.rollouts.quarantine import valid_rollouts
+from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.types import Rollout
 

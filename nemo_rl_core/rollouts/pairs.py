@@ -9,7 +9,7 @@ from nemo_rl_core.data.pairs import PreferencePair, pairs_from_rollouts
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.rollouts.quarantine import valid_rollouts
+from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 
 

@@ -14,11 +14,10 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, s
 from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.own import OwnGeneration
-from nemo_rl_core.rollouts.batch import rollout_batch
+from nemo_rl_core.rollouts.batch import refuse_too_many_failures, rollout_batch, valid_rollouts
 from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
-from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.scorers import scorer_of
 from nemo_rl_core.types import Rollout
 

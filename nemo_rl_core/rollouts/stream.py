@@ -18,9 +18,8 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface
 from nemo_rl_core.environments.multi_turn.replies import checked_replies
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
-from nemo_rl_core.rollouts.engine import Episode, RolloutPlace
+from nemo_rl_core.rollouts.engine import CompletionResult, Episode, RolloutPlace, as_batch
 from nemo_rl_core.rollouts.episode import MultiTurnEpisode
-from nemo_rl_core.rollouts.requests import CompletionResult, as_batch
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

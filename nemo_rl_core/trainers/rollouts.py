@@ -24,7 +24,7 @@ from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
-from nemo_rl_core.rollouts.quarantine import refuse_too_many_failures, valid_rollouts
+from nemo_rl_core.rollouts.batch import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
 from nemo_rl_core.trainers.base import BaseTrainer, RunSpec

@@ -14,7 +14,7 @@ import pytest
 from nemo_rl_core.algorithms import AsyncGRPOTrainer, GRPOTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import RewardError, WorkerLostError
-from nemo_rl_core.rollouts.quarantine import valid_rollouts
+from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult

@@ -27,8 +27,7 @@ from nemo_rl_core.backends.training.dtensor.attention import packed_attention
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
 from nemo_rl_core.backends.training.dtensor.parallelize import parallelize
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.collate import collate
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.packing.plan import Microbatch
 
 DEVICE = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import torch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, OptimizerConfig
-from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import collate
 
 options = json.loads(sys.argv[1])
 training = MegatronTraining if options["backend"] == "megatron" else DTensorTraining

@@ -23,16 +23,14 @@ from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.single_turn import LLMJudge
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids, supervised_example
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.rewards.llm_judge import question
 from nemo_rl_core.models.generation.engine import Generation
-from nemo_rl_core.rollouts.batch import rollout_batch
+from nemo_rl_core.rollouts.batch import rollout_batch, valid_rollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
-from nemo_rl_core.rollouts.quarantine import valid_rollouts
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

@@ -8,8 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.data.collate import collate
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.models import validation
 from nemo_rl_core.models.generation import VllmGeneration
 from nemo_rl_core.models.validation import (

@@ -164,7 +164,7 @@ def test_setup_and_dpo_train(session: ClusterSession, tiny_model: Path) -> None:
 
 def test_losses_are_found_beside_the_trainers(session: ClusterSession, make_policy: Any) -> None:
     from nemo_rl_core.algorithms import DPOLossFn, GRPOLossFn
-    from nemo_rl_core.data.collate import collate
+    from nemo_rl_core.distributed.batched_data_dict import collate
 
     policy = make_policy()
     batch = collate([(1, 5, 6), (1, 5, 7)], [(False, True, True)] * 2)
@@ -189,7 +189,7 @@ def test_losses_are_found_beside_the_trainers(session: ClusterSession, make_poli
 
 
 def test_a_loss_of_ones_own_is_a_function(session: ClusterSession, make_policy: Any) -> None:
-    from nemo_rl_core.data.collate import collate
+    from nemo_rl_core.distributed.batched_data_dict import collate
 
     def likelihood(
         next_token_logprobs: torch.Tensor,
@@ -220,7 +220,7 @@ import torch
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.data.chat import supervised_example
-from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.trainers.base import BaseTrainer
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nemo_rl_core.algorithms import DPOLossFn, DPOTrainer
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.distributed import BatchedDataDict, RayVirtualCluster, RayWorkerGroup
+from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.models import HuggingFacePolicy
 

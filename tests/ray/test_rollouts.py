@@ -13,7 +13,7 @@ import torch
 from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer, SFTTrainer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
-from nemo_rl_core.rollouts.quarantine import valid_rollouts
+from nemo_rl_core.rollouts.batch import valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.trainers.fitting import TrainResult
 from nemo_rl_core.types import Rollout

@@ -11,8 +11,12 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.rollouts.batch import rollout_batch, rollout_metrics
-from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
+from nemo_rl_core.rollouts.batch import (
+    failure_metrics,
+    rollout_batch,
+    rollout_metrics,
+    valid_rollouts,
+)
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from nemo_rl_core.data.chat import SupervisedExample
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.pairs import PreferencePair
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> BatchedDataDict:

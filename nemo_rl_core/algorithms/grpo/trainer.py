@@ -17,9 +17,13 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.batch import mean_advantages, rollout_metrics
+from nemo_rl_core.rollouts.batch import (
+    failure_metrics,
+    mean_advantages,
+    rollout_metrics,
+    valid_rollouts,
+)
 from nemo_rl_core.rollouts.engine import request_seed
-from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
 from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, train_in_parts
 from nemo_rl_core.types import Prompt, Rollout

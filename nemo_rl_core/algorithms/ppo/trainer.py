@@ -17,8 +17,13 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy, has_own
 from nemo_rl_core.models.validation import check_consistency
-from nemo_rl_core.rollouts.batch import mean_advantages, rollout_batch, rollout_metrics
-from nemo_rl_core.rollouts.quarantine import failure_metrics, valid_rollouts
+from nemo_rl_core.rollouts.batch import (
+    failure_metrics,
+    mean_advantages,
+    rollout_batch,
+    rollout_metrics,
+    valid_rollouts,
+)
 from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
 from nemo_rl_core.types import Prompt

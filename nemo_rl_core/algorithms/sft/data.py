@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.data.chat import SupervisedExample
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.loader import MadeOfRows, load_records, load_tokenized
 from nemo_rl_core.data.schemas import row_kind
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import DataError
 
 

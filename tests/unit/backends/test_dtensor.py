@@ -12,8 +12,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
 from nemo_rl_core.config.training import OptimizerConfig
-from nemo_rl_core.data.collate import collate
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConsistencyError, DataError, ModelError
 
 # With Adam's usual epsilon, a gradient that is zero but for rounding moves a weight by the whole

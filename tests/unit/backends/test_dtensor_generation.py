@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.training import OptimizerConfig
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 
 PROMPTS = [[5, 6, 7, 8], [9], [4, 4]]
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches
+from nemo_rl_core.backends.training.dtensor.packed import Microbatches
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.data.collate import collate
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import DataError

@@ -12,8 +12,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.checkpoints.tensors import load_tensors
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
-from nemo_rl_core.data.collate import collate
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError, ResourceError
 

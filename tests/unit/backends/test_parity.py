@@ -25,9 +25,8 @@ from nemo_rl_core.config.training import (
     OptimizerConfig,
     TrainingConfig,
 )
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.process_group import rank, world_size

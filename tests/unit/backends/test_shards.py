@@ -18,12 +18,12 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
+    as_published,
     empty_model,
     finish_loading,
     load_model,
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
-from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
 from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig

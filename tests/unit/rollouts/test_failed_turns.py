@@ -1,9 +1,8 @@
 """Turns that end a rollout without a reward, and cost no other rollout its own."""
 
 from nemo_rl_core.environments.multi_turn.replies import Reply
-from nemo_rl_core.rollouts.engine import RolloutPlace
+from nemo_rl_core.rollouts.engine import CompletionResult, RolloutPlace
 from nemo_rl_core.rollouts.episode import Bounds, MultiTurnEpisode
-from nemo_rl_core.rollouts.requests import CompletionResult
 from nemo_rl_core.rollouts.scorers import EngineChat
 
 WIDE = Bounds(max_turns=9, max_tokens=40, max_new_tokens=6)

@@ -8,7 +8,7 @@ from nemo_rl_core.environments.interfaces import score_rollouts
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
 from nemo_rl_core.errors import RewardError
-from nemo_rl_core.rollouts.quarantine import (
+from nemo_rl_core.rollouts.batch import (
     failure_metrics,
     refuse_too_many_failures,
     valid_rollouts,

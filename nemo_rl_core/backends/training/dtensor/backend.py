@@ -17,6 +17,7 @@ from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, pa
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
+    as_published,
     called,
     empty_model,
     finish_loading,
@@ -25,16 +26,18 @@ from nemo_rl_core.backends.training.dtensor.loading import (
 )
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
-from nemo_rl_core.backends.training.dtensor.microbatches import Microbatches, MicrobatchPart
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel, ScoreModel
-from nemo_rl_core.backends.training.dtensor.packed import PackedModel
+from nemo_rl_core.backends.training.dtensor.packed import (
+    Microbatches,
+    MicrobatchPart,
+    PackedModel,
+)
 from nemo_rl_core.backends.training.dtensor.parallelize import (
     parallelize,
     release,
     whole_tensor,
 )
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
-from nemo_rl_core.backends.training.dtensor.saving import as_published
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at

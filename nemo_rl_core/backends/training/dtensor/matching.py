@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_core.backends.training.dtensor.loading import called
-from nemo_rl_core.backends.training.dtensor.saving import as_published
+from nemo_rl_core.backends.training.dtensor.loading import as_published, called
 from nemo_rl_core.checkpoints.weights import Shape, open_weights, refuse_wrong_weights, weight_files
 
 BASE_LAYER = ".base_layer."

@@ -1,22 +1,33 @@
-"""Outputs of packed sequences: logprobs of next tokens, or a value per prefix."""
+"""Outputs of packed sequences: logprobs of next tokens, or a value per prefix.
+
+The head of a language model is whole, or split over the vocabulary.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
-from nemo_rl_core.backends.training.dtensor.head import HeadOptions, token_logprobs, topk_logprobs
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
 from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
+from nemo_rl_core.backends.training.vocab_parallel import (
+    vocab_parallel_logprobs_from_hidden,
+    vocab_parallel_topk_logprobs_from_hidden,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
-from nemo_rl_core.functional.logprobs import logprobs_from_logits
+from nemo_rl_core.functional.logprobs import (
+    logprobs_from_logits,
+    token_logprobs_from_hidden,
+    topk_logprobs_from_hidden,
+)
 
 _LOGPROB_CHUNK_TOKENS = 1024
 
@@ -202,3 +213,44 @@ class ScoreModel(PackedModel):
                 self._refuse_above(difference, "scores")
         finally:
             self._head.weight.copy_(own)
+
+
+class HeadOptions(TypedDict):
+    """Options of all logprobs of a model."""
+
+    temperature: float
+    chunk_size: int
+
+
+def token_logprobs(
+    hidden: torch.Tensor, head: Any, token_ids: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """`[N, K]` logprobs of `token_ids [N, K]` after `hidden [N, D]`, see `HeadOptions`."""
+    if isinstance(head.weight, DTensor):
+        return vocab_parallel_logprobs_from_hidden(
+            hidden, token_ids=token_ids, **_shard(head), **options
+        )
+    return token_logprobs_from_hidden(hidden, head.weight, token_ids, bias=head.bias, **options)
+
+
+def topk_logprobs(
+    hidden: torch.Tensor, head: Any, *, k: int, num_ids: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and logprobs `[N, k]` of the most likely tokens below `num_ids`, see `HeadOptions`."""
+    options = {**options, "k": k, "num_ids": num_ids}
+    if isinstance(head.weight, DTensor):
+        return vocab_parallel_topk_logprobs_from_hidden(hidden, **_shard(head), **options)
+    return topk_logprobs_from_hidden(hidden, head.weight, bias=head.bias, **options)
+
+
+def _shard(head: Any) -> dict[str, Any]:
+    """This rank's rows of a head that is split over the ranks of one mesh."""
+    mesh, size = head.weight.device_mesh, head.weight.shape[0]
+    # Rows are split as by `torch.chunk`: the last rank gets the remainder.
+    rows_per_rank = -(-size // mesh.size())
+    return {
+        "weight_shard": head.weight.to_local(),
+        "bias_shard": None if head.bias is None else head.bias.to_local(),
+        "group": mesh.get_group(),
+        "vocab_start": min(mesh.get_local_rank() * rows_per_rank, size),
+    }

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.training import MegatronTraining, OptimizerConfig
-from nemo_rl_core.data.collate import collate
 from nemo_rl_core.data.pretrained import load_tokenizer
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 
 # With Adam's usual epsilon, a gradient that is zero but for rounding moves a weight by the whole

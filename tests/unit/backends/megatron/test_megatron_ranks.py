@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_core.config.training import MegatronTraining
-from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.packing.plan import Microbatch, pack
 from nemo_rl_core.distributed.process_group import join_process_group, rank

@@ -14,7 +14,7 @@ from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
 from nemo_rl_core.backends.training.dtensor.model import ScoreModel
 from nemo_rl_core.config.environment import WeightedSum
 from nemo_rl_core.config.single_turn import RewardModelScore
-from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import score_rollouts

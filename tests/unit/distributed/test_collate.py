@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_core.data.collate import collate
+from nemo_rl_core.distributed.batched_data_dict import collate
 
 
 def test_a_batch_by_hand() -> None:
