@@ -164,6 +164,9 @@ class DTensorTraining(Parallelism):
             any length, 16 bits) and `flex` (FlexAttention, compiled) run on GPUs and make no mask
             of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs, `flex` where that
             cannot compute the model, and `sdpa` on CPUs.
+        share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
+            of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
+            sequences alone, but for rounding.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
         lora: Trains low-rank adapters; None trains all weights.
@@ -178,6 +181,7 @@ class DTensorTraining(Parallelism):
     activation_checkpointing: bool = False
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
+    share_prefixes: bool = True
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
@@ -222,6 +226,9 @@ class MegatronTraining(Parallelism):
             (torch's FlashAttention over sequences of any length, 16 bits) runs on GPUs and makes no
             mask of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs where that can
             compute the model, else `sdpa`.
+        share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
+            of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
+            sequences alone, but for rounding.
     """
 
     backend: Literal["megatron"] = "megatron"
@@ -230,6 +237,7 @@ class MegatronTraining(Parallelism):
     expert_parallel_size: PositiveInt = 1
     activation_checkpointing: bool = False
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
+    share_prefixes: bool = True
 
     @property
     def ranks_per_replica(self) -> int:

@@ -63,6 +63,14 @@ class ModelFlops:
     num_layers: int
     attention_width: int
 
+    @property
+    def pairs_per_token(self) -> float:
+        """What a token costs besides attention, in pairs of tokens of which attention costs it.
+
+        A pair takes `4 · width` FLOPs a layer, one product for its score and one for its value.
+        """
+        return self.num_multiplied / (2.0 * self.num_layers * self.attention_width)
+
     def flops(self, phase: Phase, lengths: Iterable[int]) -> float:
         """FLOPs of complete causal sequences of these lengths, prompts included."""
         forward = sum(

@@ -15,12 +15,19 @@ from nemo_rl_core.config.training import (
     RegisteredTraining,
     TrainingConfig,
 )
+from nemo_rl_core.data.pretrained import described, shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.registry import Registry
+from nemo_rl_core.telemetry.cost import model_shape
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 B = TypeVar("B", bound=Any)
+
+_LAYERS_WITH_ATTENTION = {"full_attention", "sliding_attention"}
+_COST_OF_MASKED_PAIRS = 2.0
+"""Time for a pair in attention with a mask, over that of as many FLOPs in a linear layer (CPUs)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,30 @@ class TrainingSetup:
     reference_folder: Path | None = None
     seed: int = 0
     head: Literal["lm", "scalar"] = "lm"
+
+
+def allowed_sharing(model_folder: Path) -> PrefixSharing | None:
+    """How a model's sequences may share prefixes, by its config; None if they may not.
+
+    Masks of trees take the place of a model's own, so that layers that attend within a window
+    allow sequences up to its length alone. Layers other than attention carry a state from token to
+    token along a row.
+    """
+    config, shape = described(model_folder), model_shape(model_folder)
+    text = config.get("text_config", config)
+    kinds = set(text.get("layer_types") or ())
+    if (
+        not shares_rows(config)
+        or not shape.attention_width * shape.num_layers
+        or kinds - _LAYERS_WITH_ATTENTION
+        or not text.get("is_causal", True)
+    ):
+        return None
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    is_limited = window is not None and (not kinds or "sliding_attention" in kinds)
+    longest = float(window or 0) if is_limited else float("inf")
+    pairs = shape.pairs_per_token / _COST_OF_MASKED_PAIRS
+    return PrefixSharing(pairs_per_token=pairs, longest=longest)
 
 
 class TrainingBackend(Protocol):

@@ -7,21 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def packed_causal_mask(position_ids: Tensor, group: dist.ProcessGroup) -> Tensor:
+def packed_causal_mask(last: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Causal mask of packed sequences, for this rank's queries and all keys of a row.
 
     Args:
-        position_ids: `[R, L]`; restart at 0 with each sequence.
-        group: The ranks of the context axis; their number divides L.
+        last: `[R, L]` last column whose token attends to each one, as `PackedRows` has it.
+        group: The ranks of the context axis, whose number divides L; None for whole rows.
 
     Returns:
         `[R, 1, L / ranks, L]` bool: True for keys of the same sequence that are not later.
     """
-    sequence = (position_ids == 0).cumsum(-1)
-    positions = torch.arange(position_ids.shape[1], device=position_ids.device)
-    own = own_part(positions, group, dim=0)
-    same = own_part(sequence, group, dim=1)[:, :, None] == sequence[:, None, :]
-    return (same & (positions <= own[:, None]))[:, None]
+    keys = torch.arange(last.shape[1], device=last.device)
+    queries = (keys if group is None else own_part(keys, group, dim=0))[:, None]
+    return ((keys <= queries) & (queries <= last[:, None, :]))[:, None]
 
 
 def own_part(values: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:

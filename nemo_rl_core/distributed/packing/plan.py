@@ -22,14 +22,17 @@ class Microbatch:
     Attributes:
         rows: Indices of sequences, row by row, in the order in which they lie there.
         row_length: Length of every row, in tokens.
+        shared: For each of `indices`, how many of its first tokens lie in the row already, as those
+            of the sequence before it (see `prefixes`); empty where each has all of its own.
 
     Example:
         >>> plan_microbatches([4, 2, 2, 1], max_tokens=8)[0]
-        Microbatch(rows=((0,), (1, 2)), row_length=4)
+        Microbatch(rows=((0,), (1, 2)), row_length=4, shared=())
     """
 
     rows: tuple[tuple[int, ...], ...]
     row_length: int
+    shared: tuple[int, ...] = ()
 
     @property
     def indices(self) -> list[int]:
@@ -186,12 +189,16 @@ class PackedRows:
         input_ids: `[R, L]`; filler has id 0.
         position_ids: `[R, L]`; restart at 0 with each sequence, and with the filler at a row's end,
             so that models that derive sequence boundaries from them separate filler too.
+        last: `[R, L]` last column whose token attends to this one. A token attends to those at or
+            before its own column whose `last` is not before it.
         row: `[B, T]` row of each token of the padded view, and
-        column: `[B, T]` column of each token; both are 0 at padding.
+        column: `[B, T]` column of each token; both are 0 at padding. Tokens that sequences share
+            have the same.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
+    last: torch.Tensor
     row: torch.Tensor
     column: torch.Tensor
 
@@ -209,20 +216,47 @@ def pack(input_ids: torch.Tensor, lengths: torch.Tensor, microbatch: Microbatch)
     device = input_ids.device
     counts = torch.tensor([len(row) for row in microbatch.rows], device=device)
     row_of = torch.repeat_interleave(torch.arange(num_rows, device=device), counts)
-    ends = torch.cumsum(lengths, 0)
-    row_starts = torch.cumsum(counts, 0) - counts
-    before_row = torch.cat([ends.new_zeros(1), ends])[row_starts]
-    start = ends - lengths - before_row[row_of]
+    shared = torch.zeros_like(lengths)
+    if microbatch.shared:
+        shared = torch.tensor(microbatch.shared, device=device)
+    # Own tokens of all rows in a line: where each sequence's begin, and where its row does.
+    starts = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths - shared, 0)])
+    row_start = starts[torch.cumsum(counts, 0) - counts][row_of]
 
     positions = torch.arange(input_ids.shape[1], device=device)
     valid = positions < lengths[:, None]
+    owner, end = _owners(shared, positions)
+    column = starts[owner] - shared[owner] + positions - row_start[:, None]
     row = torch.where(valid, row_of[:, None], 0)
-    column = torch.where(valid, start[:, None] + positions, 0)
+    column = torch.where(valid, column, 0)
 
+    own = valid & (positions >= shared[:, None])
+    place = row[own], column[own]
     packed_ids = torch.zeros(num_rows, row_length, dtype=input_ids.dtype, device=device)
-    used = torch.zeros(num_rows, dtype=torch.long, device=device).index_add_(0, row_of, lengths)
+    used = torch.zeros(num_rows, dtype=torch.long, device=device)
+    used.index_add_(0, row_of, lengths - shared)
     # Filler counts from 0 after the last sequence of its row.
     packed_positions = torch.arange(row_length, device=device) - used[:, None]
-    packed_ids[row[valid], column[valid]] = input_ids[valid]
-    packed_positions[row[valid], column[valid]] = positions.expand_as(row)[valid]
-    return PackedRows(packed_ids, packed_positions, row, column)
+    last = torch.full((num_rows, row_length), row_length - 1, device=device)
+    packed_ids[place] = input_ids[own]
+    packed_positions[place] = positions.expand_as(row)[own]
+    last[place] = (starts[end] - 1 - row_start[:, None])[own]
+    return PackedRows(packed_ids, packed_positions, last, row, column)
+
+
+def _owners(shared: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which sequence's own tokens hold each token, and which is the first after it without it.
+
+    Args:
+        shared: `[B]` tokens that each sequence shares with the one before it.
+        positions: `[T]` from 0.
+
+    Returns:
+        `[B, T]` the last sequence at or before b whose token at t is its own, and `[B, T]` the
+        first after b, B where there is none.
+    """
+    numbers = torch.arange(len(shared), device=shared.device)[:, None]
+    is_own = positions >= shared[:, None]
+    owner = torch.where(is_own, numbers, 0).cummax(0).values
+    after = torch.where(is_own, numbers, len(shared)).flip(0).cummin(0).values.flip(0)
+    return owner, torch.cat([after[1:], torch.full_like(after[:1], len(shared))])

@@ -9,6 +9,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -19,6 +20,7 @@ from nemo_rl_core.distributed.packing.plan import (
     longest_first,
     plan_microbatches,
 )
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing, of_sequences, prefix_trees
 
 
 @dataclass(frozen=True)
@@ -284,12 +286,35 @@ class Shards:
         return type(results[0]).from_batches(results).reorder_data(self.order)
 
 
+def plan_shard(
+    batch: BatchedDataDict,
+    *,
+    max_tokens: int,
+    share_rows: bool = True,
+    sharing: PrefixSharing | None = None,
+) -> list[Microbatch]:
+    """The micro-batches of one rank's rows; see `plan_microbatches` and `prefix_trees`.
+
+    Args:
+        batch: `input_ids [B, T]`, `input_lengths [B]`, and `pair_ids [B]` where rows belong
+            together; B may be 0.
+        max_tokens: The budget of one micro-batch: rows times row length.
+        share_rows: Whether a row may hold several sequences.
+        sharing: Packs tokens that sequences begin with once; None packs each sequence whole.
+
+    Raises:
+        DataError: If one row, or one pair, alone is more than the budget.
+    """
+    return _plans(batch, 1, max_tokens, share_rows, sharing)[0]
+
+
 def shard_for_training(
     batch: BatchedDataDict,
     *,
     num_ranks: int,
     max_tokens: int,
     share_rows: bool = True,
+    sharing: PrefixSharing | None = None,
 ) -> Shards:
     """Gives each data-parallel rank rows and a plan of micro-batches; see `plan_for_ranks`.
 
@@ -298,10 +323,13 @@ def shard_for_training(
     micro-batch. With one rank, the shard is the batch as it was.
 
     Args:
-        batch: With `input_lengths [B]`, and `pair_ids [B]` where rows belong together.
+        batch: With `input_lengths [B]`, `pair_ids [B]` where rows belong together, and `input_ids
+            [B, T]` where prefixes are shared.
         num_ranks: Data-parallel ranks. Those past the rows get a shard without rows.
         max_tokens: The budget of one micro-batch: rows times row length.
         share_rows: Whether a row may hold several sequences.
+        sharing: Packs tokens that sequences begin with once, where that makes the step cheaper;
+            None packs each sequence whole.
 
     Returns:
         One shard a rank. Its rows are in the order of the batch, and the indices in its
@@ -310,14 +338,48 @@ def shard_for_training(
     Raises:
         DataError: If one row, or one pair, alone is more than the budget.
     """
-    plans = plan_for_ranks(
-        batch["input_lengths"].tolist(),
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        bundles=_pairs(batch),
-        share_rows=share_rows,
+    ways = [_plans(batch, num_ranks, max_tokens, share_rows, None)]
+    if sharing is not None and share_rows:
+        # Fewer and longer units can be harder to divide.
+        ways.append(_plans(batch, num_ranks, max_tokens, share_rows, sharing))
+    return _planned(batch, min(ways, key=_step_cost))
+
+
+def _plans(
+    batch: BatchedDataDict,
+    num_ranks: int,
+    max_tokens: int,
+    share_rows: bool,
+    sharing: PrefixSharing | None,
+) -> list[list[Microbatch]]:
+    lengths, bundles = batch["input_lengths"], _pairs(batch)
+    plan = partial(
+        plan_for_ranks, num_ranks=num_ranks, max_tokens=max_tokens, share_rows=share_rows
     )
-    return _planned(batch, plans)
+    if sharing is None or not share_rows:
+        return plan(lengths.tolist(), bundles=bundles)
+    trees = prefix_trees(
+        batch["input_ids"],
+        lengths,
+        sharing=sharing,
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+        bundles=bundles,
+    )
+    plans = plan(
+        [tree.num_tokens for tree in trees],
+        bundles=None if bundles is None else [bundles[tree.indices[0]] for tree in trees],
+    )
+    return [
+        [part if part == NO_SEQUENCES else of_sequences(part, trees) for part in parts]
+        for parts in plans
+    ]
+
+
+def _step_cost(plans: Sequence[Sequence[Microbatch]]) -> int:
+    """What a step takes where ranks wait for each other in every micro-batch."""
+    costs = ([len(part.rows) * sequence_flops(part.row_length) for part in plan] for plan in plans)
+    return sum(map(max, zip(*costs, strict=True)))
 
 
 def _planned(batch: BatchedDataDict, plans: Sequence[Sequence[Microbatch]]) -> Shards:

@@ -17,6 +17,7 @@ from nemo_rl_core.distributed.named_sharding import (
     TENSOR,
     training_sharding,
 )
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import Shards, shard_for_training
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.session import ClusterSession
@@ -79,6 +80,9 @@ class Policy(PolicyInterface):
         )
         self._shape = model_shape(setup.model_folder)
         self.workers.run_all_workers_single_data("setup", setup)
+        self._sharing: PrefixSharing | None = None
+        if self._num_copies > 1 and hasattr(backend, "prefix_sharing"):
+            self._sharing = self.workers.run_single_worker("prefix_sharing")
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """`logprobs [B, T-1]` under the weights being trained."""
@@ -148,6 +152,7 @@ class Policy(PolicyInterface):
             num_ranks=self._num_copies,
             max_tokens=self._max_tokens,
             share_rows=self._shares_rows,
+            sharing=self._sharing,
         )
 
     @property

@@ -18,7 +18,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.backends.training.base import (
+    TrainingSetup,
+    allowed_sharing,
+    get_training_backend,
+)
 from nemo_rl_core.config.training import (
     DTensorTraining,
     MegatronTraining,
@@ -29,6 +33,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.distributed.process_group import rank, world_size
 
 TOLERANCE = 1e-5
@@ -193,9 +198,15 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def make_batch(*, all_tokens: bool = False) -> BatchedDataDict:
-    """Eight sequences, the second half of each trained on, with what GRPO's loss reads."""
+    """Eight sequences, the second half of each trained on, with what GRPO's loss reads.
+
+    Some begin alike: the second and third as the first, up to different places, the last as the
+    fifth; the sixth and seventh are equal.
+    """
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in LENGTHS]
+    for row, former, overlap in ((1, 0, 3), (2, 0, 5), (6, 5, 3), (7, 4, 2)):
+        sequences[row][:overlap] = sequences[former][:overlap]
     masks = [[all_tokens or place >= n // 2 for place in range(n)] for n in LENGTHS]
     batch = collate(sequences, masks)
     shape = batch["token_mask"].shape
@@ -204,6 +215,13 @@ def make_batch(*, all_tokens: bool = False) -> BatchedDataDict:
         # About where five steps lead, so that ratios fall on both sides of GRPO's band.
         batch[name] = -1.5 * torch.rand(shape, generator=generator)
     return batch
+
+
+def test_rows_of_the_table_share_their_first_tokens(folders: dict[str, Path]) -> None:
+    for folder in folders.values():
+        sharing = allowed_sharing(folder)
+        plan = plan_shard(make_batch(), max_tokens=MAX_TOKENS, sharing=sharing)
+        assert sum(tokens for part in plan for tokens in part.shared) >= 8
 
 
 def rows_of_this_rank(training: TrainingConfig) -> list[int]:

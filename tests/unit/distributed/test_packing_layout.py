@@ -15,6 +15,7 @@ def test_tokens_and_positions_by_hand() -> None:
     rows = pack(ids, torch.tensor([4, 2, 1]), Microbatch(rows=((0,), (1, 2)), row_length=4))
     assert rows.input_ids.tolist() == [[11, 12, 13, 14], [21, 22, 31, 0]]
     assert rows.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert rows.last.tolist() == [[3, 3, 3, 3], [1, 1, 2, 3]]
     assert rows.row.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert rows.column.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [2, 0, 0, 0]]
 

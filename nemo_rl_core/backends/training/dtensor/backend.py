@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
 from nemo_rl_core.backends.decoding.transformers_loop import complete
-from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
@@ -48,6 +48,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.pretrained import stop_token_ids as model_stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
@@ -75,10 +76,14 @@ class DTensorBackend(SendsWeights):
         model = self._trainable()
         self._policy = (
             ScoreModel(
-                model, dtype=setup.dtype, mesh=self._mesh, attention=self._attention_of(model)
+                model,
+                dtype=setup.dtype,
+                mesh=self._mesh,
+                attention=(attention := self._attention_of(model)),
+                sharing=self._sharing_of(setup.model_folder, attention),
             )
             if setup.head == "scalar"
-            else self._language_model(model)
+            else self._language_model(model, setup.model_folder)
         )
         self._check(self._policy)
         self._reference: LogprobModel | None = None
@@ -112,14 +117,25 @@ class DTensorBackend(SendsWeights):
         model = parallelize(model, self._training, self._mesh, dtype=self._setup.dtype)
         return finish_loading(model, fill_from_folder(model, folder), folder) if is_empty else model
 
-    def _language_model(self, model: Any) -> LogprobModel:
+    def _language_model(self, model: Any, folder: Path) -> LogprobModel:
+        attention = self._attention_of(model)
         return LogprobModel(
             model,
             temperature=self._setup.temperature,
             dtype=self._setup.dtype,
             mesh=self._mesh,
-            attention=self._attention_of(model),
+            attention=attention,
+            sharing=self._sharing_of(folder, attention),
         )
+
+    def _sharing_of(self, folder: Path, attention: PackedAttention | None) -> PrefixSharing | None:
+        # Kernels by boundaries know sequences, and no trees.
+        is_shared = self._training.share_prefixes and attention is None
+        return allowed_sharing(folder) if is_shared else None
+
+    def prefix_sharing(self) -> PrefixSharing | None:
+        """How the trained model shares prefixes, so that a plan for several ranks does as well."""
+        return self._policy.sharing
 
     def _attention_of(self, model: Any) -> PackedAttention | None:
         return packed_attention(
@@ -343,12 +359,14 @@ class DTensorBackend(SendsWeights):
             return
         if self._reference is None:
             model = self._shard(self._load_unsharded(folder, "lm"), folder)
-            self._reference = self._language_model(model)
+            self._reference = self._language_model(model, folder)
             self._check(self._reference)
         yield self._reference
 
     def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[MicrobatchPart]:
-        return self._microbatches.of(batch, share_rows=model.shares_rows, device=local_device())
+        return self._microbatches.of(
+            batch, share_rows=model.shares_rows, device=local_device(), sharing=model.sharing
+        )
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole weights under transformers' names, adapters merged, tied weights once.

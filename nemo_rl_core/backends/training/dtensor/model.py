@@ -23,6 +23,7 @@ from nemo_rl_core.backends.training.vocab_parallel import (
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
     token_logprobs_from_hidden,
@@ -41,6 +42,7 @@ class LogprobModel(PackedModel):
         dtype: Type of the matrix products.
         mesh: The ranks that shard the model; None for one rank with all of it.
         attention: The kernel that attends over packed rows; None for transformers' own attention.
+        sharing: How prefixes may be packed once; None packs each sequence whole.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class LogprobModel(PackedModel):
         dtype: DType,
         mesh: RankMesh | None = None,
         attention: PackedAttention | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
-        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention)
+        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention, sharing=sharing)
         self._temperature = temperature
         self._options: HeadOptions = {
             "temperature": temperature,
@@ -139,6 +142,7 @@ class LogprobModel(PackedModel):
             )
             difference = (packed[row, : length - 1] - plain[0]).abs().max().item()
             self._refuse_above(difference, "logprobs")
+        self._share_if_faithful(self.logprobs, batch, microbatch)
 
 
 class ScoreModel(PackedModel):
@@ -150,6 +154,7 @@ class ScoreModel(PackedModel):
             small relative to scores.
         mesh: The ranks that shard the model; None for one rank with all of it.
         attention: The kernel that attends over packed rows; None for transformers' own attention.
+        sharing: How prefixes may be packed once; None packs each sequence whole.
     """
 
     def __init__(
@@ -159,8 +164,9 @@ class ScoreModel(PackedModel):
         dtype: DType,
         mesh: RankMesh | None = None,
         attention: PackedAttention | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
-        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention)
+        super().__init__(model, dtype=dtype, mesh=mesh, attention=attention, sharing=sharing)
         self._head: torch.nn.Linear = getattr(model, SCALAR_HEAD)
 
     def loss_inputs(
@@ -211,6 +217,7 @@ class ScoreModel(PackedModel):
                 score = self._plain_logits(sequence).float()
                 difference = (packed[row, length - 1] - score[0, 0]).abs().item()
                 self._refuse_above(difference, "scores")
+            self._share_if_faithful(self.values, batch, microbatch)
         finally:
             self._head.weight.copy_(own)
 

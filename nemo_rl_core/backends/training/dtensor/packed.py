@@ -1,9 +1,11 @@
 """Packed sequences: micro-batches of a rank's rows, and their hidden states."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,12 @@ from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch, pack, plan_microbatches
+from nemo_rl_core.distributed.packing.plan import Microbatch, pack
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
+from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.errors import ModelError
+
+_LOG = logging.getLogger(__name__)
 
 
 class PackedModel(ABC):
@@ -39,10 +45,13 @@ class PackedModel(ABC):
         dtype: Type of the matrix products.
         mesh: The ranks that shard the model; None for one rank with all of it.
         attention: The kernel that attends over packed rows; None for transformers' own attention.
+        sharing: How prefixes may be packed once; None packs each sequence whole.
 
     Attributes:
         shares_rows: Whether several sequences may be packed into one row.
         attention: As given.
+        sharing: As given, until `refuse_unless_faithful` finds that the model does not compute
+            shared prefixes as it computes sequences alone.
     """
 
     def __init__(
@@ -52,9 +61,11 @@ class PackedModel(ABC):
         dtype: DType,
         mesh: RankMesh | None = None,
         attention: PackedAttention | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
+        self.sharing = sharing
         self.shares_rows = shares_rows(model.config.to_dict())
         self._dtype = dtype
         self._mesh = mesh
@@ -136,7 +147,8 @@ class PackedModel(ABC):
             # Without a cache, transformers derives sequence boundaries from position ids that
             # restart; with a cache sequences would attend to each other.
             group = mesh.context_group if mesh and split else None
-            mask = None if group is None else packed_causal_mask(rows.position_ids, group)
+            is_given = group is not None or microbatch.shared
+            mask = packed_causal_mask(rows.last, group) if is_given else None
             boundaries = {"attention_mask": mask}
         with self._autocast():
             hidden = self._decoder(
@@ -195,8 +207,8 @@ class PackedModel(ABC):
             sequence = torch.nn.functional.pad(sequence, (0, filler), value=pad)
             if mesh.context_size > 1:
                 group = mesh.context_group
-                positions = torch.arange(sequence.shape[1], device=sequence.device)[None]
-                options["attention_mask"] = packed_causal_mask(positions, group)
+                last = torch.full_like(sequence, sequence.shape[1] - 1)
+                options["attention_mask"] = packed_causal_mask(last, group)
         with self._autocast():
             logits: torch.Tensor = self.model(input_ids=sequence, **options).logits
         return logits if group is None else gathered_parts(logits, group, dim=1)
@@ -215,12 +227,42 @@ class PackedModel(ABC):
         rows = ((0,), (1, 2)) if self.shares_rows else ((0,), (1,), (2,))
         return batch.to(self.model.device), Microbatch(rows=rows, row_length=9)
 
+    def _share_if_faithful(
+        self,
+        read: Callable[[BatchedDataDict, Microbatch], torch.Tensor],
+        batch: BatchedDataDict,
+        alone: Microbatch,
+    ) -> None:
+        """Compares outputs of a tree of prefixes with those of sequences that share nothing.
+
+        Args:
+            read: Returns the outputs of a micro-batch.
+            batch: Of `_probe`; the second sequence then begins as the first.
+            alone: Its plan.
+        """
+        if self.sharing is None:
+            return
+        batch["input_ids"][1, :3] = batch["input_ids"][0, :3]
+        tree = Microbatch(rows=((0, 1), (2,)), row_length=11, shared=(0, 3, 0))
+        difference = (read(batch, tree) - read(batch, alone)).abs().max().item()
+        if not difference < self._bound:
+            self.sharing = None
+            _LOG.warning(
+                "training.share_prefixes: %s computes other values for sequences that share a "
+                "prefix, by %.3g, so that each is packed whole",
+                type(self.model).__name__,
+                difference,
+            )
+
+    @property
+    def _bound(self) -> float:
+        return 1e-3 if self._dtype == "float32" else 0.3
+
     def _refuse_above(self, difference: float, what: str) -> None:
-        bound = 1e-3 if self._dtype == "float32" else 0.3
-        if not difference < bound:
+        if not difference < self._bound:
             raise ModelError(
                 f"{type(self.model).__name__} computes different {what} for packed sequences",
-                expected=f"a difference below {bound}",
+                expected=f"a difference below {self._bound}",
                 got=f"{difference:.3g}",
                 fix="this model changes its outputs after the head, or does not keep packed "
                 "sequences apart; choose another model",
@@ -239,7 +281,7 @@ def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
     return batch.get_multimodal_dict()
 
 
-_PlanKey = tuple[tuple[int, ...], tuple[int, ...] | None, bool]
+_PlanKey = tuple[bytes, tuple[int, ...] | None, bool, PrefixSharing | None]
 
 
 @dataclass(frozen=True)
@@ -270,7 +312,12 @@ class Microbatches:
         self._plans: dict[_PlanKey, list[Microbatch]] = {}
 
     def of(
-        self, batch: BatchedDataDict, *, share_rows: bool, device: torch.device
+        self,
+        batch: BatchedDataDict,
+        *,
+        share_rows: bool,
+        device: torch.device,
+        sharing: PrefixSharing | None = None,
     ) -> Iterator[MicrobatchPart]:
         """Yields the micro-batches of a shard, on a device.
 
@@ -279,40 +326,51 @@ class Microbatches:
 
         Args:
             batch: `input_ids [B, T]`, `input_lengths [B]`, optionally `pair_ids [B]` that keep rows
-                together; B may be 0. Its own plan is used if it has one, unless that packs rows and
-                this model must not.
+                together; B may be 0. Its own plan is used if it has one, unless that packs rows or
+                shares prefixes and this model must not.
             share_rows: Whether a row may hold several sequences.
             device: Device of the returned tensors.
+            sharing: How prefixes may be packed once; None packs each sequence whole.
 
         Raises:
             DataError: If a sequence of any data rank does not fit; raised on all ranks, since the
                 others would wait.
         """
-        plan, most = agreed_plan(lambda: self._of_rank(batch, share_rows), self._largest)
+        plan, most = agreed_plan(lambda: self._of_rank(batch, share_rows, sharing), self._largest)
         for microbatch in plan:
             part = batch.select_indices(microbatch.indices).to(device)
             yield MicrobatchPart(cropped(part, int(part["input_lengths"].max())), microbatch)
         for _ in range(most - len(plan)):
             yield _filler(device)
 
-    def _of_rank(self, batch: BatchedDataDict, share_rows: bool) -> list[Microbatch]:
+    def _of_rank(
+        self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
+    ) -> list[Microbatch]:
         plan = batch.microbatches
-        shared = any(len(row) > 1 for part in plan or () for row in part.rows)
-        if plan is None or (shared and not share_rows):
-            return self._plan(batch, share_rows)
+        rows_are_shared = any(len(row) > 1 for part in plan or () for row in part.rows)
+        prefixes_are_shared = any(part.shared for part in plan or ())
+        if (
+            plan is None
+            or (rows_are_shared and not share_rows)
+            or (prefixes_are_shared and sharing is None)
+        ):
+            return self._plan(batch, share_rows, sharing)
         return plan
 
     def _largest(self, count: int) -> int:
         return count if self._mesh is None else self._mesh.data_max(count)
 
-    def _plan(self, batch: BatchedDataDict, share_rows: bool) -> list[Microbatch]:
-        lengths = tuple(batch["input_lengths"].tolist())
+    def _plan(
+        self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
+    ) -> list[Microbatch]:
         pairs = tuple(batch["pair_ids"].tolist()) if "pair_ids" in batch else None
-        key = lengths, pairs, share_rows
+        read = ("input_lengths",) if sharing is None else ("input_lengths", "input_ids")
+        tokens = blake2b(b"".join(batch[name].numpy().tobytes() for name in read)).digest()
+        key = tokens, pairs, share_rows, sharing
         if key not in self._plans:
-            # A step plans three times with the same lengths: old logprobs, reference, training.
-            plan = plan_microbatches(
-                lengths, max_tokens=self._max_tokens, bundles=pairs, share_rows=share_rows
+            # A step plans three times for the same rows: old logprobs, reference, training.
+            plan = plan_shard(
+                batch, max_tokens=self._max_tokens, share_rows=share_rows, sharing=sharing
             )
             self._plans = {key: plan}
         return self._plans[key]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
@@ -28,6 +28,7 @@ from nemo_rl_core.backends.training.megatron.writing import Writing
 from nemo_rl_core.backends.training.optimizers import learning_rate_at
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError, ConsistencyError
@@ -80,6 +81,10 @@ class MegatronBackend(SendsWeights):
             temperature=setup.temperature,
         )
         self._reference: ReferenceWeights | None = None
+        # Kernels by boundaries, Transformer Engine's among them, know sequences, and no trees.
+        by_boundaries = has_transformer_engine() or self._models[0].takes_boundaries
+        is_shared = training.share_prefixes and not by_boundaries
+        self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
         refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
 
     def _finish_earlier(self) -> None:
@@ -238,7 +243,13 @@ class MegatronBackend(SendsWeights):
 
     def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[MegatronMicrobatch]:
         config = self._models[0].config
-        return make_parts(batch, config, max_tokens=max_tokens, device=self._device)
+        return make_parts(
+            batch, config, max_tokens=max_tokens, device=self._device, sharing=self._sharing
+        )
+
+    def prefix_sharing(self) -> PrefixSharing | None:
+        """How the model shares prefixes, so that a plan for several ranks does as well."""
+        return self._sharing
 
     def _loaded_reference(self) -> ReferenceWeights:
         if self._reference is None:

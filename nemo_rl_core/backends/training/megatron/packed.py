@@ -102,7 +102,7 @@ def _attention_inputs(model: Any, rows: PackedRows, own: PackedRows) -> dict[str
     return {
         "attention_mask": segments_of(rows.position_ids).boundaries
         if model.takes_boundaries
-        else ~packed_causal_mask(rows.position_ids, group),
+        else ~packed_causal_mask(rows.last, group),
         "rotary_pos_emb": table[own.position_ids.T, 0],  # [L / ranks, R, 1, d]
     }
 

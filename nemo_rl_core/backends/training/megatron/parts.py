@@ -9,7 +9,9 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch, PackedRows, pack, plan_microbatches
+from nemo_rl_core.distributed.packing.plan import Microbatch, PackedRows, pack
+from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
+from nemo_rl_core.distributed.packing.ranks import plan_shard
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,12 @@ class MegatronMicrobatch:
 
 
 def make_parts(
-    batch: BatchedDataDict, config: Any, *, max_tokens: int, device: torch.device
+    batch: BatchedDataDict,
+    config: Any,
+    *,
+    max_tokens: int,
+    device: torch.device,
+    sharing: PrefixSharing | None = None,
 ) -> list[MegatronMicrobatch]:
     """Splits this rank's rows into micro-batches, and adds fillers without weight.
 
@@ -36,17 +43,19 @@ def make_parts(
     run as many.
 
     Args:
-        batch: The rows, possibly none. Its own plan (`batch.microbatches`) is used if it has one.
+        batch: The rows, possibly none. Its own plan (`batch.microbatches`) is used if it has one,
+            unless that shares prefixes and this model must not.
         config: Megatron's `TransformerConfig`.
         max_tokens: The budget of one micro-batch.
         device: Device of the returned tensors.
+        sharing: How prefixes may be packed once; None packs each sequence whole.
 
     Raises:
         DataError: If a sequence of any data-parallel rank does not fit into a micro-batch; raised
             on all ranks, since the others would wait.
     """
     plan, needed = agreed_plan(
-        lambda: _plan(batch, max_tokens), lambda count: _maximum([count], device)[0]
+        lambda: _plan(batch, max_tokens, sharing), lambda count: _maximum([count], device)[0]
     )
     stages = config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size:
@@ -62,15 +71,15 @@ def make_parts(
 _FILLER = Microbatch(rows=((0,),), row_length=2)
 
 
-def _plan(batch: BatchedDataDict, max_tokens: int) -> list[Microbatch]:
+def _plan(
+    batch: BatchedDataDict, max_tokens: int, sharing: PrefixSharing | None
+) -> list[Microbatch]:
     given: list[Microbatch] | None = getattr(batch, "microbatches", None)
-    if given is not None:
+    if given is not None and (sharing is not None or not any(part.shared for part in given)):
         return given
     if batch.size == 0:
         return []
-    pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
-    lengths = batch["input_lengths"].tolist()
-    return plan_microbatches(lengths, max_tokens=max_tokens, bundles=pairs)
+    return plan_shard(batch, max_tokens=max_tokens, sharing=sharing)
 
 
 def _shapes(plan: list[Microbatch], config: Any, device: torch.device) -> list[tuple[int, int]]:
@@ -107,7 +116,7 @@ def _part(
     chosen = batch.select_indices(microbatch.indices).to(device)
     chosen = cropped(chosen, int(chosen["input_lengths"].max()))
     empty_rows = ((),) * (num_rows - len(microbatch.rows))
-    layout = Microbatch((*microbatch.rows, *empty_rows), row_length)
+    layout = Microbatch((*microbatch.rows, *empty_rows), row_length, microbatch.shared)
     rows = pack(chosen["input_ids"], chosen["input_lengths"], layout)
     return MegatronMicrobatch(chosen, tuple(microbatch.indices), rows)
 

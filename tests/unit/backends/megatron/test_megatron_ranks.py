@@ -17,7 +17,7 @@ from nemo_rl_core.errors import DataError, StoreError
 CONTEXT = MegatronTraining(context_parallel_size=2)
 
 
-def mask_of_this_rank(position_ids: list[list[int]]) -> torch.Tensor:
+def mask_of_this_rank(last: list[list[int]]) -> torch.Tensor:
     import torch.distributed as dist
 
     from nemo_rl_core.backends.training.context_parallel import packed_causal_mask
@@ -25,11 +25,11 @@ def mask_of_this_rank(position_ids: list[list[int]]) -> torch.Tensor:
     join_process_group()
     group = dist.group.WORLD
     assert group is not None
-    return packed_causal_mask(torch.tensor(position_ids), group)
+    return packed_causal_mask(torch.tensor(last), group)
 
 
 def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
-    first, second = run_ranks(mask_of_this_rank, [[0, 1, 0, 0]], world_size=2)
+    first, second = run_ranks(mask_of_this_rank, [[1, 1, 2, 3]], world_size=2)
     seen = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     assert torch.equal(first, torch.tensor([[seen[:2]]], dtype=torch.bool))
     assert torch.equal(second, torch.tensor([[seen[2:]]], dtype=torch.bool))

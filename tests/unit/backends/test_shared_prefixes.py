@@ -1,0 +1,226 @@
+"""Shared prefixes: the same values and gradients as sequences alone, from fewer tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    Starcoder2Config,
+    Starcoder2Model,
+)
+
+from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
+from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
+from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
+from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def made(config: PreTrainedConfig, folder: Path, tokenizer: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    load_tokenizer(tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Its norms compute in float64 where weights are, as those of Llama and Qwen do not.
+    config = Starcoder2Config(**SIZES, sliding_window=None)
+    return made(config, tmp_path_factory.mktemp("starcoder2") / "model", tiny_model)
+
+
+def started(folder: Path, *, share: bool, head: str = "lm", **training: Any) -> DTensorBackend:
+    backend = DTensorBackend()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            # The first step of AdamW under such an epsilon is plain descent.
+            optimizer=OptimizerConfig(
+                learning_rate=1e4, adam_epsilon=1e8, adam_beta1=0, adam_beta2=0, max_grad_norm=1e9
+            ),
+            max_tokens_per_microbatch=64,
+            training=DTensorTraining(share_prefixes=share, **training),
+            head=head,
+        )
+    )
+    return backend
+
+
+def groups(*, prompt: int = 9) -> BatchedDataDict:
+    """Four groups of four; in each, two completions begin alike, and two are equal."""
+    generator = torch.Generator().manual_seed(2)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 19, (count,), generator=generator).tolist()
+
+    sequences, masks = [], []
+    for _ in range(4):
+        start, first = tokens(prompt), tokens(5)
+        for completion in (first, [*first[:2], *tokens(4)], tokens(3), first):
+            sequences.append([*start, *completion])
+            masks.append([False] * prompt + [True] * len(completion))
+    batch = collate(sequences, masks)
+    shape = batch["token_mask"].shape
+    batch["advantages"] = torch.randn(shape, generator=generator)
+    for name in ("prev_logprobs", "reference_logprobs"):
+        batch[name] = -3 * torch.rand(shape, generator=generator)
+    return batch
+
+
+def pairs() -> BatchedDataDict:
+    batch = groups()
+    batch["pair_ids"] = torch.arange(8).repeat_interleave(2)
+    batch["is_chosen"] = torch.tensor([True, False] * 8)
+    return batch
+
+
+def num_tokens(backend: DTensorBackend) -> int:
+    """What the last plan lays out."""
+    (plan,) = backend._microbatches._plans.values()
+    return sum(len(part.rows) * part.row_length for part in plan)
+
+
+def mean_square(
+    values: torch.Tensor, batch: BatchedDataDict, **_: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    valid = torch.arange(values.shape[1]) < batch["input_lengths"][:, None]
+    return ((values - 1).square() * valid).sum(), {}
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "grpo": (groups, GRPOLossFn(ClippedLoss(kl=KLPenalty(beta=0.1))), {}),
+    "dpo": (pairs, DPOLossFn(), {}),
+    "critic": (groups, mean_square, {"head": "scalar"}),
+    "lora": (
+        groups,
+        GRPOLossFn(ClippedLoss(kl=None)),
+        {"lora": LoRAConfig(rank=4, alpha=8.0)},
+    ),
+    "recomputed": (
+        groups,
+        GRPOLossFn(ClippedLoss(kl=None)),
+        {"activation_checkpointing": True},
+    ),
+}
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_values_and_gradients_are_those_of_sequences_alone(
+    case: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    make, loss, options = CASES[case]
+    is_scalar = options.get("head") == "scalar"  # a head that is float32 always
+    backends = [started(folder, share=share, **options) for share in (True, False)]
+    if not is_scalar:
+        request.getfixturevalue("float64")
+    tolerance = 1e-5 if is_scalar else 1e-10
+    found = []
+    for backend in backends:
+        if not is_scalar:
+            backend._policy.model.double()
+        values = (backend.get_values if is_scalar else backend.get_logprobs)(make())
+        before = {name: weight.clone() for name, weight in backend.named_weights()}
+        metrics = backend.train_step(make(), loss)
+        moved = {name: before[name] - weight for name, weight in backend.named_weights()}
+        found.append((values, metrics, moved, num_tokens(backend)))
+    (values, metrics, moved, few), (wanted, same, as_much, many) = found
+    assert few < (0.75 if case == "dpo" else 0.6) * many
+    torch.testing.assert_close(values, wanted, rtol=0, atol=tolerance)
+    assert metrics == pytest.approx(same, rel=tolerance, abs=tolerance)
+    largest = max(float(each.abs().max()) for each in as_much.values())
+    assert largest > 1e-7
+    for name, difference in moved.items():
+        error = float((difference - as_much[name]).abs().max())
+        assert error < tolerance * largest, (name, error, largest)
+
+
+def test_logprobs_in_float32_differ_by_rounding_alone(folder: Path) -> None:
+    shared, alone = (started(folder, share=share).get_logprobs(groups()) for share in (True, False))
+    assert not torch.equal(shared, torch.zeros_like(shared))
+    assert float((shared.sum(1) - alone.sum(1)).abs().max()) < 3e-5
+
+
+def test_a_rerun_is_equal_to_the_bit(folder: Path) -> None:
+    loss = GRPOLossFn(ClippedLoss(kl=None))
+    weights = []
+    for _ in range(2):
+        backend = started(folder, share=True)
+        backend.train_step(groups(), loss)
+        weights.append(dict(backend.named_weights()))
+    assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
+
+
+def test_windows_bound_what_is_shared(tiny_model: Path, tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SIZES, sliding_window=12, layer_types=kinds)
+    folder = made(config, tmp_path / "gemma3", tiny_model)
+    sharing = allowed_sharing(folder)
+    assert sharing is not None and sharing.longest == 12
+    for prompt, is_shared in ((6, True), (11, False)):
+        batches = [groups(prompt=prompt), groups(prompt=prompt)]
+        backends = [started(folder, share=share) for share in (True, False)]
+        shared, alone = (
+            each.get_logprobs(batch) for each, batch in zip(backends, batches, strict=True)
+        )
+        assert float((shared - alone).abs().max()) < 1e-5
+        assert (num_tokens(backends[0]) < num_tokens(backends[1])) == is_shared
+
+
+def test_what_a_config_allows(tiny_model: Path, tmp_path: Path) -> None:
+    heads = {**SIZES, "max_position_embeddings": 32}
+    llama = made(LlamaConfig(**heads), tmp_path / "llama", tiny_model)
+    sharing = allowed_sharing(llama)
+    assert sharing is not None and sharing.longest == float("inf")
+    mamba = MambaConfig(vocab_size=19, hidden_size=16, num_hidden_layers=1, state_size=4)
+    assert allowed_sharing(made(mamba, tmp_path / "mamba", tiny_model)) is None
+
+
+def test_a_model_that_computes_other_values_does_not_share(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # It takes no mask, and derives one from positions that restart, as some models do.
+    plain = Starcoder2Model.forward
+
+    def forward(self: Any, *given: Any, attention_mask: Any = None, **named: Any) -> Any:
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(Starcoder2Model, "forward", forward)
+    backend = started(folder, share=True)
+    assert backend.prefix_sharing() is None
+    assert "training.share_prefixes: Starcoder2ForCausalLM computes other values" in caplog.text
+    alone = started(folder, share=False)
+    assert torch.equal(backend.get_logprobs(groups()), alone.get_logprobs(groups()))
+
+
+def test_the_setting_turns_it_off(folder: Path) -> None:
+    assert started(folder, share=True).prefix_sharing() is not None
+    assert started(folder, share=False).prefix_sharing() is None
