@@ -2,8 +2,10 @@
 
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from nemo_rl_core.distributed.packing.plan import Microbatch
@@ -215,19 +217,25 @@ def collate(
         >>> collate([[5, 6, 7]], [[False, False, True]])["token_mask"]
         tensor([[False,  True]])
     """
-    width = max(len(sequence) for sequence in sequences)
-    input_ids = torch.zeros(len(sequences), width, dtype=torch.long)
-    token_mask = torch.zeros(len(sequences), width - 1, dtype=torch.bool)
     for row, (sequence, mask) in enumerate(zip(sequences, loss_masks, strict=True)):
         if len(sequence) != len(mask):
             raise ValueError(f"sequence {row}: {len(sequence)} tokens but {len(mask)} mask values")
-        input_ids[row, : len(sequence)] = torch.tensor(sequence)
-        token_mask[row, : len(sequence) - 1] = torch.tensor(mask[1:])
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]
+    input_ids = torch.zeros(is_token.shape, dtype=torch.long)
+    input_ids[is_token] = flat_tensor(sequences, np.int64)
+    loss_mask = torch.zeros(is_token.shape, dtype=torch.bool)
+    loss_mask[is_token] = flat_tensor(loss_masks, np.bool_)
     return BatchedDataDict(
         {
             "input_ids": input_ids,
-            "input_lengths": torch.tensor([len(sequence) for sequence in sequences]),
-            "token_mask": token_mask,
+            "input_lengths": lengths,
+            "token_mask": loss_mask[:, 1:].contiguous(),
             "sample_mask": torch.ones(len(sequences)),
         }
     )
+
+
+def flat_tensor(rows: Iterable[Sequence[Any]], dtype: type[np.generic]) -> torch.Tensor:
+    """The values of all rows in one dimension, without a tensor a row."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype))

@@ -5,10 +5,11 @@ Rollouts that could not be scored are set aside and counted, never taken for bad
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate, flat_tensor
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.importance import kl_generation_trainer, sampling_importance_ratio
@@ -42,12 +43,15 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         ],
     )
     logprobs = torch.zeros(batch["token_mask"].shape)
-    logprobs[batch["token_mask"]] = torch.tensor(
-        [value for rollout in rollouts for value in _own_logprobs(rollout)]
-    )
+    completions = [rollout.completion for rollout in rollouts]
+    _refuse_other_lengths([(each.token_mask, each.logprobs) for each in completions])
+    written = flat_tensor((each.token_mask for each in completions), np.bool_)
+    # float32, as a list of Python's numbers becomes.
+    values = flat_tensor((each.logprobs for each in completions), np.float32)
+    logprobs[batch["token_mask"]] = values[written]
     batch.update(
         generation_logprobs=logprobs,
-        rewards=torch.tensor([float(_reward(rollout)) for rollout in rollouts]),
+        rewards=rewards_of(rollouts),
         truncated=torch.tensor([rollout.completion.truncated for rollout in rollouts]),
         rollout_lengths=torch.tensor(
             [
@@ -76,22 +80,20 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
 def _weight_versions(rollouts: Sequence[Rollout], token_mask: Tensor) -> Tensor:
     versions = torch.zeros(token_mask.shape, dtype=torch.long)
-    versions[token_mask] = torch.tensor(
-        [
-            version
-            for rollout in rollouts
-            for version, is_own in zip(
-                rollout.completion.weight_versions, rollout.completion.token_mask, strict=True
-            )
-            if is_own
-        ]
-    )
+    completions = [rollout.completion for rollout in rollouts]
+    _refuse_other_lengths([(each.token_mask, each.weight_versions) for each in completions])
+    written = flat_tensor((each.token_mask for each in completions), np.bool_)
+    drawn_with = flat_tensor((each.weight_versions for each in completions), np.int64)
+    versions[token_mask] = drawn_with[written]
     return versions
 
 
-def _own_logprobs(rollout: Rollout) -> list[float]:
-    pairs = zip(rollout.completion.logprobs, rollout.completion.token_mask, strict=True)
-    return [value for value, is_own in pairs if is_own]
+def _refuse_other_lengths(pairs: Sequence[tuple[Sequence[object], Sequence[object]]]) -> None:
+    for row, (tokens, values) in enumerate(pairs):
+        if len(tokens) != len(values):
+            raise ValueError(
+                f"rollout {row}: {len(tokens)} tokens but {len(values)} values of them"
+            )
 
 
 def _reward(rollout: Rollout) -> float:
@@ -107,6 +109,21 @@ def _reward(rollout: Rollout) -> float:
     return rollout.reward
 
 
+def rewards_of(rollouts: Sequence[Rollout]) -> Tensor:
+    """`[B]` rewards.
+
+    Raises:
+        RewardError: If one could not be scored.
+    """
+    return torch.tensor([float(_reward(rollout)) for rollout in rollouts])
+
+
+def reward_metrics(rewards: Tensor) -> dict[str, float]:
+    """Mean `reward` and its deviation `reward_std` of `[B]` rewards."""
+    deviation = rewards.std(correction=min(1, len(rewards) - 1))
+    return {"reward": rewards.mean().item(), "reward_std": deviation.item()}
+
+
 def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
     """Rewards and lengths of a step and, where the trainer has looked, how far the engine is off.
 
@@ -116,8 +133,7 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
     """
     lengths = batch["token_mask"].sum(dim=1).float()
     metrics = {
-        "reward": batch["rewards"].mean().item(),
-        "reward_std": batch["rewards"].std(correction=min(1, len(lengths) - 1)).item(),
+        **reward_metrics(batch["rewards"]),
         "truncated_fraction": batch["truncated"].float().mean().item(),
         "completion_length": lengths.mean().item(),
         "completion_length_max": lengths.max().item(),

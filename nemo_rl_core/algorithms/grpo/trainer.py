@@ -20,6 +20,8 @@ from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
     mean_advantages,
+    reward_metrics,
+    rewards_of,
     rollout_metrics,
     valid_rollouts,
 )
@@ -140,11 +142,11 @@ def _groups(rollouts: list[Rollout]) -> list[int]:
 
 def _sampling_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Metrics of all sampled rollouts, including those that dynamic sampling drops."""
-    data = grpo_batch(valid_rollouts(rollouts))
-    of_all = rollout_metrics(data)
+    valid = valid_rollouts(rollouts)
+    rewards = rewards_of(valid)
+    group_ids = torch.tensor([rollout.group for rollout in valid])
     return {
-        "reward": of_all["reward"],
-        "reward_std": of_all["reward_std"],
-        "zero_variance_fraction": float(zero_variance_fraction(data["rewards"], data["group_ids"])),
+        **reward_metrics(rewards),
+        "zero_variance_fraction": float(zero_variance_fraction(rewards, group_ids)),
         **failure_metrics(rollouts),
     }

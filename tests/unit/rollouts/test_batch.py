@@ -26,3 +26,34 @@ def test_sequences_that_the_gate_masks_do_not_enter_the_divergence() -> None:
     # exp(prev - gen), likewise
     assert metrics["sampling_importance_ratio"] == pytest.approx(1.0202, abs=1e-4)
     assert metrics["reward"] == 1.0
+
+
+def test_the_columns_of_a_batch_by_hand() -> None:
+    # The environment wrote the token 6 of the first, between the policy's 5 and 7.
+    turns = Completion(
+        (5, 6, 7),
+        (-0.5, 0.0, -0.7),
+        False,
+        generated=(True, False, True),
+        weight_versions=(3, 0, 4),
+    )
+    plain = Completion((8,), (-0.8,), True, weight_versions=(4,))
+    batch = rollout_batch(
+        [
+            Rollout(Prompt("0", "1=", (1, 2), "1", ""), turns, "", reward=1.0),
+            Rollout(Prompt("1", "2=", (3,), "2", ""), plain, "", reward=0.25),
+        ]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 5, 6, 7], [3, 8, 0, 0, 0]]
+    assert batch["token_mask"].tolist() == [[False, True, False, True], [True, False, False, False]]
+    expected = torch.tensor([[0.0, -0.5, 0.0, -0.7], [-0.8, 0.0, 0.0, 0.0]])
+    assert torch.equal(batch["generation_logprobs"], expected)
+    assert batch["weight_versions"].tolist() == [[0, 3, 0, 4], [4, 0, 0, 0]]
+    assert batch["rewards"].tolist() == [1.0, 0.25]
+
+
+def test_values_that_are_not_one_a_token_are_refused() -> None:
+    prompt = Prompt("0", "1=", (1,), "1", "")
+    longer, shorter = Completion((5, 6), (-1.0,), False), Completion((5,), (-1.0, -2.0), False)
+    with pytest.raises(ValueError, match="rollout 0: 2 tokens but 1 values"):
+        rollout_batch([Rollout(prompt, each, "", reward=1.0) for each in (longer, shorter)])
