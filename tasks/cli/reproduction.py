@@ -16,8 +16,8 @@ from nemo_rl_core.history.records import ArtifactRow, Execution
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import package_versions
+from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
-from tasks.platform.caching import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from nemo_rl_core.store.manifest import package_versions
-from tasks.platform.sources import SourceFile, keep_sources, read_source
-from tasks.platform.user_source import read_user_source
+from nemo_rl_core.store.source_files import SourceFile, keep_sources, read_source
+from nemo_rl_core.store.user_source import read_user_source
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("nemo_rl_core", "tasks", "workflows")
@@ -36,8 +36,9 @@ NOT_OF_THE_RESULT = frozenset(
             "nemo_rl_core.telemetry.tracking",
         ),
         *(
+            "nemo_rl_core.store.source_digest",
+            "nemo_rl_core.store.source_files",
             "tasks.platform.attempts",
-            "tasks.platform.caching",
             "tasks.platform.failures",
             "tasks.platform.images",
             "tasks.platform.literal_types",
@@ -46,7 +47,6 @@ NOT_OF_THE_RESULT = frozenset(
             "tasks.platform.pods",
             "tasks.platform.ray_stage",
             "tasks.platform.resources",
-            "tasks.platform.sources",
         ),
     ]
 )
