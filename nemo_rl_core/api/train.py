@@ -1,12 +1,13 @@
 """`train`: a model, data, and a reward, if the algorithm takes one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.api.functional import get_algorithm
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
 
@@ -22,6 +23,7 @@ def train(  # noqa: PLR0913 (all that a run is made of)
     reference: str | Path | ModelConfig | None = None,
     callbacks: Sequence[Callback] = (),
     name: str | None = None,
+    tracking: TrackingConfig | Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> TrainResult:
     """Trains a model.
@@ -38,6 +40,7 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         reference: The reference or teacher; None takes the model itself.
         callbacks: Called in order at each hook.
         name: Of the run: an interrupted one of the same name and inputs is continued.
+        tracking: Trackers besides the run's record; see `BaseTrainer.fit`.
         **overrides: How the data's columns are read (`columns`, `answer_pattern`, `format`,
             `system_prompt`, `prompt_template`, `drop_columns`, `task`: see `DataModule.of`), and
             settings by name: see `BaseTrainer.from_pretrained`.
@@ -65,5 +68,6 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         reference=reference,
         callbacks=callbacks,
         name=name,
+        tracking=tracking,
         **row_format,
     )

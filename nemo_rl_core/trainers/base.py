@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
@@ -31,7 +32,7 @@ from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.defaults import with_defaults_of
-from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
+from nemo_rl_core.trainers.fitting import FitRequest, FittedTrainer, TrainResult, fit
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.own import OwnParts
@@ -45,7 +46,15 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=TrainerSettings)
 C = TypeVar("C", bound=LoopConfig)
 
-_FIT_OPTIONS = ("reward_fn", "reward_weights", "validation", "reference", "callbacks", "name")
+_FIT_OPTIONS = (
+    "reward_fn",
+    "reward_weights",
+    "validation",
+    "reference",
+    "callbacks",
+    "name",
+    "tracking",
+)
 
 
 @dataclass(frozen=True)
@@ -247,6 +256,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         reference: str | Path | ModelConfig | None = None,
         callbacks: Sequence[Callback] = (),
         name: str | None = None,
+        tracking: TrackingConfig | Mapping[str, Any] | None = None,
         **row_format: Any,
     ) -> TrainResult:
         """Trains on any data, in the store, with lineage.
@@ -263,6 +273,8 @@ class BaseTrainer(ABC, Generic[S, C]):
             reference: The reference or teacher; None takes the model itself.
             callbacks: Called in order at each hook.
             name: Of the run: an interrupted one of the same name and inputs is continued.
+            tracking: Trackers, as a recipe names them: `{"trackers": [{"kind": "tensorboard",
+                "folder": "logs"}]}`. The run is recorded in the store without any.
             **row_format: How the data's columns are read, such as `columns`, `answer_pattern` or
                 `system_prompt`: see `DataModule.of`.
 
@@ -298,8 +310,10 @@ class BaseTrainer(ABC, Generic[S, C]):
             name,
             reward_weights=reward_weights,
             row_format=row_format,
+            tracking=_tracking(tracking),
+            parts=self._own.objects,
         )
-        result = fit(self.algorithm, self.settings, request, run)
+        result = fit(FittedTrainer(self.algorithm, type(self), self.settings, run), request)
         if self._given is not None:
             self._given.go_on_from(result.checkpoint)
         return result
@@ -431,3 +445,11 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def _peak_memory_gib(self) -> float:
         return self.policy.peak_memory_gib()
+
+
+def _tracking(given: TrackingConfig | Mapping[str, Any] | None) -> TrackingConfig:
+    values = {"tracking": given if isinstance(given, TrackingConfig) else dict(given or {})}
+    try:
+        return TypeAdapter(dict[str, TrackingConfig]).validate_python(values)["tracking"]
+    except ValidationError as error:
+        raise describe(error, values) from error

@@ -267,9 +267,11 @@ def test_no_module_finds_its_files_in_a_way_that_is_not_followed() -> None:
         "nemo_rl_core.maintenance.doctor.machine",
         "nemo_rl_core.produce",
         # These make the key.
+        "nemo_rl_core.store.object_source",
         "nemo_rl_core.store.source_digest",
         "nemo_rl_core.store.source_files",
         "nemo_rl_core.store.user_source",
+        "nemo_rl_core.trainers.recording",
         "nemo_rl_core.ui.templating",
     }
     for path in (REPOSITORY / "nemo_rl_core").rglob("*.py"):
