@@ -14,6 +14,7 @@ from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
 class Watch(Callback):
@@ -96,8 +97,13 @@ class AddTrainer(BaseTrainer[AddSettings, AddConfig]):
         self._batches: PromptLoader[Any] = self._load(spec)
 
     def _train_step(self, batch: list[Any]) -> dict[str, float]:
-        prompts, answers = ([row[name] for row in batch] for name in ("prompt", "answer"))
-        rewards = self._scorer.rewards(prompts, answers) if self._scorer else [0.0] * len(batch)
+        completion = Completion((), (), truncated=False)
+        rollouts = [
+            Rollout(Prompt("", row["prompt"], (), "", "", "{}"), completion, row["answer"])
+            for row in batch
+        ]
+        scores = self._scorer.score(rollouts) if self._scorer else [0.0] * len(batch)
+        rewards = [float(score) for score in scores]  # type: ignore[arg-type]
         self.total.value += sum(rewards)
         return {"reward": sum(rewards) / len(batch), "num_valid_tokens": float(len(batch))}
 

@@ -151,6 +151,10 @@ class _Printed(io.TextIOBase):
             self._begun = ""
         self._stream.flush()
 
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
     def isatty(self) -> bool:
         return self._stream.isatty()
 

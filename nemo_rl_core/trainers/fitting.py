@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
@@ -203,6 +204,19 @@ def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str,
                 request.name,
             )
     return config
+
+
+def as_tracking(given: TrackingConfig | Mapping[str, Any] | None) -> TrackingConfig:
+    """The section `tracking`, from what `fit` was given.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    values = {"tracking": given if isinstance(given, TrackingConfig) else dict(given or {})}
+    try:
+        return TypeAdapter(dict[str, TrackingConfig]).validate_python(values)["tracking"]
+    except ValidationError as error:
+        raise describe(error, values) from error
 
 
 def reward_name(reward: Any) -> str:
