@@ -28,12 +28,13 @@ from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
-from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.produce import StageInputs, StageResult
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.object_source import object_source
 from nemo_rl_core.store.source_digest import source_digest
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.decks import training_deck
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.loop import RunResult
@@ -338,6 +339,9 @@ def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, s
     config = PretrainedModel(name=str(model)) if isinstance(model, str | Path) else model
     settings: dict[str, Any] = {"model": config.model_dump(mode="json"), "seed": seed}
     folder = Path(config.name).expanduser()
+    trained = _trained_here(folder) if config.kind == "pretrained" else None
+    if trained is not None:
+        return trained
     if config.kind == "pretrained" and folder.is_dir():
         settings["content"] = hash_folder(folder)
 
@@ -347,6 +351,18 @@ def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, s
 
     source = source_digest(materialize.__module__)
     return stages.produce(StageInputs("prepare_model", settings, source=source), work)
+
+
+def _trained_here(folder: Path) -> Path | None:
+    """The checkpoint of this store whose model lies in the folder: its lineage goes on."""
+    artifact = folder.resolve().parent
+    if folder.name != "model" or artifact.parent != Store.default().artifacts:
+        return None
+    try:
+        manifest = Manifest.read(artifact)
+    except StoreError:
+        return None
+    return artifact if (manifest.kind, manifest.format) == ("checkpoint", "hf") else None
 
 
 def _data_artifact(

@@ -76,6 +76,17 @@ def test_a_finished_run_of_the_same_name_is_given_back(tiny_model: Path, store: 
         assert history.maker(history.artifact(first.lineage_id)) == maker
 
 
+def test_a_model_of_the_store_is_trained_on_with_its_lineage(
+    tiny_model: Path, store: Store
+) -> None:
+    (base,) = (p for p in fit(tiny_model).manifest.parents if p.role == "base")
+    second = fit(Path(base.path) / "model")
+    with History(store) as history:
+        found = {each.id for each in history.ancestry(second.lineage_id).artifacts}
+    assert base.name in found
+    assert len(list(store.artifacts.glob("prepare_model-*"))) == 1
+
+
 def test_another_reward_is_another_run_whatever_the_name(tiny_model: Path) -> None:
     def scaled(factor: float) -> Any:
         return lambda prompt, completion: factor * float(completion)
