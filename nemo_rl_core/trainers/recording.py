@@ -18,12 +18,13 @@ import cloudpickle
 
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import NemoRLError, StoreError
-from nemo_rl_core.history.records import Value
+from nemo_rl_core.history.records import State, Value
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.manifest import Cost, Manifest, package_versions
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.events import (
     ArtifactMade,
     Event,
@@ -83,34 +84,33 @@ class RecordedStages(UnrecordedStages):
         writer: Of the execution.
         log_path: The run's log; its length marks the parts of nodes.
         module: Of the trainer.
+
+    Attributes:
+        records: The stages that have ended.
+        stopped_at: Where the run failed or was stopped; empty before.
     """
 
     def __init__(self, writer: HistoryWriter, log_path: Path, module: str) -> None:
         self.records: list[StageRecord] = []
+        self.stopped_at = ""
         self._writer, self._log_path, self._module = writer, log_path, module
         self._node: int | None = None
+        self._step = ""
         self._makers: dict[Path, int | None] = {}
         self._made: set[Path] = set()
 
     def produce(self, inputs: StageInputs, work: Callable[[Path], StageResult]) -> Path:
         """Runs a stage as a node of the execution."""
-        name = f"{inputs.stage} {inputs.part}".strip()
+        name, self._step = f"{inputs.stage} {inputs.part}".strip(), ""
         node = self._begin(name, inputs)
         publish(StageStarted(name))
         began = time.monotonic()
         try:
-            artifact = produce(inputs, work)
+            with usage.measured() as spent:
+                artifact = produce(inputs, work)
         except BaseException as error:
-            is_failure = isinstance(error, Exception)
-            self._writer.end_node(
-                node,
-                NodeEnd(
-                    "failed" if is_failure else "aborted",
-                    error=error_text(error),
-                    log_to=self._log_bytes(),
-                ),
-            )
-            self._tell(StageRecord(name, "failed", time.monotonic() - began))
+            cost = _cost_so_far(spent, wall_seconds=time.monotonic() - began)
+            self._fail(node, name, error, cost)
             raise
         finally:
             self._node = None
@@ -131,6 +131,7 @@ class RecordedStages(UnrecordedStages):
         match event:
             case StepReport(metrics=metrics, timings=timings):
                 step = int(metrics.get("global_step", event.step))
+                self._step = f"step {event.step} of {event.num_steps}"
                 spent = {f"timings/{name}": value for name, value in timings.items()}
                 self._writer.log_metrics(self._node, step, metrics | spent)
             case MachineSample(second, figures):
@@ -154,6 +155,24 @@ class RecordedStages(UnrecordedStages):
         for role, folder in inputs.parents.items():
             self._writer.connect(self._makers.get(folder), "artifact", node, role)
         return node
+
+    def _fail(self, node: int | None, name: str, error: BaseException, cost: Cost) -> None:
+        self.stopped_at = f"{self._step} of {name}" if self._step else name
+        end = NodeEnd(
+            end_state(error),
+            error=self.error_text(error),
+            cost=cost.model_dump(),
+            log_to=self._log_bytes(),
+        )
+        self._writer.end_node(node, end)
+        self._tell(StageRecord(name, "failed", cost.wall_seconds, cost=cost))
+
+    def error_text(self, error: BaseException) -> str:
+        """The recorded text of an error, or where the run was when it was stopped."""
+        if isinstance(error, KeyboardInterrupt):
+            return f"stopped from outside at {self.stopped_at or 'its start'}"
+        text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {error}"
+        return text[:_MAX_ERROR_CHARACTERS]
 
     def _end(self, node: int | None, name: str, artifact: Path, *, seconds: float) -> None:
         manifest, is_new = Manifest.read(artifact), artifact in self._made
@@ -220,18 +239,40 @@ def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
             yield stages
         except BaseException as error:
             log.trace(error)
-            is_failure = isinstance(error, Exception)
-            writer.end("failed" if is_failure else "aborted", error_text(error))
+            writer.end(end_state(error), stages.error_text(error))
+            for line in _ways_on(error, stages, call.name):
+                error.add_note(line)
             error.add_note(f"log: {log.path}")
             raise
         writer.end("succeeded")
         output.closing(stages.records, [*stages.closing_lines(), f"log: {log.path}"])
 
 
-def error_text(error: BaseException) -> str:
-    """The recorded text of an error."""
-    text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {error}"
-    return text[:_MAX_ERROR_CHARACTERS]
+def end_state(error: BaseException) -> State:
+    """The state of a run or a stage that an error ended."""
+    return "failed" if isinstance(error, Exception) else "aborted"
+
+
+def _ways_on(error: BaseException, stages: RecordedStages, name: str) -> list[str]:
+    if not isinstance(error, KeyboardInterrupt):
+        return []
+    on = (
+        f"the same call goes on from its last save (name={name!r})"
+        if name
+        else "a run with a name can go on from its last save: name=..."
+    )
+    return [stages.error_text(error), on]
+
+
+def _cost_so_far(spent: usage.Spent, *, wall_seconds: float) -> Cost:
+    return Cost(
+        wall_seconds=round(wall_seconds, 3),
+        cpu_seconds=round(spent.cpu_seconds, 3),
+        tokens=spent.trained_tokens or spent.generated_tokens,
+        generated_tokens=spent.generated_tokens,
+        trained_tokens=spent.trained_tokens,
+        flops=spent.flops,
+    )
 
 
 def read_reward(folder: Path) -> tuple[Any, Any] | None:

@@ -108,13 +108,19 @@ def test_an_interrupted_run_goes_on_and_the_record_says_where(
                 raise KeyboardInterrupt
 
     whole = fit(tiny_model)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         fit(tiny_model, name="mine", callbacks=[Stop()])
+    assert caught.value.__notes__[:2] == [
+        "stopped from outside at step 2 of 3 of add",
+        "the same call goes on from its last save (name='mine')",
+    ]
     resumed = fit(tiny_model, name="mine")
     assert resumed.manifest.weights_hash == whole.manifest.weights_hash
     with History(store) as history:
         last, stopped, _ = history.executions().items
         assert stopped.state not in ("failed", "succeeded")
+        assert stopped.error == "stopped from outside at step 2 of 3 of add"
+        assert history.nodes(stopped.id)[-1].cost["wall_seconds"] > 0
         (node,) = [node for node in history.nodes(last.id) if node.name == "add"]
         assert history.node(node.id).attempts[0].resumed_from_step == 2
 
