@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from starlette.testclient import TestClient
 
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.queries import History
@@ -19,7 +20,11 @@ from nemo_rl_core.telemetry.python_output import _Printed
 from nemo_rl_core.telemetry.run_log import RunLog
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.ui.app import create_app
+from tasks.cli.card import card
+from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
+from tasks.cli.runs import runs
 from tests.training import AddTrainer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -65,6 +70,30 @@ def test_it_is_a_run_with_a_node_a_stage(tiny_model: Path, store: Store) -> None
         assert {each.execution for each in graph.artifacts} == {run.id}
         assert {each.state for each in graph.artifacts} == {"found"}
         assert result.manifest.source_digest
+
+
+def test_the_page_and_the_commands_know_it(tiny_model: Path, store: Store) -> None:
+    result = fit(tiny_model, name="mine")
+    with History(store) as history:
+        (run,) = history.executions().items
+        nodes = history.nodes(run.id)
+    client = TestClient(create_app(store), base_url="http://127.0.0.1")
+    listed = client.get("/").text
+    assert run.id in listed
+    assert "AddTrainer" in listed
+    for tab in ("", "/graph", "/nodes", "/timeline", "/curves", "/log"):
+        assert client.get(f"/executions/{run.id}{tab}").status_code == 200, tab
+    assert "reward" in client.get(f"/nodes/{nodes[-1].id}").text
+    for tab in ("", "/ancestry"):
+        assert client.get(f"/artifacts/{result.lineage_id}{tab}").status_code == 200, tab
+    shown = CliRunner().invoke(runs, [])
+    assert f"{run.id}" in shown.output
+    tree = CliRunner().invoke(lineage, [result.lineage_id]).output
+    assert tree.count(f"run {run.id}") == 4
+    assert "not recorded" not in tree
+    written = CliRunner().invoke(card, [result.lineage_id]).output
+    assert "8 rows in a list" in written
+    assert f"nemo-rl reproduce {result.lineage_id}" in written
 
 
 def test_a_finished_run_of_the_same_name_is_given_back(tiny_model: Path, store: Store) -> None:
