@@ -240,6 +240,11 @@ def _peft(value: Any, section: str, names: Collection[str]) -> str:
     return f"write training={{'lora': {_shown(lora)}}}"
 
 
+def _lora(value: Any, section: str, names: Collection[str]) -> str:
+    lora = {"rank": value} if isinstance(value, int) else value
+    return f"write training={{'lora': {_shown(lora)}}}"
+
+
 def _report_to(value: Any, section: str, names: Collection[str]) -> str:
     asked = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     trackers = [_TRACKERS[each] for each in asked if each in _TRACKERS]
@@ -266,7 +271,11 @@ def _model(value: Any, section: str, names: Collection[str]) -> str:
 
 
 _OWN_LINES: Final[dict[str, Callable[[Any, str, Collection[str]], str | None]]] = {
+    "lora": _lora,
     "max_steps": _steps,
+    # Of other algorithms here.
+    "num_steps": _steps,
+    "num_steps_per_iteration": _steps,
     "peft_config": _peft,
     "report_to": _report_to,
     "output_dir": _output_dir,
