@@ -30,6 +30,7 @@ FIT_WORDS: Final = {
 
 _OF_FIT: Final = (*FIT_WORDS, "reward_weights", "callbacks")
 _ALGORITHMS: Final = frozenset({"grpo", "ppo", "dpo", "sft", "reward_model", "distillation"})
+_NOT_IN_LORA: Final = ("lora_dropout", "use_rslora", "use_dora", "modules_to_save")
 _OTHER_VALUES: Final = frozenset(
     {"keep_top_k", "num_nodes", "nnodes", "kl_loss_type", "loss_agg_mode", "loss_fn"}
     | {"lr_scheduler_type", "use_vllm", "vllm_mode", "warmup_style"}
@@ -237,7 +238,11 @@ def _peft(value: Any, section: str, names: Collection[str]) -> str:
     lora: dict[str, Any] = {"rank": rank or 16, "alpha": float(alpha or 32)}
     if modules is not None and not isinstance(modules, str):
         lora["target_modules"] = sorted(modules)
-    return f"write training={{'lora': {_shown(lora)}}}"
+    without = [name for name in _NOT_IN_LORA if getattr(value, name, None)]
+    if isinstance(modules, str) and modules != "all-linear":
+        without.append("a pattern as target_modules")
+    line = f"write training={{'lora': {_shown(lora)}}}"
+    return f"{line}; there is no {' or '.join(without)}" if without else line
 
 
 def _lora(value: Any, section: str, names: Collection[str]) -> str:

@@ -91,6 +91,12 @@ def test_a_loaded_model_and_a_missing_one_are_refused(tiny_model: Path) -> None:
             trainer(train_dataset=ROWS)
 
 
+def test_what_lora_lacks_here_is_said() -> None:
+    given = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=".*_proj")
+    with pytest.raises(ConfigError, match="there is no lora_dropout or a pattern as target"):
+        GRPOTrainer.from_pretrained("m", peft_config=given)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
