@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from generate import api, commands, recipes
+from generate import api, commands, notebooks, recipes
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -47,9 +47,13 @@ def _reference_nav() -> list[Any]:
     ]
 
 
+def _generated() -> dict[str, str]:
+    return {**recipes.pages(), **commands.pages(), **api.pages(), **notebooks.pages()}
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the generated pages, the change log and the screenshots."""
-    for path, text in {**recipes.pages(), **commands.pages(), **api.pages()}.items():
+    for path, text in _generated().items():
         files.append(File.generated(config, path, content=text))
     files.append(
         File.generated(config, "changelog.md", abs_src_path=str(REPOSITORY / "CHANGELOG.md"))

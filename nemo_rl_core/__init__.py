@@ -23,7 +23,32 @@ _PUBLIC = {
     "PPOTrainer": ".algorithms.ppo.trainer",
     "RewardModelTrainer": ".algorithms.reward_model.trainer",
     "SFTTrainer": ".algorithms.sft.trainer",
+    "DPOConfig": ".algorithms.dpo.config",
+    "DistillationConfig": ".algorithms.distillation.config",
+    "GRPOConfig": ".algorithms.grpo.config",
+    "PPOConfig": ".algorithms.ppo.config",
+    "RewardModelConfig": ".algorithms.reward_model.config",
+    "SFTConfig": ".algorithms.sft.config",
 }
+_PEERS = {
+    "RLOOTrainer": 'train(..., algorithm="rloo")',
+    "RLOOConfig": "GRPOConfig(preset='rloo')",
+    "RewardTrainer": "RewardModelTrainer",
+    "RewardConfig": "RewardModelConfig",
+    "KTOTrainer": "DPOTrainer with loss={'kind': 'kto'}",
+    "KTOConfig": "DPOConfig(loss={'kind': 'kto'})",
+    "ORPOTrainer": "DPOTrainer with loss={'kind': 'orpo'}",
+    "ORPOConfig": "DPOConfig(loss={'kind': 'orpo'})",
+    "CPOTrainer": "DPOTrainer with loss={'kind': 'simpo'}",
+    "CPOConfig": "DPOConfig(loss={'kind': 'simpo'})",
+    "GKDTrainer": "DistillationTrainer",
+    "GKDConfig": "DistillationConfig",
+    "ScriptArguments": "the arguments of train()",
+    "ModelConfig": "the model's name, or a class of nemo_rl_core.config.model",
+    "LoraConfig": "training={'lora': {'rank': 16, 'alpha': 32.0}}",
+    "TrainerCallback": "Callback",
+}
+"""Classes of TRL and what they are here."""
 __all__ = list(_PUBLIC)
 
 install()
@@ -34,6 +59,9 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
+    if name in _PEERS:
+        # No AttributeError, whose text Python drops from `from nemo_rl_core import NAME`.
+        raise ImportError(f"{__name__} has no {name}; here it is {_PEERS[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

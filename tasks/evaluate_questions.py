@@ -4,8 +4,8 @@ from pathlib import Path
 
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
+from nemo_rl_core.telemetry.decks import records
 from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
-from tasks.platform.decks import records
 from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.evaluate import QuestionsTaskConfig

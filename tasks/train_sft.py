@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.telemetry.decks import curves
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
-from tasks.platform.decks import curves
 from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import SFTTaskConfig

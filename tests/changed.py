@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grimp
 
-from tasks.platform.sources import read_source
+from nemo_rl_core.store.source_files import read_source
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("nemo_rl_core", "tasks", "workflows")

@@ -1,15 +1,20 @@
 """What tests of whole trainings share: models held against each other, and replays."""
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
+from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.trainers.base import RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
 class Watch(Callback):
@@ -51,3 +56,59 @@ def assert_equal_weights(one: Path, other: Path) -> None:
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+class AddConfig(LoopConfig):
+    """Steps of two rows each."""
+
+    num_steps: int = 3
+    global_batch_size: int = 2
+    save_every_num_steps: int = 1
+
+
+class AddSettings(RolloutSettings):
+    """What a trainer of rewards reads."""
+
+    add: AddConfig = AddConfig()
+
+
+class Total:
+    """A model that is one number."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def save_checkpoint(self, path: Path) -> None:
+        (path / "model").mkdir()
+        (path / "model" / "value.json").write_text(json.dumps(self.value))
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.value = json.loads((path / "model" / "value.json").read_text())
+
+
+class AddTrainer(BaseTrainer[AddSettings, AddConfig]):
+    """Adds up the rewards of the rows' own answers: no workers, but a loop, saves and a scorer."""
+
+    algorithm = "add"
+    settings_class = AddSettings
+
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        self.total, self._scorer = Total(), spec.scorer
+        self._batches: PromptLoader[Any] = self._load(spec)
+
+    def _train_step(self, batch: list[Any]) -> dict[str, float]:
+        completion = Completion((), (), truncated=False)
+        rollouts = [
+            Rollout(Prompt("", row["prompt"], (), "", "", "{}"), completion, row["answer"])
+            for row in batch
+        ]
+        scores = self._scorer.score(rollouts) if self._scorer else [0.0] * len(batch)
+        rewards = [float(score) for score in scores]  # type: ignore[arg-type]
+        self.total.value += sum(rewards)
+        return {"reward": sum(rewards) / len(batch), "num_valid_tokens": float(len(batch))}
+
+    def _trained(self) -> Total:
+        return self.total
+
+    def _peak_memory_gib(self) -> float:
+        return 0.5

@@ -1,19 +1,21 @@
 """`train`: a model, data, and a reward, if the algorithm takes one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.api.functional import get_algorithm
+from nemo_rl_core.api.functional import algorithm_named
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.peer_calls import FIT_WORDS
 
 
 def train(  # noqa: PLR0913 (all that a run is made of)
     model: str | Path | ModelConfig,
-    dataset: Any,
+    dataset: Any = None,
     *,
     reward_fn: Any = None,
     reward_weights: Sequence[float] | None = None,
@@ -22,6 +24,7 @@ def train(  # noqa: PLR0913 (all that a run is made of)
     reference: str | Path | ModelConfig | None = None,
     callbacks: Sequence[Callback] = (),
     name: str | None = None,
+    tracking: TrackingConfig | Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> TrainResult:
     """Trains a model.
@@ -33,14 +36,17 @@ def train(  # noqa: PLR0913 (all that a run is made of)
             `metadata`, any column), one of lists of these, a list of such functions, or an
             environment.
         reward_weights: Of the functions of a list; None weighs each by 1.
-        algorithm: Its name; an unknown one lists the choices.
+        algorithm: Its name, or that of a preset of GRPO, such as `rloo`; an unknown one lists the
+            choices.
         validation: Rows that are never trained on; None holds some of `dataset` out.
         reference: The reference or teacher; None takes the model itself.
         callbacks: Called in order at each hook.
         name: Of the run: an interrupted one of the same name and inputs is continued.
-        **overrides: How the data's columns are read (`columns`, `answer_pattern`, `format`,
-            `system_prompt`, `prompt_template`, `drop_columns`, `task`: see `DataModule.of`), and
-            settings by name: see `BaseTrainer.from_pretrained`.
+        tracking: Trackers besides the run's record; see `BaseTrainer.fit`.
+        **overrides: `train_dataset`, `eval_dataset` and `reward_funcs` as TRL calls them; how the
+            data's columns are read (`columns`, `answer_pattern`, `format`, `system_prompt`,
+            `prompt_template`, `drop_columns`, `task`: see `DataModule.of`); and settings by name:
+            see `BaseTrainer.from_pretrained`.
 
     Returns:
         The history of metrics, the checkpoint, and where it came from.
@@ -55,8 +61,10 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         ...     reward_fn=lambda prompt, response: float("correct" in response),
         ... )
     """
-    row_format = {key: overrides.pop(key) for key in RowFormat.accepted_keys() & overrides.keys()}
-    trainer = get_algorithm(algorithm).from_pretrained(model, **overrides)
+    of_fit = RowFormat.accepted_keys() | set(FIT_WORDS)
+    words = {key: overrides.pop(key) for key in of_fit & overrides.keys()}
+    found = algorithm_named(algorithm, overrides)
+    trainer = found.trainer.from_pretrained(model, **found.overrides)
     return trainer.fit(
         dataset,
         reward_fn=reward_fn,
@@ -65,5 +73,6 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         reference=reference,
         callbacks=callbacks,
         name=name,
-        **row_format,
+        tracking=tracking,
+        **words,
     )

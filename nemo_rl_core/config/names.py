@@ -12,6 +12,7 @@ from typing import Final
 from nemo_rl_core.errors import ConfigError, NemoRLError
 
 _MAX_SLIPS: Final = 2
+_MAX_BESIDE_HINTS: Final = 30
 _SHORT: Final = 3
 _LONG: Final = 8
 
@@ -65,10 +66,13 @@ def unknown_names(
     hints = {
         name: known(name) or name_hint(name, choices, renamed or {}) or otherwise for name in names
     }
+    # Dozens of choices would hide the hints.
+    listed = len(choices) <= _MAX_BESIDE_HINTS or otherwise in hints.values()
+    choices_said = f"one of {', '.join(choices)}" if listed else None
     fixes = [f"{name!r}: {hint}" if len(names) > 1 else hint for name, hint in hints.items()]
     return error(
         f"{problem} {', '.join(map(repr, names))}",
-        expected=expected or f"one of {', '.join(choices)}",
+        expected=expected or choices_said,
         got=", ".join(names),
         fix="; ".join(fixes),
     )

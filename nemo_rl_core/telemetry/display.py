@@ -169,7 +169,9 @@ class RichDisplay:
 
     def _resize(self) -> None:
         # rich reads the size from descriptors 0 to 2, of which two may be redirected to the log.
-        self._console.size = os.get_terminal_size(self._stream.fileno())
+        size = os.get_terminal_size(self._stream.fileno())
+        if size.columns and size.lines:  # some pseudo-terminals have none, and would show nothing
+            self._console.size = size
 
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")

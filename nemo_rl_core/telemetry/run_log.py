@@ -24,6 +24,13 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("ray", "vllm", "flytekit", "transformers", "datasets", "py.warnings")
 OURS = "nemo_rl_core"
 
+_open: "list[RunLog]" = []
+
+
+def is_logging() -> bool:
+    """Whether a run of this process has its log open."""
+    return bool(_open)
+
 
 class RunLog:
     """The log file of one run. A context manager; `close` restores the loggers.
@@ -45,6 +52,7 @@ class RunLog:
         logging.captureWarnings(True)
         self.route()
         self._unsubscribe = subscribe(self._route_again)
+        _open.append(self)
 
     @classmethod
     def start(cls, store: Store) -> "RunLog":
@@ -82,6 +90,8 @@ class RunLog:
     def close(self) -> None:
         """Restores the loggers and closes the file; idempotent."""
         self._unsubscribe()
+        if self in _open:
+            _open.remove(self)
         for name, (handlers, propagate, level) in self._before.items():
             library = logging.getLogger(name)
             library.handlers, library.propagate = handlers, propagate

@@ -19,6 +19,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader, load_records
 from nemo_rl_core.distributed.session import ClusterSession, connect
@@ -31,10 +32,17 @@ from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.defaults import with_defaults_of
-from nemo_rl_core.trainers.fitting import FitRequest, TrainResult, fit
+from nemo_rl_core.trainers.fitting import (
+    FitRequest,
+    FittedTrainer,
+    TrainResult,
+    as_tracking,
+    fit,
+)
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
-from nemo_rl_core.trainers.overrides import nested_overrides, refuse_unclaimed
+from nemo_rl_core.trainers.overrides import hint_of, nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.own import OwnParts
+from nemo_rl_core.trainers.peer_calls import TrainerArguments, fit_arguments, in_our_words
 from nemo_rl_core.trainers.plain import PlainSettings, plain_settings
 from nemo_rl_core.trainers.sections import rows_per_step, steps_of
 from nemo_rl_core.trainers.validation import ValidationRunner
@@ -45,7 +53,15 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=TrainerSettings)
 C = TypeVar("C", bound=LoopConfig)
 
-_FIT_OPTIONS = ("reward_fn", "reward_weights", "validation", "reference", "callbacks", "name")
+_FIT_OPTIONS = (
+    "reward_fn",
+    "reward_weights",
+    "validation",
+    "reference",
+    "callbacks",
+    "name",
+    "tracking",
+)
 
 
 @dataclass(frozen=True)
@@ -141,10 +157,22 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def __init__(
         self,
-        settings: TrainerSettings | Mapping[str, Any] | PolicyInterface,
+        settings: TrainerSettings
+        | Mapping[str, Any]
+        | PolicyInterface
+        | ModelConfig
+        | str
+        | Path
+        | None = None,
         session: ClusterSession | RayVirtualCluster | None = None,
         **overrides: Any,
     ) -> None:
+        arguments = self._in_our_words(settings, overrides)
+        settings, overrides, self._fit_arguments = (
+            arguments.settings,
+            arguments.overrides,
+            arguments.fit,
+        )
         self._given = settings if isinstance(settings, PretrainedPolicy) else None
         self._own = OwnParts.taken_from(settings, overrides, self.settings_class)
         self._refuse_unfit(self._own)
@@ -163,8 +191,24 @@ class BaseTrainer(ABC, Generic[S, C]):
         elif isinstance(settings, PolicyInterface):
             self.model = overrides.pop("model", None) or getattr(settings, "model_name", None)
             settings = self._build_config_from_pretrained(self.model or "", **overrides)
-        refuse_unclaimed(self.settings_class, dict(settings), overrides)
+        elif not isinstance(settings, TrainerSettings | Mapping):
+            self.model = settings
+            settings = self._build_config_from_pretrained(self.model, **overrides)
+            settings = with_defaults_of(self.model, settings, type(self))
+        refuse_unclaimed(self.settings_class, self.algorithm, dict(settings), overrides)
         self.settings = cast("S", self._checked(settings))
+
+    @classmethod
+    def _in_our_words(cls, settings: Any, overrides: dict[str, Any]) -> TrainerArguments:
+        field = cls.settings_class.model_fields.get(cls.algorithm)
+        return in_our_words(
+            settings,
+            overrides,
+            trainer=cls.__name__,
+            section=field.annotation if field else None,
+            name=cls.algorithm,
+            hint=hint_of(cls.settings_class, cls.algorithm),
+        )
 
     @classmethod
     def _refuse_unfit(cls, own: OwnParts) -> None:
@@ -205,7 +249,7 @@ class BaseTrainer(ABC, Generic[S, C]):
         own = OwnParts.taken_from(model, overrides, cls.settings_class)
         cls._refuse_unfit(own)
         config = cls._build_config_from_pretrained(model, **overrides)
-        refuse_unclaimed(cls.settings_class, config, overrides)
+        refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
         trainer = cls(with_defaults_of(model, config, cls))
         trainer.model, trainer._own = model, own
         trainer._session = own.session or trainer._session
@@ -239,7 +283,7 @@ class BaseTrainer(ABC, Generic[S, C]):
 
     def fit(
         self,
-        dataset: Any,
+        dataset: Any = None,
         *,
         reward_fn: Any = None,
         reward_weights: Sequence[float] | None = None,
@@ -247,13 +291,14 @@ class BaseTrainer(ABC, Generic[S, C]):
         reference: str | Path | ModelConfig | None = None,
         callbacks: Sequence[Callback] = (),
         name: str | None = None,
+        tracking: TrackingConfig | Mapping[str, Any] | None = None,
         **row_format: Any,
     ) -> TrainResult:
         """Trains on any data, in the store, with lineage.
 
         Args:
             dataset: A hub name, a file or folder, a list of dicts, a `datasets.Dataset`: see
-                `DataModule.of`.
+                `DataModule.of`. None takes what the trainer was made with, as TRL's are.
             reward_fn: A function of `completion` and what it names of the row (`prompt`, `answer`,
                 `metadata`, any column), one of lists of these, a list of such functions, or an
                 environment; for algorithms that score completions. None: the environment of the
@@ -263,12 +308,22 @@ class BaseTrainer(ABC, Generic[S, C]):
             reference: The reference or teacher; None takes the model itself.
             callbacks: Called in order at each hook.
             name: Of the run: an interrupted one of the same name and inputs is continued.
+            tracking: Trackers, as a recipe names them: `{"trackers": [{"kind": "tensorboard",
+                "folder": "logs"}]}`. The run is recorded in the store without any.
             **row_format: How the data's columns are read, such as `columns`, `answer_pattern` or
                 `system_prompt`: see `DataModule.of`.
 
         Raises:
             NemoRLError: For what cannot be used, before any worker starts.
         """
+        given = {
+            "dataset": dataset,
+            "reward_fn": reward_fn,
+            "reward_weights": reward_weights,
+            "validation": validation,
+            "callbacks": callbacks,
+        }
+        asked = fit_arguments(self._fit_arguments, given, row_format)
         RowFormat.of(row_format, beside=_FIT_OPTIONS)
         if self.model is None:
             raise ConfigError(
@@ -287,24 +342,27 @@ class BaseTrainer(ABC, Generic[S, C]):
             )
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
-            return self.run(self.run_spec(artifacts, work, scorer=scorer), callbacks=callbacks)
+            spec = self.run_spec(artifacts, work, scorer=scorer)
+            return self.run(spec, callbacks=asked["callbacks"])
 
         request = FitRequest(
             self.model,
-            dataset,
-            validation,
-            reward_fn,
-            reference,
-            name,
-            reward_weights=reward_weights,
+            asked["dataset"],
+            validation=asked["validation"],
+            reward_fn=asked["reward_fn"],
+            reference=reference,
+            name=name,
+            reward_weights=asked["reward_weights"],
             row_format=row_format,
+            tracking=as_tracking(tracking),
+            parts=self._own.objects,
         )
-        result = fit(self.algorithm, self.settings, request, run)
+        result = fit(FittedTrainer(self.algorithm, type(self), self.settings, run), request)
         if self._given is not None:
             self._given.go_on_from(result.checkpoint)
         return result
 
-    def train(self, dataset: Any, **options: Any) -> TrainResult:
+    def train(self, dataset: Any = None, **options: Any) -> TrainResult:
         """As `fit`, by the name that it has beside a policy: `DPOTrainer(policy).train(rows)`."""
         return self.fit(dataset, **options)
 

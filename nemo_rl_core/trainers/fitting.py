@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.loader import save_frame
@@ -21,14 +25,20 @@ from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tables import rows_of_frame
 from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
-from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.produce import StageInputs, StageResult, produce
+from nemo_rl_core.errors import ConfigError, StoreError
+from nemo_rl_core.produce import StageInputs, StageResult
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.object_source import object_source
+from nemo_rl_core.store.source_digest import source_digest
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.decks import training_deck
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.trainers.loop import RunResult
+from nemo_rl_core.trainers.recording import FitCall, UnrecordedStages, recorded_fit
 from nemo_rl_core.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -83,9 +93,11 @@ class FitRequest:
         reference: Hub name or folder of the reference or teacher; None takes `model`.
         row_format: How the columns of both are read, as `DataModule.of` takes it.
         name: Of the run. An interrupted run of the same name and inputs is continued, a finished
-            one is given back; without a name, every call trains anew. A function cannot be compared
-            with another, so `reward_fn` is none of these inputs: a new reward needs a new name.
+            one is given back; without a name, every call trains anew. The source of `reward_fn` and
+            of other objects of the user's is one of the inputs (`object_source`).
         reward_weights: Of the functions of a list.
+        tracking: Where metrics go besides the run's record.
+        parts: Objects of the user's that train or sample, by what they stand for.
     """
 
     model: str | Path | ModelConfig
@@ -96,27 +108,177 @@ class FitRequest:
     name: str | None = None
     reward_weights: Sequence[float] | None = None
     row_format: Mapping[str, Any] = field(default_factory=dict)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> tuple[Any, Any] | None:
+        """The reward with its weights; None for the environment of the settings."""
+        given = (self.reward_fn, self.reward_weights)
+        return None if given == (None, None) else given
 
 
-def fit(
-    algorithm: str, settings: TrainerSettings, request: FitRequest, run: RunOnArtifacts
-) -> TrainResult:
+@dataclass(frozen=True)
+class FittedTrainer:
+    """The trainer that `fit` trains with.
+
+    Attributes:
+        algorithm: Its name, which is the stage's too.
+        cls: Its class.
+        settings: Its settings.
+        run: Trains.
+    """
+
+    algorithm: str
+    cls: type
+    settings: TrainerSettings
+    run: RunOnArtifacts
+
+    @property
+    def source(self) -> str:
+        """Digest of the source that the training runs."""
+        return source_digest(self.cls.__module__)
+
+
+def fit(trainer: FittedTrainer, request: FitRequest) -> TrainResult:
     """Brings model and data into the store, trains, and publishes the result.
 
     Args:
-        algorithm: Its name, which is the stage's too.
-        settings: Of the trainer.
+        trainer: What trains.
         request: What to train, and on what.
-        run: Trains.
 
     Raises:
         NemoRLError: For a model, data or a reward that cannot be used, before a worker starts.
     """
-    scorer = _scorer(algorithm, settings, request)
+    scorer = _scorer(trainer.algorithm, trainer.settings, request)
+    with recorded_fit(_call(trainer, request)) as stages:
+        parents = _parents(stages, trainer.settings, request, scorer)
+        config = training_config(trainer.settings, request)
+        return train_on(trainer, config, parents, scorer, stages)
+
+
+def train_on(
+    trainer: FittedTrainer,
+    config: Mapping[str, Any],
+    parents: Mapping[str, Path],
+    scorer: Scorer | None,
+    stages: UnrecordedStages,
+) -> TrainResult:
+    """Trains on artifacts, as one stage.
+
+    Args:
+        trainer: What trains.
+        config: Of the manifest, and so of the key; see `training_config`.
+        parents: Artifacts by role; see `RunOnArtifacts`.
+        scorer: In place of the environment of the settings.
+        stages: Runs the stage.
+    """
+
+    def work(folder: Path) -> StageResult:
+        result = trainer.run(parents, folder, scorer)
+        summary, deck = training_deck(folder)
+        return result.made(summary=summary, deck=deck)
+
+    inputs = StageInputs(trainer.algorithm, dict(config), dict(parents), source=trainer.source)
+    return _result(stages.produce(inputs, work))
+
+
+def training_config(settings: TrainerSettings, request: FitRequest) -> dict[str, Any]:
+    """What a training's result depends on beside its artifacts: settings, run, the user's code."""
+    config = settings.model_dump(mode="json") | {"run": request.name or uuid.uuid4().hex}
+    sources = {name: type(part) for name, part in request.parts.items()}
+    if request.reward is not None:
+        config["reward_weights"] = request.reward_weights and [*request.reward_weights]
+        config["reward_fn"] = reward_name(request.reward_fn)
+        sources["reward_fn"] = request.reward_fn
+    if isinstance(settings, RolloutSettings):
+        config["reward_content"] = reward_content(settings.environment)
+    for name, value in sources.items():
+        source = object_source(value)
+        config[f"{name}_source"] = source.digest
+        if source.unknown and request.name:
+            logger.warning(
+                "%s refers to values of %s, which cannot be compared with an earlier run's: "
+                "the run %r begins anew in every process",
+                name,
+                ", ".join(source.unknown),
+                request.name,
+            )
+    return config
+
+
+def as_tracking(given: TrackingConfig | Mapping[str, Any] | None) -> TrackingConfig:
+    """The section `tracking`, from what `fit` was given.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    values = {"tracking": given if isinstance(given, TrackingConfig) else dict(given or {})}
+    try:
+        return TypeAdapter(dict[str, TrackingConfig]).validate_python(values)["tracking"]
+    except ValidationError as error:
+        raise describe(error, values) from error
+
+
+def reward_name(reward: Any) -> str:
+    """What a reward is called in records: a function's name, an object's class."""
+    if isinstance(reward, list | tuple):
+        return ", ".join(reward_name(each) for each in reward)
+    return str(getattr(reward, "__qualname__", type(reward).__qualname__))
+
+
+def _call(trainer: FittedTrainer, request: FitRequest) -> FitCall:
+    cls = trainer.cls
+    unrepeatable = [
+        f"the {name} is an object of yours, {type(part).__name__}, which no record holds"
+        for name, part in request.parts.items()
+    ]
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        unrepeatable.append(f"the trainer {cls.__qualname__} stands in no module")
+    given: dict[str, Any] = {
+        "model": _described(request.model),
+        "dataset": _described(request.dataset),
+        "settings": trainer.settings.model_dump(mode="json"),
+    }
+    for name in ("validation", "reference", "reward_weights", "row_format"):
+        value = getattr(request, name)
+        given |= {name: _described(value)} if value else {}
+    if request.reward is not None:
+        given["reward_fn"] = reward_name(request.reward_fn)
+    return FitCall(
+        f"{cls.__module__}:{cls.__qualname__}",
+        given,
+        name=request.name or "",
+        source=trainer.source,
+        tracking=request.tracking,
+        reward=request.reward,
+        unrepeatable=tuple(unrepeatable),
+    )
+
+
+def _described(value: Any) -> Any:
+    """A value for the record: names and configs as they are, rows by their number."""
+    if value is None or isinstance(value, BaseModel):
+        return value and value.model_dump(mode="json")
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _described(each) for key, each in value.items()}
+    count = f"{len(value)} rows in a " if hasattr(value, "__len__") else ""
+    is_short = isinstance(value, list | tuple) and all(isinstance(n, int | float) for n in value)
+    return [*value] if is_short else f"{count}{type(value).__name__}"
+
+
+def _parents(
+    stages: UnrecordedStages,
+    settings: TrainerSettings,
+    request: FitRequest,
+    scorer: Scorer | None,
+) -> dict[str, Path]:
     seed = settings.seed
-    parents = {"base": _model_artifact(request.model, seed)}
+    parents = {"base": _model_artifact(stages, request.model, seed)}
     if request.reference is not None:
-        parents["reference"] = _model_artifact(request.reference, seed)
+        parents["reference"] = _model_artifact(stages, request.reference, seed)
     data = DataModule.of(
         request.dataset,
         validation=request.validation,
@@ -129,14 +291,10 @@ def fit(
     )
     _refuse_incomplete_rows(data, settings, scorer)
     for part, frame in (("train", data.train), ("validation", data.validation)):
-        parents[part] = _data_artifact(part, frame, parents["base"], read_as=data.read_as)
-
-    def work(folder: Path) -> StageResult:
-        return run(parents, folder, scorer).made()
-
-    name = request.name or uuid.uuid4().hex
-    inputs = StageInputs(algorithm, settings.model_dump(mode="json") | {"run": name}, parents)
-    return _result(produce(inputs, work))
+        given = request.dataset if part == "train" else request.validation
+        about = {"read_as": data.read_as, "data": {"rows": _described(given)}}
+        parents[part] = _data_artifact(stages, part, frame, parents["base"], about)
+    return parents
 
 
 def _scorer(algorithm: str, settings: TrainerSettings, request: FitRequest) -> Scorer | None:
@@ -177,10 +335,13 @@ def _result(artifact: Path) -> TrainResult:
     return TrainResult(artifact, metrics, manifest.step or 0, manifest.cost.tokens)
 
 
-def _model_artifact(model: str | Path | ModelConfig, seed: int) -> Path:
+def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, seed: int) -> Path:
     config = PretrainedModel(name=str(model)) if isinstance(model, str | Path) else model
     settings: dict[str, Any] = {"model": config.model_dump(mode="json"), "seed": seed}
     folder = Path(config.name).expanduser()
+    trained = _trained_here(folder) if config.kind == "pretrained" else None
+    if trained is not None:
+        return trained
     if config.kind == "pretrained" and folder.is_dir():
         settings["content"] = hash_folder(folder)
 
@@ -188,10 +349,25 @@ def _model_artifact(model: str | Path | ModelConfig, seed: int) -> Path:
         count = materialize(config, target / "model", seed=seed)
         return StageResult("checkpoint", "hf", f"{config.name}, {count / 1e6:.2f} M parameters")
 
-    return produce(StageInputs("prepare_model", settings), work)
+    source = source_digest(materialize.__module__)
+    return stages.produce(StageInputs("prepare_model", settings, source=source), work)
 
 
-def _data_artifact(name: str, frame: Any, base: Path, *, read_as: str) -> Path:
+def _trained_here(folder: Path) -> Path | None:
+    """The checkpoint of this store whose model lies in the folder: its lineage goes on."""
+    artifact = folder.resolve().parent
+    if folder.name != "model" or artifact.parent != Store.default().artifacts:
+        return None
+    try:
+        manifest = Manifest.read(artifact)
+    except StoreError:
+        return None
+    return artifact if (manifest.kind, manifest.format) == ("checkpoint", "hf") else None
+
+
+def _data_artifact(
+    stages: UnrecordedStages, name: str, frame: Any, base: Path, about: Mapping[str, Any]
+) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         written = save_frame(frame, Path(scratch))
 
@@ -199,6 +375,7 @@ def _data_artifact(name: str, frame: Any, base: Path, *, read_as: str) -> Path:
             shutil.copyfile(written, folder / written.name)
             return StageResult("dataset", "parquet", f"{name} {len(frame)} rows")
 
-        settings = {"content": hash_file(written), "read_as": read_as}
-        inputs = StageInputs("prepare_data", settings, {"tokenizer": base}, part=name)
-        return produce(inputs, work)
+        config = {"content": hash_file(written), **about}
+        source = source_digest(DataModule.__module__)
+        inputs = StageInputs("prepare_data", config, {"tokenizer": base}, source, part=name)
+        return stages.produce(inputs, work)

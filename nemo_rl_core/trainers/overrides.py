@@ -1,14 +1,14 @@
 """Settings given by name alone, sorted into the sections they belong to."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.names import unknown_names
-from nemo_rl_core.config.peer_names import peer_hint
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.trainers.peer_calls import Hint, python_hint
 
 
 def nested_overrides(
@@ -42,14 +42,18 @@ def nested_overrides(
 
 
 def refuse_unclaimed(
-    settings_class: type[FrozenConfig], config: Mapping[str, Any], names: Iterable[str]
+    settings_class: type[FrozenConfig],
+    section: str,
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> None:
     """Refuses names that have come to stand nowhere in a config.
 
     Args:
         settings_class: What the config is checked against later; its settings are the choices.
+        section: Name of the algorithm's section.
         config: Sections and settings, as nested mappings.
-        names: Of overrides.
+        overrides: Values by name.
 
     Raises:
         ConfigError: For all such names; says the one that is meant, where that is clear.
@@ -61,7 +65,7 @@ def refuse_unclaimed(
     sections = _sections(settings_class).values()
     choices = {*claimed, *settings_class.model_fields}
     choices |= {key for kind in sections for key in kind.accepted_keys()}
-    unknown = [name for name in names if name not in claimed]
+    unknown = [name for name in overrides if name not in claimed]
     if unknown:
         raise unknown_names(
             "there is no setting",
@@ -69,8 +73,18 @@ def refuse_unclaimed(
             sorted(choices),
             otherwise="leave it out",
             renamed={old: new for kind in sections for old, new in kind.renamed.items()},
-            elsewhere=peer_hint,
+            elsewhere=lambda name: hint_of(settings_class, section)(name, overrides[name]),
         )
+
+
+def hint_of(settings_class: type[FrozenConfig], section: str) -> Hint:
+    """What to write for a setting of another framework, for a trainer of these settings."""
+    sections = _sections(settings_class)
+    names = {*settings_class.model_fields}.union(*(s.accepted_keys() for s in sections.values()))
+    whole = {*settings_class.model_fields}
+    return lambda name, value: python_hint(
+        name, value, section=section, names=names, sections=whole
+    )
 
 
 def _sections(settings_class: type[FrozenConfig]) -> dict[str, type[FrozenConfig]]:

@@ -33,6 +33,13 @@ class OwnParts:
         session = getattr(self.engine, "session", None)
         return session if isinstance(session, ClusterSession) else None
 
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The parts that there are, by name; not an engine of this project, which has settings."""
+        engine = None if self.session is not None else self.engine
+        parts = {"policy": self.policy, "engine": engine}
+        return {name: part for name, part in parts.items() if part is not None}
+
     @classmethod
     def taken_from(
         cls, given: Any, overrides: dict[str, Any], settings_class: type[FrozenConfig]

@@ -20,10 +20,12 @@ from tasks.cli.reproduction import (
     OutputRef,
     checkout,
     differences_from,
+    is_training,
     output_artifact,
     output_of,
     run_again,
     run_of,
+    train_again,
 )
 
 _MAX_TENSORS = 10
@@ -47,6 +49,7 @@ def reproduce(
     """Runs the workflow of CHECKPOINT again, and checks that the result is bit-identical.
 
     The whole workflow runs, with its recorded inputs, in a separate store without cached results.
+    A training that Python started runs on the artifacts and with the reward that it had.
     CHECKPOINT is given as in `nemo-rl lineage`. Exit code 0: equal; 1: not; 2: refused.
     """
     with History(Store.default()) as history:
@@ -64,7 +67,10 @@ def reproduce(
         if at_commit:
             apart = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemo-rl-source-"))
             source = stack.enter_context(checkout(execution.git_commit, Path(apart)))
-        code = run_again(execution, target, source=source)
+        if is_training(execution):
+            code = train_again(execution, artifact, target, source=source, anyway=anyway)
+        else:
+            code = run_again(execution, target, source=source)
     again = _reproduced_artifact(target, output, code)
     result = compare_artifacts(Path(artifact.path), Path(again.path))
     _report(artifact, again, result, execution)

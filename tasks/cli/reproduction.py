@@ -16,8 +16,8 @@ from nemo_rl_core.history.records import ArtifactRow, Execution
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import package_versions
+from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
-from tasks.platform.caching import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,10 +166,74 @@ def run_again(execution: Execution, store: Store, *, source: Path = ROOT) -> int
     inputs = store.root / "inputs.json"
     inputs.write_text(json.dumps(execution.inputs))
     workflow = source.joinpath(*module.split(".")).with_suffix(".py")
-    folder = Path(execution.folder)
     pyflyte = Path(sys.executable).with_name("pyflyte")
-    environment = {**os.environ, "NEMO_RL_HOME": str(store.root), "PYTHONPATH": str(source)}
     command = [str(pyflyte), "run", str(workflow), name, "--inputs-file", str(inputs)]
+    return _run_in(execution, store, command, source=source)
+
+
+def is_training(execution: Execution) -> bool:
+    """Whether a run is a training that Python started (`fit`), and no workflow."""
+    return "trainer" in execution.inputs
+
+
+def train_again(
+    execution: Execution,
+    artifact: ArtifactRow,
+    store: Store,
+    *,
+    source: Path = ROOT,
+    anyway: bool = False,
+) -> int:
+    """Repeats a training on the artifacts that it read; returns the command's exit code.
+
+    Args:
+        execution: The run of `fit`.
+        artifact: Its model.
+        store: A store without it.
+        source: As of `run_again`.
+        anyway: Whether a changed reward is used.
+
+    Raises:
+        StoreError: If a part of its inputs is not recorded, or gone.
+    """
+    parents = {each["role"]: each["path"] for each in artifact.manifest["parents"]}
+    reasons = [*execution.inputs.get("unrepeatable", ())]
+    if "settings" not in execution.inputs:
+        reasons.append("the run was itself a repetition")
+    elif artifact.kind != "checkpoint" or "train" not in parents:
+        reasons.append(f"{artifact.stage} is an input of the training, which is kept as it is")
+    reasons += [
+        f"its input {role}, {path}, is gone"
+        for role, path in parents.items()
+        if not Path(path).is_dir()
+    ]
+    if reasons:
+        raise StoreError(
+            f"{artifact.id} cannot be made again from its record",
+            expected="a training whose inputs are all recorded",
+            got="; ".join(reasons),
+            fix="run its script again",
+        )
+    from nemo_rl_core.trainers.repeating import Repetition
+
+    asked = store.root / "repetition.json"
+    store.root.mkdir(parents=True, exist_ok=True)
+    Repetition(
+        trainer=execution.inputs["trainer"],
+        settings=execution.inputs["settings"],
+        config=artifact.manifest["config"],
+        parents=parents,
+        run=str(Path(execution.log_path).parent),
+        anyway=anyway,
+    ).write(asked)
+    command = [sys.executable, "-m", "nemo_rl_core.trainers.repeating", str(asked)]
+    return _run_in(execution, store, command, source=source)
+
+
+def _run_in(execution: Execution, store: Store, command: list[str], *, source: Path) -> int:
+    """Runs a command where the run was, with the store and the source; returns its exit code."""
+    folder = Path(execution.folder)
+    environment = {**os.environ, "NEMO_RL_HOME": str(store.root), "PYTHONPATH": str(source)}
     return subprocess.run(
         command, cwd=folder if folder.is_dir() else source, env=environment, check=False
     ).returncode

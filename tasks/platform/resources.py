@@ -1,7 +1,7 @@
 """Resources of stages: Flyte's reservations per kind, and the shapes of Ray clusters.
 
 A recipe names a shape (`cluster: {shape: node_8gpu}`); this module defines it on a cluster.
-Resources do not change results and are not part of cache keys (see `tasks/platform/caching.py`).
+Resources do not change results and are not part of cache keys (`nemo_rl_core.store.source_digest`).
 """
 
 from collections import Counter

@@ -23,12 +23,12 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.manifest import package_versions
+from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.display import choose_display, show_on, summary_table
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
-from tasks.platform.caching import source_digest
 from tasks.platform.closing import closing_lines
 from tasks.platform.local import on_cluster
 from tasks.platform.preflight import preflight

@@ -13,12 +13,12 @@ from pydantic import BaseModel
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over
-from tasks.platform.caching import source_digest
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind, one_gpu
 

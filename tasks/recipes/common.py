@@ -32,8 +32,13 @@ from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
+from nemo_rl_core.environments.contents import (
+    data_content,
+    model_content,
+    reward_content,
+    with_source,
+)
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.contents import data_content, model_content, reward_content, with_source
 from tasks.recipes.recipe import Recipe, with_base
 
 _LOG = logging.getLogger(__name__)

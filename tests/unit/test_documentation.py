@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from generate import notebooks
 from generate.pipelines import pipelines
 
 from tests import documents
@@ -208,6 +209,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     named = Counter(re.findall(r"(?m)^ +- (?:Home: )?([\w/-]+\.md)$", text))
     docs = REPOSITORY / "docs"
     written = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} | {"changelog.md"}
+    written |= set(notebooks.pages())
     assert written == set(named)
     assert set(named.values()) == {1}
     assert yaml.safe_load(text)["strict"] is True

@@ -19,7 +19,7 @@ def main(root: Path) -> None:
     package = types.ModuleType("tasks")  # alone, without what its `__init__` imports
     package.__path__ = [str(root / "tasks")]
     sys.modules["tasks"] = package
-    from tasks.platform import caching
+    from nemo_rl_core.store import source_digest as caching
 
     touched = {file for files, _, _ in asked["edits"].values() for file in files}
     for path in (*root.glob("nemo_rl_core/**/*.py"), *root.glob("tasks/**/*.py")):

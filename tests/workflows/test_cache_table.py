@@ -29,8 +29,8 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 
 import tasks
+from nemo_rl_core.store import source_digest as caching
 from tasks import artifacts
-from tasks.platform import caching
 from tasks.recipes.convert import ConvertRecipe, plan_convert
 from tasks.recipes.distillation import DistillationRecipe, plan_distillation
 from tasks.recipes.evaluate import EvaluateRecipe, plan_evaluate

@@ -169,7 +169,7 @@ def test_a_stage_reserves_what_its_kind_needs(package: Package, name: str) -> No
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_is_cached_by_its_source(package: Package, name: str) -> None:
-    from tasks.platform.caching import source_digest
+    from nemo_rl_core.store.source_digest import source_digest
 
     metadata = package.stage(name).metadata
     assert metadata.discoverable

@@ -55,7 +55,7 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
     critic: Policy | OwnPolicy
 
     def __init__(
-        self, settings: Any, session: Any = None, *, critic: Any = None, **overrides: Any
+        self, settings: Any = None, session: Any = None, *, critic: Any = None, **overrides: Any
     ) -> None:
         self._own_critic = critic if isinstance(critic, PolicyInterface) else None
         if critic is not None and self._own_critic is None:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.config.peer_names import PEER_NAMES, peer_hint
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.overrides import refuse_unclaimed
@@ -94,8 +95,8 @@ def test_a_recipe_with_such_a_name_is_told(values: dict[str, Any], hint: str) ->
 
 
 def test_a_call_from_python_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"here it is generation\.max_new_tokens"):
-        refuse_unclaimed(GRPORecipe, {}, ["max_completion_length"])
+    with pytest.raises(ConfigError, match=r"fix: write max_new_tokens=64"):
+        refuse_unclaimed(GRPOSettings, "grpo", {}, {"max_completion_length": 64})
 
 
 def test_a_misspelt_name_is_none_of_them() -> None:

@@ -12,10 +12,10 @@ import pytest
 from nemo_rl_core.config.environment import PythonEnvironment
 from nemo_rl_core.environments import register_environment
 from nemo_rl_core.environments.adapt import EnvironmentScorer
+from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.targets import ENVIRONMENTS, find_environment, module_of
 from nemo_rl_core.errors import ConfigError
-from tasks.platform.contents import reward_content
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LOOKUP = '''

@@ -8,8 +8,8 @@ import pytest
 
 from nemo_rl_core.config.environment import RetrieverTool, ToolUse
 from nemo_rl_core.config.single_turn import RewardFunction
+from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.store.manifest import config_hash
-from tasks.platform.contents import reward_content
 from tasks.recipes.grpo import GRPORecipe, plan_grpo
 
 STAGES = ("model", "data", "sft", "grpo", "num_iterations", "evaluation", "promotion")

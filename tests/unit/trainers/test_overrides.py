@@ -162,7 +162,9 @@ def test_a_section_that_a_trainer_writes_over_loses_no_override_in_silence() -> 
     # `learning_rate` was put into the section that the trainer then replaced.
     config = {"sft": {"num_steps": 3}}
     with pytest.raises(ConfigError, match="no setting 'learning_rate'"):
-        refuse_unclaimed(SFTTrainer.settings_class, config, ["num_steps", "learning_rate"])
+        refuse_unclaimed(
+            SFTTrainer.settings_class, "sft", config, {"num_steps": 1, "learning_rate": 1.0}
+        )
 
 
 def test_a_preset_belongs_to_the_section_that_knows_it() -> None:

@@ -17,6 +17,16 @@ _LOSSES = {
     "num_engine_restarts": "engine restarts",
     "num_environment_restarts": "environment actors replaced",
 }
+_USUAL = (
+    "reward",
+    "loss",
+    "accuracy",
+    "validation_reward",
+    "validation_loss",
+    "completion_length",
+    "kl",
+    "grad_norm",
+)
 _COLUMNS = ["prompt", "completion", "answer", "reward", "advantage", "truncated"]
 
 
@@ -41,6 +51,16 @@ def curves(folder: Path, names: Sequence[str]) -> tuple[str, str]:
         total = sum(line.metrics.get(name, 0.0) for line in lines)
         summary += [f"{words} {total:.0f}"] if total else []
     return ", ".join(summary), charts
+
+
+def training_deck(folder: Path) -> tuple[str, str]:
+    """Curves and completions of any training: as `curves`, of the metrics that it has."""
+    lines = MetricsFile(folder / "metrics.jsonl").read()
+    found = {name for line in lines for name in line.metrics} - {"global_step"}
+    names = [name for name in _USUAL if name in found] or sorted(found)[:2]
+    summary, deck = curves(folder, names) if names else ("", "")
+    has_rollouts = any((folder / "rollouts").glob("step_*.parquet"))
+    return summary, deck + (last_rollouts(folder) if has_rollouts else "")
 
 
 def records(frame: "pd.DataFrame") -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.store.files import hash_file, hash_folder
-from tasks.platform.sources import SourceFile, read_source
+from nemo_rl_core.store.source_files import SourceFile, read_source
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 

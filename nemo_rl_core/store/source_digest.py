@@ -17,11 +17,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from nemo_rl_core.store.manifest import package_versions
-from tasks.platform.sources import SourceFile, keep_sources, read_source
-from tasks.platform.user_source import read_user_source
+from nemo_rl_core.store.source_files import SourceFile, keep_sources, read_source
+from nemo_rl_core.store.user_source import read_user_source
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
+OWN_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
+"""The packages of this project."""
 _REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
 """Registries name built-in classes by "module:Class": importing a registry costs nothing."""
 
@@ -36,8 +37,9 @@ NOT_OF_THE_RESULT = frozenset(
             "nemo_rl_core.telemetry.tracking",
         ),
         *(
+            "nemo_rl_core.store.source_digest",
+            "nemo_rl_core.store.source_files",
             "tasks.platform.attempts",
-            "tasks.platform.caching",
             "tasks.platform.failures",
             "tasks.platform.images",
             "tasks.platform.literal_types",
@@ -46,7 +48,6 @@ NOT_OF_THE_RESULT = frozenset(
             "tasks.platform.pods",
             "tasks.platform.ray_stage",
             "tasks.platform.resources",
-            "tasks.platform.sources",
         ),
     ]
 )
@@ -131,7 +132,7 @@ def source_digest(module: str) -> str:
     digest = hashlib.sha256()
     starts = [module]
     if _path(module) is None:
-        source = read_user_source(module, without=_PACKAGES)
+        source = read_user_source(module, without=OWN_PACKAGES)
         digest.update((source.digest or uuid4().hex).encode())
         starts = [name for each in source.imports for name in _of_project(each)]
     reached = {name for start in starts for name in reachable_modules(start)}
@@ -160,7 +161,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _distributions(package: str) -> tuple[str, ...]:
-    return () if package in _PACKAGES else _DISTRIBUTIONS.get(package, (package,))
+    return () if package in OWN_PACKAGES else _DISTRIBUTIONS.get(package, (package,))
 
 
 def reachable_modules(module: str) -> set[str]:
@@ -222,7 +223,7 @@ def _reached(module: str) -> frozenset[str]:
 
 
 def _of_project(name: str) -> Iterator[str]:
-    if name.partition(".")[0] in _PACKAGES:
+    if name.partition(".")[0] in OWN_PACKAGES:
         yield from _modules_of(name)
 
 

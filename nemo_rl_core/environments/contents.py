@@ -29,7 +29,7 @@ from nemo_rl_core.config.single_turn import (
 )
 from nemo_rl_core.environments.targets import module_of
 from nemo_rl_core.store.files import hash_file, hash_folder
-from tasks.platform.user_source import user_source
+from nemo_rl_core.store.user_source import user_source
 
 Section = TypeVar("Section", bound=FrozenConfig)
 

@@ -1,0 +1,241 @@
+"""Source digests of a user's objects: reward functions, environments, policies.
+
+What can be imported counts by the source of its module, as in a recipe (`user_source`). What cannot
+(a cell of a notebook, a script, a lambda, a function in a function) counts by its compiled code, by
+the values that it closes over, and by the globals that it reads, at any depth. So comments and
+layout do not count, and a helper in another cell does.
+"""
+
+import dis
+import functools
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import cloudpickle
+
+from nemo_rl_core.store.source_digest import OWN_PACKAGES, source_digest
+from nemo_rl_core.store.user_source import read_user_source
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), PurePath)
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+class ObjectSource(NamedTuple):
+    """What an object runs.
+
+    Attributes:
+        digest: 16 hex digits; equal objects have equal ones.
+        unknown: Names of the types of values that cannot be compared. Their objects have another
+            digest in every process.
+    """
+
+    digest: str
+    unknown: tuple[str, ...]
+
+
+def object_source(value: Any) -> ObjectSource:
+    """The digest of an object's code and of all that it refers to.
+
+    Example:
+        >>> object_source(lambda text: len(text)) == object_source(lambda text: len(text))
+        True
+        >>> object_source(lambda text: len(text)) == object_source(lambda text: -len(text))
+        False
+    """
+    walk = _Walk()
+    walk.add(value)
+    digest = hashlib.sha256("\n".join(walk.parts).encode(errors="backslashreplace"))
+    return ObjectSource(digest.hexdigest()[:16], tuple(dict.fromkeys(walk.unknown)))
+
+
+class _Walk:
+    """Collects the parts of one digest; each object once."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.unknown: list[str] = []
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # ids stay unique while objects live
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, _PLAIN):
+            self.parts.append(f"{type(value).__name__} {value!r}")
+            return
+        if id(value) in self._seen:
+            self.parts.append(f"again {self._seen[id(value)]}")
+            return
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)
+        self._add_new(value)
+
+    def _add_new(self, value: Any) -> None:
+        for kinds, add in _KINDS:
+            if isinstance(value, kinds):
+                add(self, value)
+                return
+        if hasattr(value, "__wrapped__"):  # functools.cache and wraps
+            self.add(value.__wrapped__)
+            return
+        self._add_instance(value)
+
+    def add_all(self, name: str, values: Iterable[Any]) -> None:
+        """Adds several values under a name, and their number."""
+        found = list(values)
+        self.parts.append(f"{name} {len(found)}")
+        for each in found:
+            self.add(each)
+
+    def add_mapping(self, value: Mapping[Any, Any]) -> None:
+        self.add_all("mapping", (part for pair in value.items() for part in pair))
+
+    def add_set(self, value: Any) -> None:
+        self.parts.append("set " + " ".join(sorted(object_source(each).digest for each in value)))
+
+    def add_function(self, function: FunctionType) -> None:
+        is_importable = self._add_module_of(function)
+        # Of several lambdas in a module, and functions in functions, each has its own code.
+        if not is_importable or "<" in function.__qualname__:
+            self.add_code(function.__code__, function.__doc__)
+        if not is_importable:
+            read = {
+                name: function.__globals__[name]
+                for name in sorted(set(_globals_read(function.__code__)))
+                if name in function.__globals__
+            }
+            self.add_mapping(read)
+        cells = [_content(each) for each in function.__closure__ or ()]
+        self.add_all("closes over", cells)
+        self.add_all("defaults", function.__defaults__ or ())
+        self.add_mapping(function.__kwdefaults__ or {})
+
+    def add_code(self, code: CodeType, doc: str | None = None) -> None:
+        """Compiled code without its places in a file; the docstring is its first constant."""
+        constants = list(code.co_consts)
+        if doc is not None and constants[:1] == [doc]:
+            constants[0] = None
+        self.parts.append(code.co_code.hex())
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        self.add_all("code", (*names, code.co_flags, code.co_exceptiontable, *constants))
+        for module in _modules_imported(code):
+            self.parts.append(f"import {module} {_source_of_module(module)}")
+
+    def add_class(self, cls: type) -> None:
+        if self._add_module_of(cls) and "<" not in cls.__qualname__:
+            return
+        self.add_all("bases", cls.__bases__)
+        own = {
+            name: part
+            for name, part in sorted(vars(cls).items())
+            if name not in ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__")
+        }
+        self.add_mapping(own)
+
+    def add_module(self, module: ModuleType) -> None:
+        self.parts.append(f"module {module.__name__} {_source_of_module(module.__name__)}")
+
+    def add_method(self, method: MethodType) -> None:
+        self.add_all("method", (method.__func__, method.__self__))
+
+    def add_partial(self, partial: "functools.partial[Any]") -> None:
+        self.add_all("partial", (partial.func, partial.args, partial.keywords))
+
+    def add_property(self, value: property) -> None:
+        self.add_all("property", (value.fget, value.fset, value.fdel))
+
+    def _add_module_of(self, value: FunctionType | type) -> bool:
+        """Adds the source of the module that defines it; False if it cannot be imported."""
+        module = value.__module__ or "__main__"
+        source = _source_of_module(module)
+        if source:
+            self.parts.append(f"{module}:{value.__qualname__} {source}")
+        return bool(source)
+
+    def _add_instance(self, value: Any) -> None:
+        cls = type(value)
+        state = getattr(value, "__dict__", None)
+        if isinstance(state, dict) and not _is_installed(cls.__module__):
+            self.add_all("instance", (cls, state))
+            return
+        try:
+            self.parts.append(hashlib.sha256(cloudpickle.dumps(value)).hexdigest())
+        # Named fault boundary: any object may refuse to be pickled, with any error.
+        except Exception:  # noqa: BLE001
+            self.unknown.append(f"{cls.__module__}.{cls.__qualname__}")
+            self.parts.append(uuid4().hex)
+
+
+def _globals_read(code: CodeType) -> Iterator[str]:
+    for each in _codes(code):
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in _READS:
+                yield str(instruction.argval)
+
+
+def _modules_imported(code: CodeType) -> list[str]:
+    found = {
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "IMPORT_NAME" and instruction.argval
+    }
+    return sorted(found)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of functions within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module comes with Python or a package, which has a version."""
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return module != "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return bool(file) and any(Path(str(file)).is_relative_to(each) for each in _INSTALLED)
+
+
+@functools.cache
+def _source_of_module(module: str) -> str:
+    """A digest of a module's source, or its package's version; empty if it cannot be imported."""
+    top = module.partition(".")[0]
+    if module == "__main__":
+        return ""
+    if top in sys.stdlib_module_names:
+        return "python"
+    if top not in OWN_PACKAGES and not read_user_source(module, without=OWN_PACKAGES).digest:
+        return ""
+    return source_digest(module)
+
+
+_KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
+    ((list, tuple), lambda walk, value: walk.add_all(type(value).__name__, value)),
+    (dict, _Walk.add_mapping),
+    ((set, frozenset), _Walk.add_set),
+    (CodeType, _Walk.add_code),
+    (FunctionType, _Walk.add_function),
+    (MethodType, _Walk.add_method),
+    (BuiltinFunctionType, lambda walk, value: walk.parts.append(f"built in {value.__qualname__}")),
+    (type, _Walk.add_class),
+    (ModuleType, _Walk.add_module),
+    (functools.partial, _Walk.add_partial),
+    (property, _Walk.add_property),
+    ((staticmethod, classmethod), lambda walk, value: walk.add(value.__func__)),
+    (re.Pattern, lambda walk, value: walk.add_all("pattern", (value.pattern, value.flags))),
+)

@@ -1,0 +1,337 @@
+"""The record of a training that Python started: an execution whose nodes are its stages.
+
+A pipeline's run is recorded by `tasks.platform.run`. A call of `fit` within a stage of a pipeline
+is part of that run, and has no record of its own.
+"""
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from nemo_rl_core.config.tracking import TrackingConfig
+from nemo_rl_core.errors import NemoRLError, StoreError
+from nemo_rl_core.history.records import State, Value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.produce import StageInputs, StageResult, produce
+from nemo_rl_core.store.git import git_state
+from nemo_rl_core.store.manifest import Cost, Manifest, package_versions
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.events import (
+    ArtifactMade,
+    Event,
+    MachineSample,
+    StageRecord,
+    StageResumed,
+    StageStarted,
+    publish,
+    subscribe,
+)
+from nemo_rl_core.telemetry.notebook import in_notebook
+from nemo_rl_core.telemetry.python_output import program_output
+from nemo_rl_core.telemetry.run_log import RunLog, is_logging
+from nemo_rl_core.telemetry.tracking import tracked
+from nemo_rl_core.types import StepReport
+
+_MAX_ERROR_CHARACTERS = 4000
+_REWARD = "reward_fn.pickle"
+"""The reward of the run, in the run's folder."""
+
+
+@dataclass(frozen=True)
+class FitCall:
+    """What `fit` was called with, for the record.
+
+    Attributes:
+        trainer: `module:Class` of the trainer.
+        inputs: What was given, as JSON values.
+        name: Of the run; empty without one.
+        source: Digest of the trainer's source.
+        tracking: Where metrics go besides.
+        reward: What was given as `reward_fn` and `reward_weights`; None for neither.
+        unrepeatable: Why another process cannot repeat the run, as sentences.
+    """
+
+    trainer: str
+    inputs: Mapping[str, Any]
+    name: str = ""
+    source: str = ""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    reward: tuple[Any, Any] | None = None
+    unrepeatable: tuple[str, ...] = ()
+
+
+class UnrecordedStages:
+    """Stages that are recorded elsewhere, or nowhere."""
+
+    def produce(self, inputs: StageInputs, work: Callable[[Path], StageResult]) -> Path:
+        """Runs a stage; see `nemo_rl_core.produce.produce`."""
+        return produce(inputs, work)
+
+
+class RecordedStages(UnrecordedStages):
+    """Stages as nodes of an execution.
+
+    Args:
+        writer: Of the execution.
+        log_path: The run's log; its length marks the parts of nodes.
+        module: Of the trainer.
+
+    Attributes:
+        records: The stages that have ended.
+        stopped_at: Where the run failed or was stopped; empty before.
+    """
+
+    def __init__(self, writer: HistoryWriter, log_path: Path, module: str) -> None:
+        self.records: list[StageRecord] = []
+        self.stopped_at = ""
+        self._writer, self._log_path, self._module = writer, log_path, module
+        self._node: int | None = None
+        self._step = ""
+        self._makers: dict[Path, int | None] = {}
+        self._made: set[Path] = set()
+
+    def produce(self, inputs: StageInputs, work: Callable[[Path], StageResult]) -> Path:
+        """Runs a stage as a node of the execution."""
+        name, self._step = f"{inputs.stage} {inputs.part}".strip(), ""
+        node = self._begin(name, inputs)
+        publish(StageStarted(name))
+        began = time.monotonic()
+        try:
+            with usage.measured() as spent:
+                artifact = produce(inputs, work)
+        except BaseException as error:
+            cost = _cost_so_far(spent, wall_seconds=time.monotonic() - began)
+            self._fail(node, name, error, cost)
+            raise
+        finally:
+            self._node = None
+        self._end(node, name, artifact, seconds=time.monotonic() - began)
+        return artifact
+
+    def closing_lines(self) -> list[str]:
+        """Where the last artifact lies, and the command that shows where it came from."""
+        artifact = next(reversed(self._makers), None)
+        if artifact is None:
+            return []
+        program = Path(sys.executable).with_name("nemo-rl")
+        model = [f"model: {artifact / 'model'}"] if (artifact / "model").is_dir() else []
+        return [*model, f"lineage: {program} lineage {artifact.name}"]
+
+    def listen(self, event: Event) -> None:
+        """Records events: steps, resumes, new artifacts, the machine's load."""
+        match event:
+            case StepReport(metrics=metrics, timings=timings):
+                step = int(metrics.get("global_step", event.step))
+                self._step = f"step {event.step} of {event.num_steps}"
+                spent = {f"timings/{name}": value for name, value in timings.items()}
+                self._writer.log_metrics(self._node, step, metrics | spent)
+            case MachineSample(second, figures):
+                load = {f"machine/{name}": value for name, value in figures.items()}
+                self._writer.log_metrics(self._node, second, load)
+            case StageResumed(step):
+                self._writer.resumed(self._node, step)
+            case ArtifactMade(folder):
+                self._made.add(folder)
+
+    def _begin(self, name: str, inputs: StageInputs) -> int | None:
+        values = [as_value("config", "config", inputs.settings)]
+        values += [_artifact_value(role, folder) for role, folder in inputs.parents.items()]
+        self._node = node = self._writer.begin_node(
+            name,
+            task=f"{self._module}.{inputs.stage}",
+            kind="task",
+            inputs=values,
+            log_from=self._log_bytes(),
+        )
+        for role, folder in inputs.parents.items():
+            self._writer.connect(self._makers.get(folder), "artifact", node, role)
+        return node
+
+    def _fail(self, node: int | None, name: str, error: BaseException, cost: Cost) -> None:
+        self.stopped_at = f"{self._step} of {name}" if self._step else name
+        end = NodeEnd(
+            end_state(error),
+            error=self.error_text(error),
+            cost=cost.model_dump(),
+            log_to=self._log_bytes(),
+        )
+        self._writer.end_node(node, end)
+        self._tell(StageRecord(name, "failed", cost.wall_seconds, cost=cost))
+
+    def error_text(self, error: BaseException) -> str:
+        """The recorded text of an error, or where the run was when it was stopped."""
+        if isinstance(error, KeyboardInterrupt):
+            return f"stopped from outside at {self.stopped_at or 'its start'}"
+        text = str(error) if isinstance(error, NemoRLError) else f"{type(error).__name__}: {error}"
+        return text[:_MAX_ERROR_CHARACTERS]
+
+    def _end(self, node: int | None, name: str, artifact: Path, *, seconds: float) -> None:
+        manifest, is_new = Manifest.read(artifact), artifact in self._made
+        cost = manifest.cost if is_new else Cost()
+        summary = (artifact / "summary.txt").read_text()
+        self._makers[artifact] = node
+        self._writer.end_node(
+            node,
+            NodeEnd(
+                "succeeded" if is_new else "cached",
+                outputs=[_artifact_value("artifact", artifact)],
+                made=[(artifact, manifest)],
+                deck_path=_deck(artifact),
+                cost=cost.model_dump(),
+                summary=summary,
+                log_to=self._log_bytes(),
+            ),
+        )
+        self._tell(
+            StageRecord(
+                name,
+                "ran" if is_new else "cached",
+                seconds,
+                tokens=cost.tokens,
+                peak_memory_gib=cost.peak_memory_gib,
+                note=summary,
+                cost=cost,
+            )
+        )
+
+    def _tell(self, record: StageRecord) -> None:
+        self.records.append(record)
+        publish(record)
+
+    def _log_bytes(self) -> int | None:
+        try:
+            return self._log_path.stat().st_size
+        except OSError:
+            return None
+
+
+@contextmanager
+def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
+    """Records what happens within it as a run: its log, its nodes, its progress, its trackers.
+
+    Raises:
+        StoreError: If the store cannot be written.
+    """
+    if is_logging() or "FLYTE_INTERNAL_EXECUTION_ID" in os.environ:
+        yield UnrecordedStages()
+        return
+    store = Store.default()
+    store.check_writable()
+    with ExitStack() as stack:
+        log = stack.enter_context(RunLog.start(store))
+        output = stack.enter_context(program_output(log.path))
+        writer = HistoryWriter(store, log.folder.name)
+        unrepeatable = [*call.unrepeatable, *_keep_reward(call.reward, log.folder)]
+        writer.begin(_execution(call, unrepeatable, log.path))
+        stages = RecordedStages(writer, log.path, call.trainer.partition(":")[0])
+        stack.callback(subscribe(stages.listen))
+        stack.enter_context(tracked(call.tracking, log.folder.name))
+        try:
+            yield stages
+        except BaseException as error:
+            log.trace(error)
+            writer.end(end_state(error), stages.error_text(error))
+            for line in _ways_on(error, stages, call.name):
+                error.add_note(line)
+            error.add_note(f"log: {log.path}")
+            raise
+        writer.end("succeeded")
+        output.closing(stages.records, [*stages.closing_lines(), f"log: {log.path}"])
+
+
+def end_state(error: BaseException) -> State:
+    """The state of a run or a stage that an error ended."""
+    return "failed" if isinstance(error, Exception) else "aborted"
+
+
+def _ways_on(error: BaseException, stages: RecordedStages, name: str) -> list[str]:
+    if not isinstance(error, KeyboardInterrupt):
+        return []
+    on = (
+        f"the same call goes on from its last save (name={name!r})"
+        if name
+        else "a run with a name can go on from its last save: name=..."
+    )
+    return [stages.error_text(error), on]
+
+
+def _cost_so_far(spent: usage.Spent, *, wall_seconds: float) -> Cost:
+    return Cost(
+        wall_seconds=round(wall_seconds, 3),
+        cpu_seconds=round(spent.cpu_seconds, 3),
+        tokens=spent.trained_tokens or spent.generated_tokens,
+        generated_tokens=spent.generated_tokens,
+        trained_tokens=spent.trained_tokens,
+        flops=spent.flops,
+    )
+
+
+def read_reward(folder: Path) -> tuple[Any, Any] | None:
+    """The `reward_fn` and `reward_weights` of a recorded run, from its folder; None without any.
+
+    Raises:
+        StoreError: If they cannot be read, such as for a module that is not here.
+    """
+    file = folder / _REWARD
+    if not file.is_file():
+        return None
+    try:
+        # Written by this user's own run, into this user's own store.
+        reward_fn, weights = pickle.loads(file.read_bytes())  # noqa: S301
+    # Named fault boundary: a pickle imports what it names, which may raise anything.
+    except Exception as error:
+        raise StoreError(
+            f"the reward of the run {folder.name} cannot be read",
+            expected=f"what {file} names, importable from {Path.cwd()}",
+            got=f"{type(error).__name__}: {error}",
+            fix="restore the module of the reward function",
+        ) from error
+    return reward_fn, weights
+
+
+def _keep_reward(reward: tuple[Any, Any] | None, folder: Path) -> list[str]:
+    """Keeps the reward for a repetition; returns why it cannot be kept, if so."""
+    if reward is None:
+        return []
+    try:
+        (folder / _REWARD).write_bytes(cloudpickle.dumps(reward))
+    # Named fault boundary: a user's object may refuse to be pickled, with any error.
+    except Exception as error:  # noqa: BLE001
+        return [f"reward_fn cannot be kept ({type(error).__name__}: {str(error)[:200]})"]
+    return []
+
+
+def _execution(call: FitCall, unrepeatable: list[str], log_path: Path) -> NewExecution:
+    commit, dirty = git_state(Path(__file__).parent)
+    module, _, name = call.trainer.partition(":")
+    return NewExecution(
+        workflow=f"{module}.{name}",
+        recipe=call.name,
+        command=["notebook"] if in_notebook() else ["python", *sys.argv],
+        inputs={"trainer": call.trainer, **call.inputs, "unrepeatable": unrepeatable},
+        log_path=log_path,
+        git_commit=commit,
+        git_dirty=dirty,
+        packages=package_versions(),
+        source_digest=call.source,
+    )
+
+
+def _artifact_value(name: str, folder: Path) -> Value:
+    manifest = Manifest.read(folder)
+    shown = {"directory": {"path": str(folder)}, "stage": manifest.stage}
+    return as_value(name, manifest.kind, shown, manifest.name or folder.name)
+
+
+def _deck(artifact: Path) -> str:
+    deck = artifact / "deck.html"
+    return str(deck) if deck.is_file() and deck.stat().st_size else ""
