@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.store.files import hash_file
+from nemo_rl_core.store.files import hash_file, while_hashing
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.integrity import (
     hash_content,
@@ -32,6 +32,7 @@ from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.events import ArtifactMade, publish
+from nemo_rl_core.telemetry.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def produce(
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
         store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
-        refuse_damaged(store, parent)
+        with _hashing(f"checking {parent.name}"):
+            refuse_damaged(store, parent)
     key = inputs.key
     if is_dry_run():
         artifact = store.published(stage, key)
@@ -168,6 +170,13 @@ def produce(
         artifact = store.publish(folder, stage=stage, content_hash=digest)
         publish(ArtifactMade(artifact))
         return artifact
+
+
+@contextmanager
+def _hashing(text: str) -> Iterator[None]:
+    """Shows how many bytes are hashed within it."""
+    with waiting(text, unit="bytes") as wait, while_hashing(wait.advance):
+        yield
 
 
 def _cost(
@@ -228,12 +237,15 @@ def _manifest(
     commit, dirty = git_state(Path(__file__).parent)
     cluster = _cluster(inputs)
     hash_of = functools.cache(hash_file)  # weights are a part of the content
+    with _hashing(f"hashing the result of {inputs.stage}"):
+        content_hash = hash_content(folder, hash_of)
+        weights_hash = hash_weights(folder, hash_of)
     return Manifest(
         kind=made.kind,
         format=made.format,
         stage=f"{inputs.stage} {inputs.part}".strip(),
-        content_hash=hash_content(folder, hash_of),
-        weights_hash=hash_weights(folder, hash_of),
+        content_hash=content_hash,
+        weights_hash=weights_hash,
         step=made.step,
         config_hash=config_hash(inputs.settings),
         config=inputs.settings,

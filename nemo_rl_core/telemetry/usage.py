@@ -85,11 +85,16 @@ def cpu_seconds() -> float:
 
 @contextmanager
 def measured() -> Iterator[Spent]:
-    """Measures the usage inside; a worker started inside counts from its start."""
+    """Measures the usage inside, also of work that fails.
+
+    A worker started inside counts from its start.
+    """
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
-    yield spent
-    spent.cpu_seconds = cpu_seconds() - start
-    spent.generated_tokens = _total.generated_tokens - before.generated_tokens
-    spent.trained_tokens = _total.trained_tokens - before.trained_tokens
-    spent.flops = _total.flops - before.flops
+    try:
+        yield spent
+    finally:
+        spent.cpu_seconds = cpu_seconds() - start
+        spent.generated_tokens = _total.generated_tokens - before.generated_tokens
+        spent.trained_tokens = _total.trained_tokens - before.trained_tokens
+        spent.flops = _total.flops - before.flops
