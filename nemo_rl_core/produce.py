@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.store.files import hash_file, while_hashing
+from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.integrity import (
     hash_content,
@@ -32,7 +32,7 @@ from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.events import ArtifactMade, publish
-from nemo_rl_core.telemetry.waiting import waiting
+from nemo_rl_core.telemetry.waiting import waiting_for_hashes
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def produce(
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
         store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
-        with _hashing(f"checking {parent.name}"):
+        with waiting_for_hashes(f"checking {parent.name}"):
             refuse_damaged(store, parent)
     key = inputs.key
     if is_dry_run():
@@ -170,13 +170,6 @@ def produce(
         artifact = store.publish(folder, stage=stage, content_hash=digest)
         publish(ArtifactMade(artifact))
         return artifact
-
-
-@contextmanager
-def _hashing(text: str) -> Iterator[None]:
-    """Shows how many bytes are hashed within it."""
-    with waiting(text, unit="bytes") as wait, while_hashing(wait.advance):
-        yield
 
 
 def _cost(
@@ -237,7 +230,7 @@ def _manifest(
     commit, dirty = git_state(Path(__file__).parent)
     cluster = _cluster(inputs)
     hash_of = functools.cache(hash_file)  # weights are a part of the content
-    with _hashing(f"hashing the result of {inputs.stage}"):
+    with waiting_for_hashes(f"hashing the result of {inputs.stage}"):
         content_hash = hash_content(folder, hash_of)
         weights_hash = hash_weights(folder, hash_of)
     return Manifest(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from nemo_rl_core.store.files import while_hashing
 from nemo_rl_core.telemetry.events import Waiting, publish
 
 _SECONDS_BETWEEN_EVENTS = 0.25
@@ -106,6 +107,13 @@ def waiting_for_files(text: str, *folders: Path) -> Iterator[None]:
         finally:
             over.set()
             thread.join()
+
+
+@contextmanager
+def waiting_for_hashes(text: str) -> Iterator[None]:
+    """As `waiting`, and shows how many bytes this thread hashes within it."""
+    with waiting(text, unit="bytes") as wait, while_hashing(wait.advance):
+        yield
 
 
 def _num_bytes(folders: Sequence[Path]) -> int:

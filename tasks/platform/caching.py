@@ -49,6 +49,8 @@ NOT_OF_THE_RESULT = frozenset(
             "tasks.platform.ray_stage",
             "tasks.platform.resources",
             "tasks.platform.sources",
+            "tasks.platform.starting",
+            "tasks.platform.stopping",
         ),
     ]
 )

@@ -31,6 +31,7 @@ from nemo_rl_core.telemetry.display import choose_display, show_on, summary_tabl
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
+from tasks.platform import starting
 from tasks.platform.caching import source_digest
 from tasks.platform.closing import closing_lines
 from tasks.platform.local import on_cluster
@@ -71,6 +72,7 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
         RunFailed: For every error; the traceback is in the run's log.
         SystemExit: If a command is stopped from outside; see `StopSignals`.
     """
+    starting.end()
     with StopSignals() as signals:
         store = _checked_store(inputs)
         ray_was_running = _ray_runs()

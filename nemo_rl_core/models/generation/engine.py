@@ -294,7 +294,8 @@ class Generation(GenerationInterface):
         Raises:
             ConsistencyError: If it is past the bounds of the gate.
         """
-        return self._checked(self._completed(self._proof_prompts, greedy=False), policy)
+        with waiting("checking the engine against the trainer"):
+            return self._checked(self._completed(self._proof_prompts, greedy=False), policy)
 
     def _prove_update(self, policy: Policy) -> None:
         """Later errors show in what a step has sampled, which its gate compares."""
