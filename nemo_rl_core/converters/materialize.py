@@ -70,8 +70,9 @@ def _write_generation_config(folder: Path, tokenizer: Any) -> None:
 
 
 def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    with waiting("importing torch and transformers"):
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 

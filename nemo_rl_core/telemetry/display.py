@@ -32,6 +32,8 @@ _STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "stoppe
 _SECONDS_OF_SILENCE = (5.0, 10.0, 20.0, 40.0, 60.0)
 """How long a plain display is silent before each line that says what is waited for; then the last
 of these."""
+_SECONDS_OF_A_WAIT = 1.0
+"""A shorter one is over before its line is read."""
 _TICK_SECONDS = 0.5
 
 
@@ -147,7 +149,8 @@ class PlainDisplay:
             with self._lock:
                 line = self._now.line()
                 # Slow steps say enough themselves; a wait is what a reader asks about.
-                tick = self._num_ticks if self._now.wait.text else len(_SECONDS_OF_SILENCE)
+                is_waiting = self._now.wait.text and self._now.seconds_waited >= _SECONDS_OF_A_WAIT
+                tick = self._num_ticks if is_waiting else len(_SECONDS_OF_SILENCE)
                 due = _SECONDS_OF_SILENCE[min(tick, len(_SECONDS_OF_SILENCE) - 1)]
                 if not line or time.perf_counter() - self._spoke < due:
                     continue
@@ -342,11 +345,16 @@ class _Now:
         """Time since the stage's start; empty where none runs."""
         return clock(time.perf_counter() - self._stage_began) if self.stage else ""
 
+    @property
+    def seconds_waited(self) -> float:
+        """Time since the start of the wait."""
+        return time.perf_counter() - self._wait_began
+
     def waited(self) -> str:
         """What is waited for, how far it is, and since when; empty for nothing."""
         if not self.wait.text:
             return ""
-        parts = [self.wait.text, _amount(self.wait), clock(time.perf_counter() - self._wait_began)]
+        parts = [self.wait.text, _amount(self.wait), clock(self.seconds_waited)]
         return "  ".join(part for part in parts if part)
 
     def line(self) -> str:

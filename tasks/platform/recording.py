@@ -62,6 +62,7 @@ class NodeCall:
         given: The inputs as plain values, and their sources.
         executed: Whether it ran; False for a cache hit of flytekit.
         has_made: Whether it has made an artifact; a stage may find in the store what it would make.
+        num_tokens: Tokens in the loss of its steps so far.
         spent: What its work has used; complete when it has ended.
         place: How far it is, for a run that is stopped.
     """
@@ -75,6 +76,7 @@ class NodeCall:
     began: float = field(default_factory=time.monotonic)
     executed: bool = False
     has_made: bool = False
+    num_tokens: int = 0
     spent: usage.Spent = field(default_factory=usage.Spent)
     place: StopPlace = field(default_factory=StopPlace)
 
@@ -152,6 +154,7 @@ class Recorder:
                 step = int(metrics.get("global_step", event.step))
                 place.step, place.num_steps = event.step, event.num_steps
                 place.first_step = step - event.step
+                self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
                 spent = {f"timings/{name}": value for name, value in timings.items()}
                 self._writer.log_metrics(node, step, metrics | spent)
             case MachineSample(second, figures):
@@ -306,7 +309,7 @@ def _spent(call: NodeCall) -> Cost:
     return Cost(
         wall_seconds=round(time.monotonic() - call.began, 3),
         cpu_seconds=round(spent.cpu_seconds, 3),
-        tokens=spent.trained_tokens or spent.generated_tokens,
+        tokens=call.num_tokens or spent.generated_tokens,
         generated_tokens=spent.generated_tokens,
         trained_tokens=spent.trained_tokens,
         flops=spent.flops,

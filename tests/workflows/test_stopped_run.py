@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.history.queries import History
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from tests.commands import RECIPE, Run, end_group, run, start
 
@@ -49,7 +50,9 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     resumed, whole = (run(SMALL, tmp_path / name, SFT) for name in ("store", "other"))
     assert (resumed.exit_code, whole.exit_code) == (0, 0), resumed.output[-2000:]
     assert f"sft {int(saved) + 1}/40" in resumed.output and "sft 1/40" not in resumed.output
-    assert resumed.artifact("train_sft").name == whole.artifact("train_sft").name
+    trained = [Manifest.read(each.artifact("train_sft")) for each in (resumed, whole)]
+    assert trained[0].weights_hash == trained[1].weights_hash
+    assert trained[0].content_hash == trained[1].content_hash
     assert resumed.metrics("train_sft") == whole.metrics("train_sft")
     assert resumed.lines[-1].startswith("run: "), "no repr of what the workflow returns"
     with History(Store(tmp_path / "store")) as history:

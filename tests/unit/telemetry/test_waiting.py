@@ -77,6 +77,7 @@ def test_a_pipe_says_what_is_waited_for(
 ) -> None:
     monkeypatch.setattr(displays, "_SECONDS_OF_SILENCE", (0.0, 1e9))
     monkeypatch.setattr(displays, "_TICK_SECONDS", 0.001)
+    monkeypatch.setattr(displays, "_SECONDS_OF_A_WAIT", 0.0)
     if not wait.text:  # without a wait, a stage is named after the longest silence alone
         monkeypatch.setattr(displays, "_SECONDS_OF_SILENCE", (0.0,))
     stream = io.StringIO()
