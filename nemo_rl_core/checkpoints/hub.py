@@ -53,9 +53,9 @@ def hub_folder(kind: str, name: str) -> Path:
         name: As `organization/name`.
     """
     from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+    # Not by `repo_folder_name`, which refuses what is no name: the download's own error is better.
+    return Path(constants.HF_HUB_CACHE) / "--".join([f"{kind}s", *name.split("/")])
 
 
 def _unreachable(endpoint: str) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.checkpoints.hub import hub_folder
+
 COMMIT = "0" * 40
 FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": b"weights"}
 
@@ -167,4 +169,5 @@ def test_a_model_of_a_mirror_is_found_again_without_it(
     assert missing[2].startswith(f"  got: no answer from {closed}: ")
     loaded = Path(python(_LOAD, HF_ENDPOINT=address(mirror))["org/small"])
     assert {path.name: path.read_bytes() for path in loaded.iterdir()} == FILES
+    assert hub_folder("model", "org/small").name in loaded.parts
     assert python(_LOAD, HF_ENDPOINT=closed)["org/small"] == str(loaded)
