@@ -32,6 +32,7 @@ from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.events import ArtifactMade, publish
+from nemo_rl_core.telemetry.waiting import waiting_for_hashes
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def produce(
     store, stage = Store.default(), inputs.stage
     for parent in inputs.parents.values():
         store.hold(parent)  # it may be of an earlier run, whose artifacts no process holds
-        refuse_damaged(store, parent)
+        with waiting_for_hashes(f"checking {parent.name}"):
+            refuse_damaged(store, parent)
     key = inputs.key
     if is_dry_run():
         artifact = store.published(stage, key)
@@ -228,12 +230,15 @@ def _manifest(
     commit, dirty = git_state(Path(__file__).parent)
     cluster = _cluster(inputs)
     hash_of = functools.cache(hash_file)  # weights are a part of the content
+    with waiting_for_hashes(f"hashing the result of {inputs.stage}"):
+        content_hash = hash_content(folder, hash_of)
+        weights_hash = hash_weights(folder, hash_of)
     return Manifest(
         kind=made.kind,
         format=made.format,
         stage=f"{inputs.stage} {inputs.part}".strip(),
-        content_hash=hash_content(folder, hash_of),
-        weights_hash=hash_weights(folder, hash_of),
+        content_hash=content_hash,
+        weights_hash=weights_hash,
         step=made.step,
         config_hash=config_hash(inputs.settings),
         config=inputs.settings,

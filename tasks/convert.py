@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
@@ -28,9 +29,11 @@ def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> C
 
         target = folder / "model"
         shutil.rmtree(target, ignore_errors=True)
-        megatron_to_hf(checkpoint.folder, target)
+        with waiting_for_files("converting the model to transformers", target):
+            megatron_to_hf(checkpoint.folder, target)
         sequences = token_sequences(rows.folder, target, limit=config.num_rows)
-        proof = prove(checkpoint.folder, target, sequences, tolerance=config.tolerance)
+        with waiting("comparing the two models"):
+            proof = prove(checkpoint.folder, target, sequences, tolerance=config.tolerance)
         write_atomic(folder / "proof.json", json.dumps(asdict(proof), indent=1))
         summary = (
             f"{proof.num_equal} of {proof.num_tensors} tensors equal, logprobs within "

@@ -8,6 +8,7 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.integrity import CARD
+from nemo_rl_core.telemetry.waiting import waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
@@ -26,7 +27,8 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
         from nemo_rl_core.history.card import evaluations_behind, model_card
 
         shutil.rmtree(folder / "model", ignore_errors=True)
-        count = export_model(checkpoint.model_folder, folder / "model")
+        with waiting_for_files("writing the model", folder / "model"):
+            count = export_model(checkpoint.model_folder, folder / "model")
         evaluations = evaluations_behind(decision.folder)
         card = model_card(checkpoint.folder, evaluations=evaluations)
         write_atomic(folder / "model" / CARD, card)

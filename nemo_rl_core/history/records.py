@@ -6,7 +6,7 @@ Times are seconds since 1970 in UTC. `None` stands for an unknown value or a mis
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-State = Literal["running", "succeeded", "cached", "failed", "aborted"]
+State = Literal["running", "succeeded", "cached", "failed", "stopped", "aborted"]
 Kind = Literal["task", "dynamic", "workflow"]
 
 T = TypeVar("T")
@@ -37,7 +37,8 @@ class Execution:
         id: Name of its folder under `runs/`.
         workflow: Such as `workflows.grpo.grpo`.
         recipe: Name of the recipe; empty if none was given.
-        state: "aborted" if its process died without recording an end.
+        state: "stopped" if it was ended from outside in order, by Ctrl-C or SIGTERM; "aborted" if
+            its process died without recording an end.
         command: Arguments of the command line.
         inputs: Inputs of the workflow, with complete configs.
         packages: Versions by name.

@@ -12,6 +12,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -120,8 +121,31 @@ def hash_file(path: Path) -> str:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    tell = _told_of_hashing.get()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if tell is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := file.read(_HASHED_AT_ONCE):
+            digest.update(block)
+            tell(len(block))
+        return digest.hexdigest()
+
+
+_HASHED_AT_ONCE = 4 * 2**20
+_told_of_hashing: ContextVar[Callable[[int], object] | None] = ContextVar(
+    "told_of_hashing", default=None
+)
+
+
+@contextmanager
+def while_hashing(tell: Callable[[int], object]) -> Iterator[None]:
+    """Within it, `tell` is called with the size of each block that this thread hashes."""
+    token = _told_of_hashing.set(tell)
+    try:
+        yield
+    finally:
+        _told_of_hashing.reset(token)
 
 
 def hash_folder(

@@ -28,13 +28,15 @@ _REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
 
 NOT_OF_THE_RESULT = frozenset(
     [
-        *("nemo_rl_core.config.tracking", "nemo_rl_core.documented_names", "nemo_rl_core.history"),
+        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.config.tracking"),
+        *("nemo_rl_core.documented_names", "nemo_rl_core.history"),
         *(
             "nemo_rl_core.telemetry.display",
             "nemo_rl_core.telemetry.logger_facade",
             "nemo_rl_core.telemetry.machine_sampler",
             "nemo_rl_core.telemetry.trackers",
             "nemo_rl_core.telemetry.tracking",
+            "nemo_rl_core.telemetry.waiting",
         ),
         *(
             "nemo_rl_core.store.source_digest",
@@ -48,6 +50,8 @@ NOT_OF_THE_RESULT = frozenset(
             "tasks.platform.pods",
             "tasks.platform.ray_stage",
             "tasks.platform.resources",
+            "tasks.platform.starting",
+            "tasks.platform.stopping",
         ),
     ]
 )

@@ -1,15 +1,20 @@
-"""Displays of a run: one live line in a terminal, else one plain line per step."""
+"""Displays of a run: one live line in a terminal, else one plain line per step.
+
+Both say what is waited for, and since when. The live line does so four times a second, the plain
+display only after some seconds of silence, and then ever more rarely: a log must not fill.
+"""
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from nemo_rl_core.store.manifest import Cost
@@ -18,11 +23,18 @@ from nemo_rl_core.telemetry.events import (
     Note,
     StageRecord,
     StageStarted,
+    Waiting,
     subscribe,
 )
 from nemo_rl_core.types import StepReport
 
-_STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red"}
+_STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "stopped": "yellow"}
+_SECONDS_OF_SILENCE = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""How long a plain display is silent before each line that says what is waited for; then the last
+of these."""
+_SECONDS_OF_A_WAIT = 1.0
+"""A shorter one is over before its line is read."""
+_TICK_SECONDS = 0.5
 
 
 class Display(Protocol):
@@ -32,10 +44,13 @@ class Display(Protocol):
         """Shows the start of a stage."""
 
     def stage_finished(self, record: StageRecord) -> None:
-        """Shows that a stage ran, was cached, or failed."""
+        """Shows that a stage ran, was cached, failed, or was stopped."""
 
     def step(self, report: StepReport) -> None:
         """Shows a finished step of a trainer."""
+
+    def waiting(self, wait: Waiting) -> None:
+        """Shows what the run waits for, until it waits for something else or nothing."""
 
     def note(self, text: str) -> None:
         """Shows a line of text."""
@@ -62,6 +77,8 @@ def show_on(display: Display) -> Callable[[], None]:
                 display.stage_finished(event)
             case StepReport():
                 display.step(event)
+            case Waiting():
+                display.waiting(event)
             case Note(text):
                 display.note(text)
 
@@ -69,20 +86,30 @@ def show_on(display: Display) -> Callable[[], None]:
 
 
 class PlainDisplay:
-    """One plain line per event.
+    """One plain line per event, and one after some seconds of silence.
 
-    Example line: `train_sft 12/250  loss 0.913  84,210 tokens/s  0:31 left`
+    Example lines:
+        `train_sft 12/250  loss 0.913  84,210 tokens/s  0:31 left`
+        `evaluate  0:10  starting the engine`
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._clock = stream, _TimeLeft()
+        self._now = _Now()
+        self._lock = threading.Lock()
+        self._spoke, self._num_ticks = 0.0, 0
+        self._closed = threading.Event()
+        self._ticker: threading.Thread | None = None
 
     def stage_started(self, name: str) -> None:
         """Prints the stage's name."""
+        self._now.start(name)
         self._write(f"{name}  started")
+        self._start_ticker()
 
     def stage_finished(self, record: StageRecord) -> None:
         """Prints how the stage ended."""
+        self._now.start("")
         self._write(_finished(record))
 
     def step(self, report: StepReport) -> None:
@@ -91,17 +118,49 @@ class PlainDisplay:
         counter = f"{report.stage} {report.step}/{report.num_steps}"
         self._write("  ".join([counter, *(part for part in parts if part)]))
 
+    def waiting(self, wait: Waiting) -> None:
+        """Has the wait printed if it takes some seconds."""
+        self._now.wait_for(wait)
+        self._start_ticker()
+
     def note(self, text: str) -> None:
         """Prints the text."""
         self._write(text)
 
     def close(self) -> None:
-        """Flushes the stream."""
+        """Ends the lines about waits, and flushes the stream."""
+        self._closed.set()
         self._stream.flush()
 
+    def _start_ticker(self) -> None:
+        if self._ticker is None:
+            self._spoke = time.perf_counter()
+            self._ticker = threading.Thread(target=self._tick, name="display", daemon=True)
+            self._ticker.start()
+
     def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        with self._lock:
+            self._spoke, self._num_ticks = time.perf_counter(), 0
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def _tick(self) -> None:
+        while not self._closed.wait(_TICK_SECONDS):
+            with self._lock:
+                line = self._now.line()
+                # Slow steps say enough themselves; a wait is what a reader asks about.
+                is_waiting = self._now.wait.text and self._now.seconds_waited >= _SECONDS_OF_A_WAIT
+                tick = self._num_ticks if is_waiting else len(_SECONDS_OF_SILENCE)
+                due = _SECONDS_OF_SILENCE[min(tick, len(_SECONDS_OF_SILENCE) - 1)]
+                if not line or time.perf_counter() - self._spoke < due:
+                    continue
+                self._spoke = time.perf_counter()
+                self._num_ticks += 1
+                try:
+                    self._stream.write(line + "\n")
+                    self._stream.flush()
+                except (OSError, ValueError):
+                    return  # the terminal or the pipe went away; the run goes on
 
 
 class RichDisplay:
@@ -110,10 +169,11 @@ class RichDisplay:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._console = Console(file=stream, markup=False, highlight=False, emoji=False)
+        self._now = _Now()
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[status]}", markup=False),
+            _StatusColumn(self._now),
             console=self._console,
             transient=True,
             refresh_per_second=4,
@@ -127,9 +187,10 @@ class RichDisplay:
         self._progress.start()
 
     def stage_started(self, name: str) -> None:
-        """Shows an empty bar until the first step."""
+        """Shows a moving bar until the first step."""
         self._resize()
         self._end_stage()
+        self._now.start(name)
         self._stage = name
         self._task = self._progress.add_task(name, total=None, status="")
 
@@ -140,18 +201,27 @@ class RichDisplay:
 
     def step(self, report: StepReport) -> None:
         """Moves the bar."""
-        if report.stage != self._stage:
+        if not self._stage:
             self.stage_started(report.stage)
         self._resize()
         parts = [*_describe(report), self._clock.time_left(report)]
         self._progress.update(
             self._task,
+            description=report.stage,
             total=report.num_steps,
             completed=report.step,
             status="  ".join(
                 [f"{report.step}/{report.num_steps}", *(part for part in parts if part)]
             ),
         )
+
+    def waiting(self, wait: Waiting) -> None:
+        """Shows the wait after the bar, with the time since its start."""
+        self._now.wait_for(wait)
+        if wait.text and not self._stage and not self._progress.task_ids:
+            self._task = self._progress.add_task("", total=None, status="")
+        elif not wait.text and not self._stage:
+            self._clear()
 
     def note(self, text: str) -> None:
         """Prints the text above the live line."""
@@ -163,9 +233,13 @@ class RichDisplay:
         self._progress.stop()
 
     def _end_stage(self) -> None:
-        if self._stage:
-            self._progress.remove_task(self._task)
-            self._stage = ""
+        self._clear()
+        self._stage = ""
+        self._now.start("")
+
+    def _clear(self) -> None:
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
 
     def _resize(self) -> None:
         # rich reads the size from descriptors 0 to 2, of which two may be redirected to the log.
@@ -251,6 +325,84 @@ def _describe(report: StepReport) -> list[str]:
     return parts
 
 
+class _Now:
+    """The stage that runs and what is waited for, each with the time since its start."""
+
+    def __init__(self) -> None:
+        self.stage, self.wait = "", Waiting("")
+        self._stage_began = self._wait_began = time.perf_counter()
+
+    def start(self, stage: str) -> None:
+        """Begins a stage; "" for none."""
+        self.stage, self._stage_began = stage, time.perf_counter()
+
+    def wait_for(self, wait: Waiting) -> None:
+        """Begins a wait, or takes how far the same one has come."""
+        if wait.text != self.wait.text:
+            self._wait_began = time.perf_counter()
+        self.wait = wait
+
+    @property
+    def elapsed(self) -> str:
+        """Time since the stage's start; empty where none runs."""
+        return clock(time.perf_counter() - self._stage_began) if self.stage else ""
+
+    @property
+    def seconds_waited(self) -> float:
+        """Time since the start of the wait."""
+        return time.perf_counter() - self._wait_began
+
+    def waited(self) -> str:
+        """What is waited for, how far it is, and since when; empty for nothing."""
+        if not self.wait.text:
+            return ""
+        parts = [self.wait.text, _amount(self.wait), clock(self.seconds_waited)]
+        return "  ".join(part for part in parts if part)
+
+    def line(self) -> str:
+        """Both in a line; empty where nothing goes on.
+
+        Example: `evaluate  0:12  starting the engine  0:10`
+        """
+        return "  ".join(part for part in (self.stage, self.elapsed, self.waited()) if part)
+
+
+class _StatusColumn(ProgressColumn):
+    """The last step, what is waited for, and the stage's time, drawn anew in each frame."""
+
+    def __init__(self, now: _Now) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._now = now
+
+    def render(self, task: Task) -> Text:
+        """The text for the live line."""
+        parts = [task.fields["status"], self._now.waited()]
+        shown = [part for part in parts if part]
+        if self._now.stage:
+            shown.append(f"({self._now.elapsed})" if shown else self._now.elapsed)
+        return Text("  ".join(shown))
+
+
+def _amount(wait: Waiting) -> str:
+    """Such as `12.3 of 40.1 MB` or `3 of 7 files`; empty where nothing is counted."""
+    if not wait.unit:
+        return ""
+    if wait.unit == "bytes":
+        scale, unit = (1e9, "GB") if max(wait.done, wait.total or 0) >= 1e9 else (1e6, "MB")
+        done, total = f"{wait.done / scale:,.1f}", f"{(wait.total or 0) / scale:,.1f}"
+    else:
+        unit, done, total = wait.unit, f"{wait.done:,.0f}", f"{wait.total or 0:,.0f}"
+    return f"{done} {unit}" if wait.total is None else f"{done} of {total} {unit}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as `0:05`, `12:34` or `1:02:03`."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    short = f"{minutes}:{whole % 60:02d}"
+    return f"{hours}:{short:0>5}" if hours else short
+
+
 class _TimeLeft:
     """Time left, from the steps seen so far: a resumed stage does not start at step 0."""
 
@@ -263,7 +415,4 @@ class _TimeLeft:
             self._stage, self._first_step, self._start = report.stage, report.step, now
             return ""
         per_step = (now - self._start) / (report.step - self._first_step)
-        seconds = round(per_step * (report.num_steps - report.step))
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        clock = f"{minutes}:{seconds % 60:02d}"
-        return f"{hours}:{clock:0>5} left" if hours else f"{clock} left"
+        return f"{clock(per_step * (report.num_steps - report.step))} left"

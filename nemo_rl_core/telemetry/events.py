@@ -26,7 +26,7 @@ class StageRecord:
 
     Attributes:
         name: Name of the stage, with the iteration if it has one.
-        state: "cached" if its artifact existed.
+        state: "cached" if its artifact existed, "stopped" if it was ended from outside.
         seconds: Wall seconds in this run.
         tokens: Tokens generated and trained on.
         peak_memory_gib: Peak memory of all its processes, summed.
@@ -35,7 +35,7 @@ class StageRecord:
     """
 
     name: str
-    state: Literal["ran", "cached", "failed"]
+    state: Literal["ran", "cached", "failed", "stopped"]
     seconds: float
     tokens: int = 0
     peak_memory_gib: float = 0.0
@@ -62,6 +62,34 @@ class StageResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class StageSaved:
+    """The running stage has written a checkpoint, from which another run can go on.
+
+    Attributes:
+        step: The last finished step, counted over the whole run like `global_step`.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What the run waits for has changed, or has come further.
+
+    Attributes:
+        text: Such as "starting Ray"; empty when the wait is over.
+        done: How much of it is done.
+        total: The amount when it is over; None where that is not known.
+        unit: Of both: "bytes", or a noun in the plural; empty without an amount.
+    """
+
+    text: str
+    done: float = 0.0
+    total: float | None = None
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class MachineSample:
     """The load of the machine at one second of the run.
 
@@ -85,7 +113,17 @@ class ArtifactMade:
     folder: Path
 
 
-Event = StageStarted | StageRecord | StageResumed | StepReport | Note | MachineSample | ArtifactMade
+Event = (
+    StageStarted
+    | StageRecord
+    | StageResumed
+    | StageSaved
+    | StepReport
+    | Waiting
+    | Note
+    | MachineSample
+    | ArtifactMade
+)
 Subscriber = Callable[[Event], None]
 
 _subscribers: list[Subscriber] = []

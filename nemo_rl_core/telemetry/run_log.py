@@ -21,7 +21,17 @@ from nemo_rl_core.telemetry.events import Event, Note, StageStarted, publish, su
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("ray", "vllm", "flytekit", "transformers", "datasets", "py.warnings")
+LIBRARIES = (
+    "ray",
+    "vllm",
+    "flytekit",
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+    "httpx",
+    "httpx2",
+    "py.warnings",
+)
 OURS = "nemo_rl_core"
 
 _open: "list[RunLog]" = []

@@ -12,7 +12,7 @@ from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store import files
-from nemo_rl_core.telemetry.events import StageResumed, publish, report
+from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
 
@@ -153,7 +153,9 @@ class StepLoop:
             self._pending = self._checkpoints.start(step, trained, metrics=metrics)
             self._advance(on_save, wait=False)
         else:
-            on_save(step, self._checkpoints.save(step, trained.save_checkpoint, metrics=metrics))
+            folder = self._checkpoints.save(step, trained.save_checkpoint, metrics=metrics)
+            publish(StageSaved(step))
+            on_save(step, folder)
 
     def _advance(self, on_save: OnSave, *, wait: bool) -> None:
         """Takes the checkpoint that is being saved, if any, as far as it is, or to its end."""
@@ -165,6 +167,7 @@ class StepLoop:
         elif not save.poll():
             return
         self._pending = None
+        publish(StageSaved(save.step))
         on_save(save.step, save.folder)
 
     def _resume(self, trained: Checkpointed) -> int:

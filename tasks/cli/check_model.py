@@ -1,10 +1,10 @@
 """`nemo-rl check-model`: compare the rollout engine's logprobs with the trainer's."""
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from nemo_rl_core.errors import NemoRLError
+from nemo_rl_core.telemetry.console import console_on
 
 NAMES = ("decode-against-prefill", "max-model-len", "trainer-against-engine")
 """Names of `nemo_rl_core.models.validation.checks`, whose import needs torch."""
@@ -30,6 +30,6 @@ def check_model(model: str, only: str | None) -> None:
         except NemoRLError as error:
             table.add_row(name, "failed", str(error))
             passed = False
-    Console().print(table)
+    console_on().print(table)
     if not passed:
         raise SystemExit(1)

@@ -51,9 +51,15 @@ def run(
 
         nemo-rl run grpo grpo_arithmetic grpo.learning_rate=1e-4 seed=3
     """
-    from tasks.cli.run_settings import chosen_pipeline, show_dry_run, yaml_of
+    from tasks.platform import starting
 
-    chosen = chosen_pipeline(pipeline, settings, pipelines=PIPELINES)
+    starting.begin()
+    try:
+        from tasks.cli.run_settings import chosen_pipeline, show_dry_run, yaml_of
+
+        chosen = chosen_pipeline(pipeline, settings, pipelines=PIPELINES)
+    finally:
+        starting.end_line()
     if print_config:
         click.echo(yaml_of(chosen.recipe), nl=False)
     if dry_run:

@@ -16,12 +16,14 @@ from nemo_rl_core.history.cluster import import_folders
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node, State
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.console import console_on
 
 _STYLES = {
     "running": "bold blue",
     "succeeded": "green",
     "cached": "cyan",
     "failed": "bold red",
+    "stopped": "yellow",
     "aborted": "yellow",
 }
 _STATES = [state for state in get_args(State) if state != "cached"]
@@ -57,7 +59,7 @@ def runs(
     opened = Store(store) if store else Store.default()
     if imported:
         import_folders(opened, imported)
-    console = Console(highlight=False)
+    console = console_on()
     with History(opened) as history:
         if run is not None:
             execution, nodes = history.execution(run), history.nodes(run)
@@ -112,7 +114,8 @@ def _show(console: Console, execution: Execution, nodes: list[Node], history: Hi
         )
     console.print(table)
     if execution.error:
-        console.print(Text(execution.error, style="red"))
+        style = _STYLES["stopped"] if execution.state == "stopped" else "red"
+        console.print(Text(execution.error, style=style), soft_wrap=True)
     console.print(f"log: {execution.log_path}", markup=False, soft_wrap=True)
 
 

@@ -39,10 +39,39 @@ def drop_dangling(store: Store) -> int:
 def folders(literals: LiteralMap) -> Iterator[Path]:
     """Yields the folders of artifacts in a task's results, including those in lists and options."""
     for literal in _leaves(literals):
-        binary = literal.scalar.binary.value
-        record = msgpack.loads(binary) if binary else None
-        if isinstance(record, dict) and isinstance(record.get("directory"), dict):
+        if (record := _artifact_in(literal)) is not None:
             yield Path(record["directory"]["path"])
+
+
+def move_into(store: Store, literals: LiteralMap) -> bool:
+    """Names the store's own copies of the artifacts in a task's results.
+
+    A store that was copied or moved has the paths of the place where its stages ran. The name of an
+    artifact is made from its content and its key, so that equal names are equal artifacts.
+
+    Returns:
+        Whether any path was of another place.
+    """
+    has_moved = False
+    for literal in _leaves(literals):
+        record = _artifact_in(literal)
+        if record is None:
+            continue
+        recorded = Path(record["directory"]["path"])
+        own = store.artifacts / recorded.name
+        if recorded != own and recorded.parent.name == store.artifacts.name and own.is_dir():
+            record["directory"]["path"] = str(own)
+            literal.scalar.binary.value = msgpack.dumps(record)
+            has_moved = True
+    return has_moved
+
+
+def _artifact_in(literal: Literal) -> dict[str, Any] | None:
+    """The fields of an artifact; None for another value."""
+    binary = literal.scalar.binary.value
+    record = msgpack.loads(binary, strict_map_key=False) if binary else None
+    is_artifact = isinstance(record, dict) and isinstance(record.get("directory"), dict)
+    return record if is_artifact else None
 
 
 def has_lost_points(literals: LiteralMap) -> bool:
@@ -54,14 +83,18 @@ def has_lost_points(literals: LiteralMap) -> bool:
 def _leaves(literals: LiteralMap | LiteralCollection) -> Iterator[Literal]:
     """Yields the literals without children."""
     inner = literals.literals
-    for literal in inner.values() if isinstance(literals, LiteralMap) else inner:
+    for outer in inner.values() if isinstance(literals, LiteralMap) else inner:
+        literal = _without_unions(outer)
         kind = literal.WhichOneof("value")
         if kind in ("collection", "map"):
             yield from _leaves(getattr(literal, kind))
-        elif literal.scalar.HasField("union"):
-            yield from _leaves(LiteralCollection(literals=[literal.scalar.union.value]))
         else:
             yield literal
+
+
+def _without_unions(literal: Literal) -> Literal:
+    is_union = literal.scalar.HasField("union")
+    return _without_unions(literal.scalar.union.value) if is_union else literal
 
 
 def _folders_of(entry: Any) -> list[Path]:

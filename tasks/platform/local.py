@@ -14,11 +14,12 @@ from typing import Any
 from flytekit.configuration import DataConfig
 from flytekit.core import data_persistence, local_cache
 from flytekit.core.context_manager import FlyteContextManager
+from flytekit.models.literals import LiteralMap
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.integrity import damage_of_changed_files
 from nemo_rl_core.store.store import Store
-from tasks.platform.flyte_cache import folders, has_lost_points
+from tasks.platform.flyte_cache import folders, has_lost_points, move_into
 
 
 def on_cluster() -> bool:
@@ -81,8 +82,9 @@ _set = _names_a_damaged_cache(local_cache.LocalTaskCache.set)
 def _get_if_whole(*args: Any) -> Any:
     """Returns a cached result if all its folders exist undamaged; else the stage runs again.
 
-    Damaged folders are moved later, by `produce` under the stage's lock. A folder of another store
-    is a miss too, since a copied store has its own. So is a mapped task that lost points: on a
+    Damaged folders are moved later, by `produce` under the stage's lock. In a store that was copied
+    or moved, its own folders are returned, and not those of the original. A folder of another store
+    is a miss. So is a mapped task that lost points: on a
     cluster each point is cached separately, locally only the whole list. Completed points are then
     found in the store.
     """
@@ -90,6 +92,8 @@ def _get_if_whole(*args: Any) -> Any:
     if literals is None:
         return None
     found, store = literals.to_flyte_idl(), Store.default()
+    if move_into(store, found):
+        literals = LiteralMap.from_flyte_idl(found)
     is_whole = all(_is_whole(store, folder) for folder in folders(found))
     return literals if is_whole and not has_lost_points(found) else None
 

@@ -27,6 +27,7 @@ from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import is_dry_run
+from nemo_rl_core.telemetry.waiting import waiting
 from tasks.platform import pods
 from tasks.platform.resources import Kind, Shape, laptop, shape_of
 
@@ -138,6 +139,9 @@ class RayStageTask(RayFunctionTask):
             return params
         if not is_dry_run():
             start_ray()
+            with waiting("importing torch and transformers"):  # what every such stage imports
+                for library in ("torch", "transformers.modeling_utils"):
+                    importlib.import_module(library)
         return user_params
 
 

@@ -5,8 +5,9 @@ dynamic takes Python values instead: in it, an artifact is identified by its fol
 its content, among the dynamic's inputs.
 """
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -25,17 +26,21 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.history.records import Kind, State
 from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Cost, Manifest
+from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.events import (
     ArtifactMade,
     Event,
     MachineSample,
     StageRecord,
     StageResumed,
+    StageSaved,
     StageStarted,
+    Waiting,
     publish,
 )
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Artifact
+from tasks.platform.stopping import StopPlace
 from tasks.platform.values import artifact_id, described, named_outputs, plain, promises_in
 
 _MAX_ERROR_CHARACTERS = 4000
@@ -55,7 +60,11 @@ class NodeCall:
 
     Attributes:
         given: The inputs as plain values, and their sources.
-        executed: Whether it ran; False for a cache hit.
+        executed: Whether it ran; False for a cache hit of flytekit.
+        has_made: Whether it has made an artifact; a stage may find in the store what it would make.
+        num_tokens: Tokens in the loss of its steps so far.
+        spent: What its work has used; complete when it has ended.
+        place: How far it is, for a run that is stopped.
     """
 
     entity: Task | WorkflowBase
@@ -66,6 +75,10 @@ class NodeCall:
     sources: dict[str, list[NodeOutput]]
     began: float = field(default_factory=time.monotonic)
     executed: bool = False
+    has_made: bool = False
+    num_tokens: int = 0
+    spent: usage.Spent = field(default_factory=usage.Spent)
+    place: StopPlace = field(default_factory=StopPlace)
 
     @property
     def is_stage(self) -> bool:
@@ -77,6 +90,10 @@ class NodeCall:
         """The final state of a node that did not fail."""
         return "cached" if self.is_stage and not self.executed else "succeeded"
 
+    def state_with(self, made: Sequence[Artifact]) -> State:
+        """The final state of a node with artifacts of its own, which may have been there before."""
+        return "cached" if self.is_stage and made and not self.has_made else self.state
+
 
 class Recorder:
     """Records the events of one run.
@@ -84,11 +101,22 @@ class Recorder:
     Args:
         writer: The run's database.
         log_path: The run's log; its length marks the parts of nodes.
+        is_stop: Whether an error comes from a signal, and not from the run itself.
+
+    Attributes:
+        stopped_at: Where the run was when it was stopped.
     """
 
-    def __init__(self, writer: HistoryWriter, log_path: Path) -> None:
+    def __init__(
+        self,
+        writer: HistoryWriter,
+        log_path: Path,
+        is_stop: Callable[[BaseException], bool] = lambda _: False,
+    ) -> None:
         self.records: list[StageRecord] = []
         self.artifacts: list[Artifact] = []
+        self.stopped_at = StopPlace()
+        self._is_stop = is_stop
         self._writer, self._log_path = writer, log_path
         self._calls: list[NodeCall] = []
         self._made: set[Path] = set()
@@ -101,7 +129,8 @@ class Recorder:
         call = self._begin(entity, kwargs)
         self._calls.append(call)
         try:
-            returned = execute()
+            with usage.measured() as call.spent:
+                returned = execute()
         except BaseException as error:
             self._fail(call, error)
             raise
@@ -119,10 +148,13 @@ class Recorder:
         """Records events: steps, new artifacts, machine utilization."""
         if not self._calls:
             return
-        node = self._calls[-1].node
+        node, place = self._calls[-1].node, self._calls[-1].place
         match event:
             case StepReport(metrics=metrics, timings=timings):
                 step = int(metrics.get("global_step", event.step))
+                place.step, place.num_steps = event.step, event.num_steps
+                place.first_step = step - event.step
+                self._calls[-1].num_tokens += int(metrics.get("num_valid_tokens", 0))
                 spent = {f"timings/{name}": value for name, value in timings.items()}
                 self._writer.log_metrics(node, step, metrics | spent)
             case MachineSample(second, figures):
@@ -130,8 +162,16 @@ class Recorder:
                 self._writer.log_metrics(node, second, busy)
             case StageResumed(step):
                 self._writer.resumed(node, step)
+                place.saved = step
+            case StageSaved(step):
+                place.saved = step
+            case Waiting(text):
+                # A signal ends waits from the inside out: the one that it met is wanted.
+                if not isinstance(sys.exception(), KeyboardInterrupt):
+                    place.waited_for = text
             case ArtifactMade(folder):
                 self._made.add(folder)
+                self._calls[-1].has_made = True
 
     def _begin(self, entity: Task | WorkflowBase, kwargs: dict[str, Any]) -> NodeCall:
         name, kind = _node_name(entity, kwargs), _kind(entity)
@@ -183,13 +223,14 @@ class Recorder:
         manifests = [(each.folder, each.manifest) for each in artifacts]
         # Artifacts of earlier runs have no cost in this run, such as points of a sweep.
         cost = _sum([m.cost for folder, m in manifests if folder in self._made and _is(m, own)])
+        state = call.state_with(made)
         summary = ", ".join(each.summary for each in made if each.summary)
         if isinstance(call.entity, ArrayNodeMapTask):
             summary = f"{len(made)} points ended well"
         self._writer.end_node(
             call.node,
             NodeEnd(
-                call.state,
+                state,
                 outputs=described(outputs, call.entity.python_interface.outputs),
                 made=manifests,
                 deck_path=_deck(made),
@@ -200,16 +241,26 @@ class Recorder:
         )
         self.artifacts += made
         if call.is_stage:
-            self._publish(call, "cached" if call.state == "cached" else "ran", cost, summary)
+            self._publish(call, "cached" if state == "cached" else "ran", cost, summary)
 
     def _fail(self, call: NodeCall, error: BaseException) -> None:
-        stopped = not isinstance(error, Exception)
+        is_stop = self._is_stop(error)
+        state: State = "stopped" if is_stop else "failed"
+        cost = _spent(call) if call.is_stage else None
+        if is_stop and not self.stopped_at.stage:  # the innermost: outer ones follow
+            self.stopped_at = call.place
+            call.place.stage = call.name if call.is_stage else ""
+            call.place.num_finished = len(self.records)
+        text = f"stopped from outside {self.stopped_at.where()}" if is_stop else said(error)
         end = NodeEnd(
-            "aborted" if stopped else "failed", error=said(error), log_to=self._log_bytes()
+            state,
+            error=text,
+            cost=cost.model_dump() if cost else {},
+            log_to=self._log_bytes(),
         )
         self._writer.end_node(call.node, end)
         if call.is_stage:
-            self._publish(call, "failed")
+            self._publish(call, "stopped" if is_stop else "failed", cost)
 
     def _publish(
         self, call: NodeCall, state: Any, cost: Cost | None = None, note: str = ""
@@ -250,6 +301,19 @@ class Recorder:
             return self._log_path.stat().st_size
         except OSError:
             return None
+
+
+def _spent(call: NodeCall) -> Cost:
+    """The cost so far of a stage that has made nothing."""
+    spent = call.spent
+    return Cost(
+        wall_seconds=round(time.monotonic() - call.began, 3),
+        cpu_seconds=round(spent.cpu_seconds, 3),
+        tokens=call.num_tokens or spent.generated_tokens,
+        generated_tokens=spent.generated_tokens,
+        trained_tokens=spent.trained_tokens,
+        flops=spent.flops,
+    )
 
 
 def said(error: BaseException) -> str:

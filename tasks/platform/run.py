@@ -2,21 +2,23 @@
 
 flytekit runs a workflow locally by calling `local_execute` of the workflow and of each sub-workflow
 and task in it, and `sandbox_execute` only of tasks that are not cached. `install` wraps these three
-to record nodes, cache hits and data flow; the rest of flytekit is unchanged.
+to record nodes, cache hits and data flow, and `__call__` of a workflow, whose result `pyflyte run`
+prints; the rest of flytekit is unchanged.
 """
 
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import click
+from flytekit.clis.sdk_in_container.run import YamlFileReadingCommand
 from flytekit.core.base_task import Task
 from flytekit.core.workflow import WorkflowBase
-from rich.console import Console
 
 from nemo_rl_core.distributed import session
 from nemo_rl_core.errors import NemoRLError
@@ -25,14 +27,17 @@ from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.manifest import package_versions
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.console import console_on
 from nemo_rl_core.telemetry.display import choose_display, show_on, summary_table
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
+from tasks.platform import starting
 from tasks.platform.closing import closing_lines
 from tasks.platform.local import on_cluster
 from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
+from tasks.platform.stopping import StopSignals, stopped_lines
 from tasks.platform.values import plain
 from tasks.recipes.recipe import Recipe
 
@@ -65,39 +70,63 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
 
     Raises:
         RunFailed: For every error; the traceback is in the run's log.
+        SystemExit: If a command is stopped from outside; see `StopSignals`.
     """
+    starting.end()
+    with StopSignals() as signals:
+        store = _checked_store(inputs)
+        ray_was_running = _ray_runs()
+        with ExitStack() as stack:
+            stack.callback(store.release)
+            log = stack.enter_context(RunLog.start(store))
+            terminal = stack.enter_context(redirect_descriptors(log.path))
+            if not ray_was_running:
+                stack.callback(session.shutdown)  # after the last line: workers take seconds to end
+            signals.speak_to(terminal.fileno())
+            stack.callback(signals.speak_to, None)
+            display = choose_display(terminal)
+            stack.callback(display.close)
+            stack.callback(show_on(display))
+            writer = HistoryWriter(store, log.folder.name)
+            writer.begin(_execution(workflow, inputs, log.path))
+            recorder = Recorder(
+                writer, log.path, lambda error: signals.stopped_by(error) is not None
+            )
+            stack.callback(subscribe(recorder.listen))
+            for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
+                stack.enter_context(tracked(recipe.tracking, log.folder.name))
+            began = time.monotonic()
+            try:
+                yield recorder
+            except BaseException as error:
+                log.trace(error)
+                stopped = signals.stopped_by(error)
+                if stopped is None:
+                    writer.end("failed", said(error))
+                    raise _explained(error, log) from error
+                seconds = time.monotonic() - began
+                lines = stopped_lines(stopped, recorder.stopped_at, seconds=seconds)
+                writer.end("stopped", "\n".join(lines))
+                display.close()
+                _close(recorder, log, terminal, lines)
+                raise KeyboardInterrupt from error
+            writer.end("succeeded")
+            display.close()
+            _close(recorder, log, terminal, closing_lines(recorder.artifacts))
+            _ended.append(log.folder.name)
+
+
+def _checked_store(inputs: dict[str, Any]) -> Store:
     try:
         store = Store.default()
         store.check_writable()
         preflight(inputs)
     except NemoRLError as error:
         raise RunRefused(str(error)) from error
-    ray_was_running = _ray_runs()
-    with ExitStack() as stack:
-        stack.callback(store.release)
-        log = stack.enter_context(RunLog.start(store))
-        terminal = stack.enter_context(redirect_descriptors(log.path))
-        display = choose_display(terminal)
-        stack.callback(show_on(display))
-        writer = HistoryWriter(store, log.folder.name)
-        writer.begin(_execution(workflow, inputs, log.path))
-        recorder = Recorder(writer, log.path)
-        stack.callback(subscribe(recorder.listen))
-        for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
-            stack.enter_context(tracked(recipe.tracking, log.folder.name))
-        try:
-            yield recorder
-        except BaseException as error:
-            log.trace(error)
-            writer.end("failed" if isinstance(error, Exception) else "aborted", said(error))
-            raise _explained(error, log) from error
-        else:
-            writer.end("succeeded")
-        finally:
-            display.close()
-            if not ray_was_running:
-                session.shutdown()
-        _close(recorder, log, terminal)
+    except KeyboardInterrupt:
+        click.echo("stopped from outside before the run began: nothing was started", err=True)
+        raise
+    return store
 
 
 def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -> NewExecution:
@@ -145,18 +174,34 @@ def _ray_runs() -> bool:
     return bool(ray and ray.is_initialized())
 
 
-def _close(recorder: Recorder, log: RunLog, terminal: Any) -> None:
-    console = Console(file=terminal, highlight=False, soft_wrap=False)
+def _close(recorder: Recorder, log: RunLog, terminal: TextIO, lines: Sequence[str]) -> None:
+    console = console_on(terminal)
     console.print(summary_table(recorder.records))
-    for line in closing_lines(recorder.artifacts):
+    for line in [*lines, f"log: {log.path}"]:
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"log: {log.path}", markup=False, soft_wrap=True)
+
+
+class EndedRun:
+    """What `pyflyte run` prints at its end in place of the outputs' repr: one more command.
+
+    Attributes:
+        outputs: What the workflow returned.
+    """
+
+    def __init__(self, outputs: Any, execution: str) -> None:
+        self.outputs, self._execution = outputs, execution
+
+    def __str__(self) -> str:
+        return f"run: {Path(sys.executable).with_name('nemo-rl')} runs {self._execution}"
 
 
 __all__ = ["RunFailed", "RunRefused", "install"]
 
 _running: list[NodeRecorder] = []
 """The current run, if there is one."""
+
+_ended: list[str] = []
+"""Ids of the runs of this process that succeeded."""
 
 
 @contextmanager
@@ -173,9 +218,27 @@ def install() -> None:
     """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
     if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
         return
+    WorkflowBase.__call__ = _wrap_call(WorkflowBase.__call__)
     WorkflowBase.local_execute = _wrap_workflow(WorkflowBase.local_execute)
     Task.local_execute = _wrap_task(Task.local_execute)
     Task.sandbox_execute = _wrap_sandbox(Task.sandbox_execute)
+
+
+def _wrap_call(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(self: WorkflowBase, *args: Any, **kwargs: Any) -> Any:
+        before = len(_ended)
+        outputs = original(self, *args, **kwargs)
+        is_run = len(_ended) > before and not _running
+        return EndedRun(outputs, _ended[-1]) if is_run and _pyflyte_prints() else outputs
+
+    return call
+
+
+def _pyflyte_prints() -> bool:
+    """Whether the caller is `pyflyte run`, which prints what a workflow returns."""
+    context = click.get_current_context(silent=True)
+    return context is not None and isinstance(context.command, YamlFileReadingCommand)
 
 
 def _wrap_workflow(original: Any) -> Any:

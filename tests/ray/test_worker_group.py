@@ -191,6 +191,20 @@ def test_a_cluster_counts_its_bundles() -> None:
         RayVirtualCluster([4, 8], num_gpus_per_node=4)
 
 
+def test_two_cluster_settings_have_their_workers_in_one_process(session: ClusterSession) -> None:
+    """Both are called by their shape, and Ray refuses one name twice."""
+    from nemo_rl_core.distributed import session as sessions
+
+    config = ClusterConfig(num_threads=2)
+    other = sessions.connect(config)
+    try:
+        assert (other.cluster.name, other is session) == (session.cluster.name, False)
+        assert len(session.cluster.bundles()) == len(other.cluster.bundles()) == 1
+    finally:
+        other.shutdown()
+        del sessions._sessions[config]
+
+
 def test_a_session_is_shared_by_equal_shapes(session: ClusterSession) -> None:
     from nemo_rl_core.distributed.session import connect
 

@@ -1,13 +1,16 @@
 """Rows from the Hugging Face hub, and from `datasets.Dataset` objects."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
 from nemo_rl_core.config.data import HubData
 from nemo_rl_core.data.datasets.formats import Recognised, recognise
 from nemo_rl_core.data.datasets.parts import Parts, without_validation
 from nemo_rl_core.data.datasets.records import of_dataset
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.telemetry.waiting import waiting_for_files
 
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 """Names of splits to validate on, where none is named."""
@@ -65,20 +68,37 @@ def fetch(
     Raises:
         DataError: When the name is unknown or the hub cannot be reached.
     """
-    from datasets import load_dataset, load_dataset_builder
+    import datasets
 
+    assert datasets  # before `hub_access`, which sets its copy of a setting
+    with hub_access(name) as problem:
+        return _fetched(name, subset, revision, wanted, problem=problem)
+
+
+def _fetched(
+    name: str,
+    subset: str | None,
+    revision: str | None,
+    wanted: Sequence[str] | None,
+    *,
+    problem: str,
+) -> Mapping[str, Any]:
+    from datasets import config, load_dataset, load_dataset_builder
+
+    folders = [hub_folder("dataset", name), Path(config.HF_DATASETS_CACHE)]
     try:
         by_split = _files_by_split(load_dataset_builder(name, subset, revision=revision))
         _refuse_missing(name, wanted if by_split else (), by_split)
         files = _files_of(by_split, wanted)
-        parts: Mapping[str, Any] = load_dataset(
-            name,
-            subset,
-            revision=revision,
-            data_files=files,
-            # The card counts all splits, and would refuse a part of them.
-            verification_mode="no_checks" if files else None,
-        )
+        with waiting_for_files(f"fetching {name}", *folders):
+            parts: Mapping[str, Any] = load_dataset(
+                name,
+                subset,
+                revision=revision,
+                data_files=files,
+                # The card counts all splits, and would refuse a part of them.
+                verification_mode="no_checks" if files else None,
+            )
     except DataError:
         raise
     # Named fault boundary: network, hub and parsers raise errors of many classes.
@@ -86,7 +106,7 @@ def fetch(
         raise DataError(
             f"the data set {name!r} cannot be fetched from the Hugging Face hub",
             expected="a public organization/name and a network, or a copy in the cache",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            got=problem or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             fix="check the name, subset and revision; without a network, name a local file or "
             "folder instead (kind: file)",
         ) from error

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.checkpoints.hub import hub_access
 from nemo_rl_core.checkpoints.weights import load_pretrained, unreadable
 from nemo_rl_core.errors import ModelError
 
@@ -24,12 +25,14 @@ def load_reward_model(name: str) -> Any:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    model, _ = load_pretrained(
-        AutoModelForSequenceClassification, name, called=f"the reward model {name!r}", dtype="auto"
-    )
+    called = f"the reward model {name!r}"
+    with hub_access(name):
+        model, _ = load_pretrained(
+            AutoModelForSequenceClassification, name, called=called, dtype="auto"
+        )
     if not hasattr(model, SCALAR_HEAD):
         raise ModelError(
-            f"the reward model {name!r} has no scores to give",
+            f"{called} has no scores to give",
             expected=f"a decoder with a head called {SCALAR_HEAD!r}",
             got=type(model).__name__,
             fix="name a checkpoint that RewardModelTrainer has saved",
@@ -47,7 +50,8 @@ def checked_context_length(name: str) -> float:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        with hub_access(name):
+            config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise unreadable(f"the reward model {name!r}", error) from error
     architecture = (config.architectures or ["no architecture"])[0]
@@ -82,7 +86,8 @@ def _vocabulary(name: str) -> dict[str, int]:
     from transformers import AutoTokenizer
 
     try:
-        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(name).get_vocab()
+        with hub_access(name):
+            vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(name).get_vocab()
     except (OSError, ValueError, KeyError) as error:
         raise unreadable(f"the reward model {name!r}", error) from error
     return vocabulary

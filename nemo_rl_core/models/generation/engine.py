@@ -41,6 +41,7 @@ from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.waiting import waiting
 
 _LOG = logging.getLogger(__name__)
 _READ = frozenset({*GenerationDatumSpec.__annotations__})
@@ -116,7 +117,8 @@ class Generation(GenerationInterface):
             env_vars={**engine_environment(config), **user_search_path(config)},
         )
         if is_new:
-            self._workers.run_all_workers_single_data("setup", self._setup)
+            with waiting(f"starting the engine ({self._backend})"):
+                self._workers.run_all_workers_single_data("setup", self._setup)
         self._proven: Path | Policy | None = None
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
@@ -269,7 +271,8 @@ class Generation(GenerationInterface):
 
     def load_weights(self, model_folder: Path) -> None:
         """Takes over the weights of a transformers folder of the same architecture."""
-        self._workers.run_all_workers_single_data("load_weights", model_folder)
+        with waiting("loading weights into the engine"):
+            self._workers.run_all_workers_single_data("load_weights", model_folder)
         self._source, self._proven = model_folder, None
 
     @cached_property
@@ -291,7 +294,8 @@ class Generation(GenerationInterface):
         Raises:
             ConsistencyError: If it is past the bounds of the gate.
         """
-        return self._checked(self._completed(self._proof_prompts, greedy=False), policy)
+        with waiting("checking the engine against the trainer"):
+            return self._checked(self._completed(self._proof_prompts, greedy=False), policy)
 
     def _prove_update(self, policy: Policy) -> None:
         """Later errors show in what a step has sampled, which its gate compares."""
@@ -302,8 +306,9 @@ class Generation(GenerationInterface):
         """Where nobody trains, transformers computes the logprobs, in a worker that has memory."""
         if self._proven is not None or not isinstance(self._source, Path):
             return
-        output = self._completed(self._proof_prompts, greedy=True)
-        self._checked(output, self._source)
+        with waiting("checking the engine against transformers"):
+            output = self._completed(self._proof_prompts, greedy=True)
+            self._checked(output, self._source)
         self._proven = self._source
 
     def _checked(self, output: BatchedDataDict, reference: Policy | Path) -> float:

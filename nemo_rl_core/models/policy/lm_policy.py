@@ -27,6 +27,7 @@ from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.waiting import waiting
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
 _SECONDS_TO_ANSWER = 60.0
@@ -79,7 +80,8 @@ class Policy(PolicyInterface):
             json.loads((setup.model_folder / "config.json").read_text())
         )
         self._shape = model_shape(setup.model_folder)
-        self.workers.run_all_workers_single_data("setup", setup)
+        with waiting(f"loading the model into the workers of {name}"):
+            self.workers.run_all_workers_single_data("setup", setup)
         self._sharing: PrefixSharing | None = None
         if self._num_copies > 1 and hasattr(backend, "prefix_sharing"):
             self._sharing = self.workers.run_single_worker("prefix_sharing")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
 from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
 from nemo_rl_core.config.generation import (
@@ -43,6 +44,7 @@ from nemo_rl_core.models.columns import fill, training_columns
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.lm_policy import Policy
 from nemo_rl_core.models.policy.reward_loss import RewardLossFn, as_rewards
+from nemo_rl_core.telemetry.waiting import waiting_for_files
 
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count(1)
@@ -424,12 +426,16 @@ def local_folder(model_name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
-        return Path(snapshot_download(model_name, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
-    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ModelError(
-            f"the model {model_name!r} cannot be loaded",
-            expected="a hub name, or a folder with config.json and *.safetensors",
-            got=str(error).splitlines()[0][:200],
-            fix="correct model_name; without a network, name a folder on this machine",
-        ) from error
+    with hub_access(model_name) as problem:
+        try:
+            with waiting_for_files(f"downloading {model_name}", hub_folder("model", model_name)):
+                found = snapshot_download(model_name, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+            return Path(found)
+        except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+            got = problem or str(error).splitlines()[0][:200]
+            raise ModelError(
+                f"the model {model_name!r} cannot be loaded",
+                expected="a hub name, or a folder with config.json and *.safetensors",
+                got=got,
+                fix="correct model_name; without a network, name a folder on this machine",
+            ) from error

@@ -11,7 +11,9 @@ from flytekit import workflow
 
 import workflows
 from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.history.queries import History
 from nemo_rl_core.produce import StageResult, cost_html
+from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.platform.local import use_store
 from tasks.platform.run import RunFailed
@@ -118,6 +120,38 @@ def test_the_table_and_the_progress_of_a_run(run_both: Callable[..., Outcome]) -
     assert (cached["first"][2], cached["first"][4], cached["total"][4]) == ("CACHED", "", "0")
 
 
+def test_pyflyte_ends_with_a_command_and_not_with_a_repr(
+    own_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from flytekit.clis.sdk_in_container.pyflyte import main
+
+    (tmp_path / "doubled.py").write_text(_DOUBLED)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", "doubled.py", "doubled", "--number", "21"]
+    main.main(arguments, prog_name="pyflyte", standalone_mode=False)
+    (run,) = (own_store / "runs").iterdir()
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-2] == f"log: {run}/run.log"
+    assert lines[-1].startswith("run: ") and lines[-1].endswith(f"nemo-rl runs {run.name}")
+
+
+_DOUBLED = """
+from flytekit import task, workflow
+import workflows
+
+@task
+def double(number: int) -> int:
+    return 2 * number
+
+@workflow
+def doubled(number: int) -> int:
+    return double(number=number)
+"""
+
+
 def test_a_folder_that_is_gone_makes_a_hit_a_miss(run_both: Callable[..., Outcome]) -> None:
     made = run_both("a", "b")
     shutil.rmtree(made.artifact.folder)
@@ -176,12 +210,39 @@ def test_a_copied_store_uses_its_own_artifacts(
 ) -> None:
     original = run_both("a", "b").artifact.folder
     copy = shutil.copytree(own_store, tmp_path / "copy")
+    own_store.rename(tmp_path / "away")
     monkeypatch.setenv("NEMO_RL_HOME", str(copy))
     use_store()
     copied = run_both("a", "b")
     assert copied.worked == []
     assert copied.artifact.folder == copy / "artifacts" / original.name
-    assert "second  CACHED" in run_both("a", "b").output
+    assert "first  CACHED" in copied.output and "second  CACHED" in copied.output
+    assert not own_store.exists()
+    with History(Store(copy)) as history:
+        again, first = history.executions().items
+        assert again.num_cached == 2
+        makers = [history.node(node.id).maker for node in history.nodes(again.id)]
+        assert {maker.execution for maker in makers if maker} == {first.id}
+        assert {Path(row.path).parent for row in history.artifacts_of(again.id)} == {
+            copy / "artifacts"
+        }
+
+
+def test_a_stage_that_finds_its_artifact_in_the_store_is_cached(
+    run_both: Callable[..., Outcome], own_store: Path
+) -> None:
+    """As after a kill between the artifact and the cache's entry."""
+    run_both("a", "b")
+    (own_store / "cache" / "flyte").rename(own_store / "away")
+    use_store()
+    again = run_both("a", "b")
+    assert again.worked == []
+    assert "first  CACHED  wrote a" in again.output
+    with History(Store(own_store)) as history:
+        found, made = history.executions().items
+        assert (found.num_cached, made.num_cached) == (2, 0)
+        maker = history.node(history.nodes(found.id)[0].id).maker
+        assert maker is not None and maker.execution == made.id
 
 
 def test_a_damaged_stage_cache_is_named(run_both: Callable[..., Outcome], own_store: Path) -> None:

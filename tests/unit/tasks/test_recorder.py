@@ -5,6 +5,7 @@ These tests fail when flytekit changes what the recorder wraps.
 
 import inspect
 import json
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from nemo_rl_core.history.records import Node
 from nemo_rl_core.produce import StageResult, cost_html
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.events import StageResumed, publish, report
+from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.platform.run import RunFailed, recipe_name
@@ -32,6 +33,7 @@ assert workflows  # wraps flytekit's local execution when it is imported
 class Words(FrozenConfig):
     text: str = "a"
     broken: bool = False
+    stopped: bool = False
 
 
 class Plan(NamedTuple):
@@ -46,7 +48,7 @@ class Rows(NamedTuple):
 
 @task
 def plan(config: Words) -> Plan:
-    return Plan(config, Words(text=config.text + "!", broken=config.broken))
+    return Plan(config, Words(**{**config.model_dump(), "text": config.text + "!"}))
 
 
 def dataset(config: Words, part: str) -> DatasetArtifact:
@@ -69,6 +71,10 @@ def training(config: Words, start: Checkpoint, train: Dataset, iteration: int) -
     def work(folder: Path) -> StageResult:
         publish(StageResumed(10))
         report(StepReport("training", 1, 2, {"loss": 2.0, "global_step": 11.0}, {"train": 0.5}))
+        if config.stopped and iteration == 2:
+            publish(StageSaved(11))
+            report(StepReport("training", 2, 2, {"loss": 1.0, "global_step": 12.0}))
+            signal.raise_signal(signal.SIGINT)
         if config.broken and iteration == 2:
             raise ValueError("no such luck")
         (folder / "text.txt").write_text(f"{start.content_hash} {iteration}")
@@ -182,7 +188,7 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
     with History(history) as read:
         (run,) = read.executions().items
         assert run.state == "succeeded" and run.workflow.endswith("test_recorder.whole")
-        assert run.inputs == {"config": {"text": "b", "broken": False}}
+        assert run.inputs == {"config": {"text": "b", "broken": False, "stopped": False}}
         nodes = by_name(read.nodes(run.id))
         assert [(node.name, node.kind, node.state) for node in read.nodes(run.id)] == [
             ("plan", "task", "succeeded"),
@@ -206,7 +212,11 @@ def test_nodes_edges_and_values_of_a_run(history: Store) -> None:
         assert Path(made.deck_path).read_text() == "<p>rows</p>" + cost_html(cost)
         detail = read.node(nodes["training 2"].id)
         values = {value.name: value for value in detail.inputs}
-        assert json.loads(values["config"].value) == {"text": "b!", "broken": False}
+        assert json.loads(values["config"].value) == {
+            "text": "b!",
+            "broken": False,
+            "stopped": False,
+        }
         assert (values["config"].type, values["iteration"].value) == ("Words", "2")
         assert values["train"].type == "DatasetArtifact"
         assert values["train"].artifact == read.node(made.id).outputs[0].artifact
@@ -253,6 +263,28 @@ def test_a_failed_node_says_why(history: Store) -> None:
         failed = by_name(read.nodes(run.id))["training 2"]
         assert "no such luck" in failed.error
         assert read.node(failed.id).attempts[-1].state == "failed"
+
+
+def test_a_run_that_is_stopped_says_where_and_what_it_has_cost(
+    history: Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        whole(config=Words(stopped=True))
+    with History(history) as read:
+        (run,) = read.executions().items
+        nodes = by_name(read.nodes(run.id))
+    assert run.state == "stopped"
+    first, saved, command = run.error.splitlines()
+    assert first.startswith("stopped from outside (Ctrl-C) at step 2 of 2 of training 2, after ")
+    assert saved == "  saved: step 1 of training 2, and the 3 stages before it"
+    assert command.startswith("  go on with: ")
+    assert (nodes["training 2"].state, nodes["iterate"].state) == ("stopped", "stopped")
+    assert nodes["training 2"].error == "stopped from outside at step 2 of 2 of training 2"
+    assert nodes["training 2"].cost["wall_seconds"] > 0
+    assert nodes["training 1"].state == "succeeded"
+    shown = capfd.readouterr().out
+    assert "training 2  STOPPED" in shown
+    assert shown.index("│ total") < shown.index(first)
 
 
 def test_the_part_of_the_log_that_is_a_nodes(history: Store) -> None:

@@ -148,6 +148,9 @@ def test_runs_are_listed_and_shown(ran: Ran) -> None:
     first = page["items"][1]["id"]
     assert first in ask(runs, "--state", "succeeded").output
     assert first not in ask(runs, "--state", "failed").output
+    # A pipe has no width, in which rich would cut the table at 80 columns.
+    listed = ask(runs).output
+    assert all(each["id"] in listed for each in page["items"]) and "…" not in listed
     shown = ask(runs, first).output
     assert "tune_more" in shown and "succeeded" in shown
     failed = ask(runs, page["items"][0]["id"]).output

@@ -1,0 +1,124 @@
+"""Runs that are stopped from outside: what they say, their exit codes, and a second signal."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tasks.platform.stopping import StopPlace, StopSignals, stopped_lines, typed_command
+
+
+@pytest.mark.parametrize(
+    ("place", "where", "saved"),
+    [
+        (
+            StopPlace("grpo_iteration 2", 16, 30, first_step=30, saved=45, num_finished=5),
+            "at step 16 of 30 of grpo_iteration 2",
+            "step 15 of grpo_iteration 2, and the 5 stages before it",
+        ),
+        (
+            StopPlace("train_sft", 3, 6, first_step=0, num_finished=1),
+            "at step 3 of 6 of train_sft",
+            "the stage before it; of train_sft nothing yet, it begins again",
+        ),
+        (
+            StopPlace("train_sft", saved=45, waited_for="starting Ray"),
+            "in train_sft while starting Ray",
+            "step 45 of the whole run, in train_sft",
+        ),
+        (
+            StopPlace("prepare_model"),
+            "in prepare_model",
+            "of prepare_model nothing yet, it begins again",
+        ),
+        (StopPlace(num_finished=2), "between two stages", "the 2 stages"),
+        (StopPlace(), "before its first stage", "nothing yet"),
+    ],
+)
+def test_where_a_run_was_and_what_is_saved(place: StopPlace, where: str, saved: str) -> None:
+    assert (place.where(), place.what_is_saved()) == (where, saved)
+
+
+def test_the_lines_of_a_stopped_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/v/python", "/v/pyflyte", "run", "a b.py", "grpo"])
+    assert stopped_lines(signal.SIGTERM, StopPlace("train_sft", 3, 6, 0, 2), seconds=221.2) == [
+        "stopped from outside (SIGTERM) at step 3 of 6 of train_sft, after 3 min 41 s",
+        "  saved: step 2 of train_sft",
+        "  go on with: /v/pyflyte run 'a b.py' grpo",
+    ]
+
+
+def test_a_script_is_named_with_its_interpreter() -> None:
+    assert typed_command(["/v/python", "-m", "mine", "x y"]) == "/v/python -m mine 'x y'"
+    assert typed_command(["/v/python", "mine.py"]) == "/v/python mine.py"
+
+
+def test_a_notebook_gets_its_interrupt_and_its_handler_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signals.received is signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_of_the_run_itself_is_no_stop() -> None:
+    with pytest.raises(SystemExit) as ended, StopSignals() as signals:
+        raise SystemExit(1)
+    assert ended.value.code == 1
+    assert signals.stopped_by(ended.value) is None
+    assert signals.stopped_by(SystemExit(signal.SIGTERM)) is signal.SIGTERM  # of Ray's own handler
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_SCRIPT = """
+import sys, time
+import click
+from tasks.platform.stopping import StopSignals
+
+@click.command()
+@click.argument("seconds_to_end", type=float)
+def main(seconds_to_end):
+    with StopSignals() as signals:
+        signals.speak_to(1)
+        try:
+            print("running", flush=True)
+            time.sleep(60)
+        finally:
+            time.sleep(seconds_to_end)
+            print("ended in order", flush=True)
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_exit_code_of_a_command(number: signal.Signals, code: int, times: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, "0" if times == 1 else "60"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    assert "the run stops in order; once more stops it at once" in process.stdout.readline()
+    if times == 2:
+        process.send_signal(number)
+    rest, _ = process.communicate(timeout=50)
+    assert ("ended in order" in rest) == (times == 1)
+    assert ("stopped at once" in rest) == (times == 2)
+    assert process.returncode == code
