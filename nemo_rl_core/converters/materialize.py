@@ -12,11 +12,13 @@ from packaging.requirements import InvalidRequirement, Requirement
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
     ModelConfig,
-    ModelFromConfig,
     ModelFromWheel,
     PretrainedModel,
+    SmallModel,
+    TextModelFromConfig,
 )
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
 
 
@@ -36,8 +38,10 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
             has weights that are missing, surplus, misshapen or not finite.
     """
     match model:
-        case ModelFromConfig():
-            loaded, tokenizer = _from_config(model, seed)
+        case SmallModel():
+            text = isinstance(model, TextModelFromConfig)
+            tokenizer = build_byte_tokenizer() if text else build_arithmetic_tokenizer()
+            loaded = _from_config(model, tokenizer, seed)
         case ModelFromWheel():
             loaded, tokenizer = _from_wheel(model)
         case PretrainedModel():
@@ -65,13 +69,10 @@ def _write_generation_config(folder: Path, tokenizer: Any) -> None:
     ).save_pretrained(folder)
 
 
-def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
+def _from_config(model: SmallModel, tokenizer: Any, seed: int | None) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
-
-    tokenizer = build_arithmetic_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=model.hidden_size,
@@ -88,7 +89,7 @@ def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed or 0)
-        return Qwen2ForCausalLM(config), tokenizer
+        return Qwen2ForCausalLM(config)
 
 
 def check_pretrained(name: str) -> None:

@@ -166,7 +166,8 @@ def test_infinity_is_no_bound_where_a_field_is_a_bound(tmp_path: Path, key: str)
         found = getattr(found, name)
     assert found == float("inf")
     # As a task's input it stays what it is.
-    context, expected = FlyteContextManager.current_context(), TypeEngine.to_literal_type(GRPORecipe)
+    context = FlyteContextManager.current_context()
+    expected = TypeEngine.to_literal_type(GRPORecipe)
     literal = TypeEngine.to_literal(context, recipe, GRPORecipe, expected)
     assert TypeEngine.to_python_value(context, literal, GRPORecipe) == recipe
 
