@@ -17,6 +17,7 @@ from nemo_rl_core.config.model import (
     SmallModel,
     TextModelFromConfig,
 )
+from nemo_rl_core.converters.folder_check import check_model_folder
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
@@ -93,10 +94,10 @@ def _from_config(model: SmallModel, tokenizer: Any, seed: int | None) -> Any:
 
 
 def check_pretrained(name: str) -> None:
-    """Raises if a local folder holds no model with a tokenizer; hub names pass.
+    """Raises if a local folder holds no model that can be loaded; hub names pass.
 
     Raises:
-        ModelError: Names the missing file.
+        ModelError: Names the missing or damaged file.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -108,14 +109,7 @@ def check_pretrained(name: str) -> None:
                 fix="correct model.name in the recipe",
             )
         return
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise ModelError(
-                f"the model folder has no {needed}",
-                expected="a transformers folder with model and tokenizer",
-                got=f"{name}: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'empty'}",
-                fix="save model and tokenizer there with save_pretrained(folder)",
-            )
+    check_model_folder(folder)
 
 
 def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:

@@ -7,6 +7,9 @@ CHARACTERS = "0123456789+-*= "
 
 _PAD, _BOS, _EOS, _UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
+_NEVER = "\u00ff"
+"""The byte 0xff in GPT-2's alphabet, which no UTF-8 text has."""
+
 # A user turn is only its text, so that the generation prompt of "12+34=" is `<bos>12+34=`; an
 # assistant turn ends with one token, as in every chat template.
 _CHAT_TEMPLATE = (
@@ -74,6 +77,7 @@ def build_byte_tokenizer() -> Any:
     Returns:
         A `transformers.PreTrainedTokenizerFast` with `pad`, `bos` and `eos` as ids 0 to 2 and the
         256 bytes, in the order of GPT-2's alphabet, as ids 3 to 258. No text has an unknown token.
+        Id 259 is two bytes that no text has in a row: GGUF needs one merge.
 
     Example:
         >>> tokenizer = build_byte_tokenizer()
@@ -83,10 +87,11 @@ def build_byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    # GPT-2's alphabet of visible characters for bytes: byte-level BPE, of which no merge is learnt.
+    # GPT-2's alphabet of visible characters for bytes: byte-level BPE, of which nothing is learnt.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((_PAD, _BOS, _EOS, *alphabet))}
-    core = Tokenizer(models.BPE(vocabulary, []))
+    tokens = (_PAD, _BOS, _EOS, *alphabet, 2 * _NEVER)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocabulary, [(_NEVER, _NEVER)]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.TemplateProcessing(

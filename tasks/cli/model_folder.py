@@ -18,11 +18,10 @@ def model_folder(name: str) -> Path:
     from nemo_rl_core.history.queries import History
     from nemo_rl_core.store.store import Store
 
-    folder = Path(name).expanduser()
-    for found in (folder, folder / "model"):
+    folder, store = Path(name).expanduser(), Store.default()
+    for found in (folder, folder / "model", store.artifacts / name / "model"):
         if (found / "config.json").is_file():
             return found
-    store = Store.default()
     if folder.exists() or not path_of(store).is_file():
         return folder
     with History(store) as history:

@@ -1,7 +1,7 @@
 """Reading a recipe's file: whatever is wrong with it is said in a few lines, and at once."""
 
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,7 +79,7 @@ class _Placing(SafeConstructor):
         super().__init__()
         self._name = _called(path)
 
-    def construct_yaml_map(self, node: Any) -> Iterator[Any]:
+    def construct_yaml_map(self, node: Any) -> Generator[dict[Any, Any], None, None]:
         placed = PlacedDict()
         yield placed
         placed.update(self.construct_mapping(node))
@@ -87,7 +87,7 @@ class _Placing(SafeConstructor):
             # A merge (`<<`) has been replaced by the pairs that it stands for.
             placed.places[self.construct_object(key)] = self._at(key)
 
-    def construct_yaml_seq(self, node: Any) -> Iterator[Any]:
+    def construct_yaml_seq(self, node: Any) -> Generator[list[Any], None, None]:
         placed = PlacedList()
         yield placed
         placed.extend(self.construct_sequence(node))
@@ -97,11 +97,11 @@ class _Placing(SafeConstructor):
         return f"{self._name}:{node.start_mark.line + 1}"
 
 
-for _tag, _construct in {
-    "map": _Placing.construct_yaml_map,
-    "seq": _Placing.construct_yaml_seq,
-}.items():
-    _Placing.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
+_Placing.yaml_constructors = {
+    **SafeConstructor.yaml_constructors,
+    "tag:yaml.org,2002:map": _Placing.construct_yaml_map,
+    "tag:yaml.org,2002:seq": _Placing.construct_yaml_seq,
+}
 
 
 def _called(path: Path) -> str:

@@ -1,7 +1,6 @@
 """Mistakes of recipes by file and line, whichever of several files holds them."""
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,7 @@ def test_an_alias_and_a_merge_are_named_where_they_stand(tmp_path: Path) -> None
     assert place_of(values, ("grpo", "seed")) == f"{path}:5"
     assert place_of(values, ("grpo", "absent")) == f"{path}:3"
     assert place_of(values, ("absent",)) is None
-    for same in (copy.deepcopy(values), pickle.loads(pickle.dumps(values))):
-        assert same == values
+    assert copy.deepcopy(values) == values
 
 
 def test_words_of_the_command_line_are_named(tmp_path: Path) -> None:
@@ -195,7 +193,7 @@ def test_what_no_record_can_hold_is_refused(name: str) -> None:
 
 def test_all_numbers_that_are_too_large_are_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(f"seed: {2**64}\ngrpo:\n  num_iterations: {2**70}\nname: \"\\ud800\"\n")
+    path.write_text(f'seed: {2**64}\ngrpo:\n  num_iterations: {2**70}\nname: "\\ud800"\n')
     lines = refused(str(path))
     assert lines[1:4] == [
         f"  {path}:1: seed is too large (got 1.84e+19)",
