@@ -60,6 +60,7 @@ class SmallModel(ModelSource):
         initializer_range: Standard deviation of the first weights.
     """
 
+    kind: Literal["from_config", "text_from_config"]
     name: str = "qwen2-tiny"
     hidden_size: PositiveInt = 128
     intermediate_size: PositiveInt = 512

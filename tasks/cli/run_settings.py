@@ -69,7 +69,8 @@ def chosen_pipeline(
     has_recipe = bool(settings) and "=" not in settings[0]
     named = {"recipe": settings[0] if has_recipe else default_name(default)}
     values = overlaid(named, changes_of(settings[has_recipe:]))
-    base, recipe = kind.model_validate(named), kind.model_validate(values)
+    recipe = kind.model_validate(values)  # first: it has the mistakes of the file, too
+    base = kind.model_validate(named)
     return ChosenPipeline(workflow, base, recipe, values, default_name(default))
 
 

@@ -47,7 +47,7 @@ def _explaining(original: Any) -> Any:
         try:
             return read_recipe(Path(value))
         except ConfigError as error:
-            raise RecipeError(str(error)) from error
+            raise RecipeError(f"Invalid value for '--config': {error}") from error
 
     return parse
 
