@@ -206,7 +206,12 @@ def files_of_index(index: Path) -> dict[str, str]:
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         outside = sorted({name for name in files.values() if Path(name).name != name})
     except (ValueError, TypeError, KeyError) as error:
-        raise unreadable(f"the index {index}", error) from error
+        raise ModelError(
+            f"the index {index} cannot be read",
+            expected="a JSON object with weight_map, the file of each weight",
+            got=f"{type(error).__name__}: {error}"[:200],
+            fix="copy the file again, or save the model again",
+        ) from error
     if outside:
         raise ModelError(
             f"the index {index} names files outside of its folder",
@@ -236,4 +241,10 @@ def open_weights(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise unreadable(f"the weights in {path}", error) from error
+        found = unreadable(f"the weights in {path}", error)
+        raise ModelError(
+            found.problem,
+            expected="a whole file of safetensors, whose header fits its size",
+            got=f"{found.got}; {path.stat().st_size:,} bytes",
+            fix="copy or download this file again, or save the model again",
+        ) from error

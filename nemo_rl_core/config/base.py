@@ -1,17 +1,23 @@
 """The base of every config: frozen, closed to unknown keys, clear about mistakes."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Discriminator,
+    Field,
+    GetCoreSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     model_validator,
 )
+from pydantic_core import PydanticCustomError, core_schema
 
+from nemo_rl_core.config.places import place_of
 from nemo_rl_core.config.sections import (
     Path,
     UnknownKey,
@@ -24,11 +30,41 @@ from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
 
 _MAX_BESIDE_HINT = 16
+Bound = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+"""A positive number, or infinity for no bound: `.inf` in YAML."""
+
 _FIX = "change the named values in the recipe or in --config"
+_CONTRADICTION = "contradiction"
+
+_collects: ContextVar[bool] = ContextVar("_collects", default=False)
+
+
+@contextmanager
+def collecting_contradictions() -> Iterator[None]:
+    """Within it, a `ConfigError` of a section is one mistake among others of a `ValidationError`.
+
+    Outside of it, the first one ends the validation.
+    """
+    token = _collects.set(True)
+    try:
+        yield
+    finally:
+        _collects.reset(token)
 
 
 class UnknownKeyError(ConfigError):
     """The input of a config has keys that no class reads."""
+
+
+def _collected(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(values)
+    except UnknownKeyError:
+        raise
+    except ConfigError as error:
+        if not _collects.get():
+            raise
+        raise PydanticCustomError(_CONTRADICTION, "contradiction", {"error": error}) from error
 
 
 class FrozenConfig(BaseModel):
@@ -43,7 +79,14 @@ class FrozenConfig(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     """Fields by the names that they had; the error of an old name says the new one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        # A field for which infinity has a meaning allows it by itself.
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
     @classmethod
     def accepted_keys(cls) -> set[str]:
@@ -64,6 +107,13 @@ class FrozenConfig(BaseModel):
                 refuse_unknown_keys(cls, values, handler)
             raise
         return validated
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        # Around all validators of the class, whatever their mode.
+        return core_schema.no_info_wrap_validator_function(_collected, handler(source))
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
@@ -109,17 +159,25 @@ def refuse_unknown_keys(
     try:
         validate(without(values, unknown))
     except ValidationError as error:
-        others = [each for each in _mistakes(error, values) if not _follows(each, unknown)]
+        # A contradiction may be with the default of a key that is misspelt.
+        others = [
+            each
+            for each in _mistakes(error, values)
+            if each.error is None and not _follows(each, unknown)
+        ]
     except ConfigError:
-        pass  # a contradiction, perhaps with the default of a key that is misspelt
+        pass  # a contradiction
     if len(unknown) > 1 or others:
-        lines = [f"{each.dotted}: unknown key; {_hint(each)}" for each in unknown]
+        lines = [
+            f"{_placed(values, each.path)}{each.dotted}: unknown key; {_hint(each)}"
+            for each in unknown
+        ]
         raise UnknownKeyError(_listed([*lines, *(each.line for each in others)]), fix=_FIX)
     (key,) = unknown
     # Dozens of keys would hide the hint.
     listed = key.hint is None or len(key.choices) <= _MAX_BESIDE_HINT
     raise UnknownKeyError(
-        f"unknown key {key.dotted!r}",
+        f"{_placed(values, key.path)}unknown key {key.dotted!r}",
         expected=f"one of {', '.join(key.choices)}" if listed else None,
         got=str(key.path[-1]),
         fix=key.hint or "remove it",
@@ -131,18 +189,54 @@ def _hint(key: UnknownKey) -> str:
 
 
 class _Mistake(NamedTuple):
-    """One problem that pydantic found, at a path of the input."""
+    """One problem that pydantic found, at a path of the input.
+
+    Attributes:
+        path: From the top of the input.
+        place: The file and line of it, and a colon; empty where it is not known.
+        type: Pydantic's name of the problem.
+        text: What is wrong.
+        value: The input at the path.
+        error: A contradiction that a section refused.
+    """
 
     path: Path
+    place: str
     type: str
     text: str
     value: Any
+    error: ConfigError | None = None
 
     @property
     def line(self) -> str:
+        if self.error is not None:
+            return f"{self._where}{_in_one_line(self.error)}"
         plain = not isinstance(self.value, Mapping | list | BaseModel)
         got = f" (got {self.value!r:.60})" if plain and self.type != "missing" else ""
-        return f"{dotted(self.path) or 'config'}: {self.text}{got}"
+        return f"{self.place}{dotted(self.path) or 'config'}: {self.text}{got}"
+
+    @property
+    def alone(self) -> ConfigError:
+        """The error of the only mistake."""
+        if self.error is not None:
+            _, *hints = self.error.args
+            return type(self.error)(f"{self._where}{self.error.problem}", *hints)
+        text = f"{self.place}{dotted(self.path) or 'config'}: {self.text}"
+        return ConfigError(_listed([text]), got=repr(self.value)[:120], fix=_FIX)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.place}{dotted(self.path)}: " if self.place and self.path else self.place
+
+
+def _in_one_line(error: ConfigError) -> str:
+    hints = (("expected", error.expected), ("got", error.got), ("fix", error.fix))
+    return "; ".join([error.problem, *(f"{word}: {text}" for word, text in hints if text)])
+
+
+def _placed(values: Any, path: Path) -> str:
+    place = place_of(values, path)
+    return f"{place}: " if place else ""
 
 
 def _follows(mistake: _Mistake, unknown: Sequence[UnknownKey]) -> bool:
@@ -166,9 +260,7 @@ def describe(error: ValidationError, values: Any) -> ConfigError:
     mistakes = _mistakes(error, values)
     if len(mistakes) > 1:
         return ConfigError(_listed([each.line for each in mistakes]), fix=_FIX)
-    (mistake,) = mistakes
-    text = f"{dotted(mistake.path) or 'config'}: {mistake.text}"
-    return ConfigError(_listed([text]), got=repr(mistake.value)[:120], fix=_FIX)
+    return mistakes[0].alone
 
 
 def _listed(lines: Sequence[str]) -> str:
@@ -176,12 +268,17 @@ def _listed(lines: Sequence[str]) -> str:
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[_Mistake]:
-    return [
-        _Mistake(
-            _path(item["loc"], values, item["type"]), item["type"], _text(item), item.get("input")
+    found = []
+    for item in error.errors(include_url=False):
+        path = _path(item["loc"], values, item["type"])
+        contradiction = item["ctx"]["error"] if item["type"] == _CONTRADICTION else None
+        place = _placed(values, path)
+        found.append(
+            _Mistake(path, place, item["type"], _text(item), item.get("input"), contradiction)
         )
-        for item in error.errors(include_url=False)
-    ]
+    # The other members of a union did not fit either, but were not meant.
+    refused = {each.path for each in found if each.error is not None and each.path}
+    return [each for each in found if each.error is not None or each.path not in refused]
 
 
 def _path(location: Path, values: Any, problem: str) -> Path:

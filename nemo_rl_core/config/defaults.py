@@ -13,6 +13,7 @@ from typing import Any, Final
 from pydantic import BaseModel, TypeAdapter
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.places import copied
 from nemo_rl_core.config.training import TrainingConfig
 
 LEARNING_RATES: Final[Mapping[str, float]] = {
@@ -143,7 +144,7 @@ def filled(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
         >>> filled({"grpo": {"seed": 1}}, {"grpo.learning_rate": 1e-6})
         {'grpo': {'seed': 1, 'learning_rate': 1e-06}}
     """
-    result = dict(values)
+    result = copied(values)
     for path, value in found.items():
         *outer, name = path.split(".")
         if outer and not isinstance(result.get(outer[0], {}), Mapping | BaseModel | None):
@@ -151,7 +152,7 @@ def filled(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
         place = result
         for key in outer:
             inner = place.get(key, {})
-            place[key] = inner.model_dump() if isinstance(inner, BaseModel) else dict(inner or {})
+            place[key] = inner.model_dump() if isinstance(inner, BaseModel) else copied(inner or {})
             place = place[key]
         place[name] = value
     return result

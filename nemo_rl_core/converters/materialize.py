@@ -14,11 +14,14 @@ from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.config.model import (
     ModelConfig,
-    ModelFromConfig,
     ModelFromWheel,
     PretrainedModel,
+    SmallModel,
+    TextModelFromConfig,
 )
+from nemo_rl_core.converters.folder_check import check_model_folder
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
+from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 
@@ -39,8 +42,10 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
             has weights that are missing, surplus, misshapen or not finite.
     """
     match model:
-        case ModelFromConfig():
-            loaded, tokenizer = _from_config(model, seed)
+        case SmallModel():
+            text = isinstance(model, TextModelFromConfig)
+            tokenizer = build_byte_tokenizer() if text else build_arithmetic_tokenizer()
+            loaded = _from_config(model, tokenizer, seed)
         case ModelFromWheel():
             loaded, tokenizer = _from_wheel(model)
         case PretrainedModel():
@@ -69,14 +74,11 @@ def _write_generation_config(folder: Path, tokenizer: Any) -> None:
     ).save_pretrained(folder)
 
 
-def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
+def _from_config(model: SmallModel, tokenizer: Any, seed: int | None) -> Any:
     with waiting("importing torch and transformers"):
         import torch
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer
-
-    tokenizer = build_arithmetic_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=model.hidden_size,
@@ -93,14 +95,14 @@ def _from_config(model: ModelFromConfig, seed: int | None) -> tuple[Any, Any]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed or 0)
-        return Qwen2ForCausalLM(config), tokenizer
+        return Qwen2ForCausalLM(config)
 
 
 def check_pretrained(name: str) -> None:
-    """Raises if a local folder holds no model with a tokenizer; hub names pass.
+    """Raises if a local folder holds no model that can be loaded; hub names pass.
 
     Raises:
-        ModelError: Names the missing file.
+        ModelError: Names the missing or damaged file.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -112,14 +114,7 @@ def check_pretrained(name: str) -> None:
                 fix="correct model.name in the recipe",
             )
         return
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise ModelError(
-                f"the model folder has no {needed}",
-                expected="a transformers folder with model and tokenizer",
-                got=f"{name}: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'empty'}",
-                fix="save model and tokenizer there with save_pretrained(folder)",
-            )
+    check_model_folder(folder)
 
 
 def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:

@@ -18,6 +18,12 @@ from nemo_rl_core.data.control import (
     spelled_control_tokens,
 )
 from nemo_rl_core.data.turns import Turn, as_turns
+from nemo_rl_core.data.unknown import (
+    OTHER_MODELS,
+    described_unknown,
+    unknown_characters,
+    unknown_token_id,
+)
 from nemo_rl_core.errors import DataError
 
 
@@ -231,6 +237,16 @@ def _masked_example(
             end = _prefix_length(through, (text, ids), row)
             turn_ids = _through_end_of_turn(tokenizer, ids[start:end])
             mask[start : start + len(turn_ids)] = [True] * len(turn_ids)
+    unknown = unknown_token_id(tokenizer)
+    if unknown is not None and any(
+        token == unknown and is_trained for token, is_trained in zip(ids, mask, strict=True)
+    ):
+        answers = "".join(str(turns[index]["content"]) for index in trained)
+        raise DataError(
+            f"{row} trains on characters that the tokenizer does not know",
+            got=described_unknown(tokenizer, unknown_characters(tokenizer, answers)),
+            fix=f"mend or remove the row, or {OTHER_MODELS}",
+        )
     return SupervisedExample(token_ids=tuple(ids), loss_mask=tuple(mask))
 
 

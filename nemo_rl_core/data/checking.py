@@ -69,6 +69,7 @@ class RowChecking:
         surrogates: Rows whose text cannot be encoded; nothing else is known of data with such.
         has_readable_rows: Whether all rows have the columns of their kind, with text in them.
         faults: Rows that no policy allows.
+        unknown_characters: Of prompts, those without a token, in their order.
         too_long: Prompts beyond `max_prompt_tokens`.
         longer: Rows beyond `policy.max_sequence_tokens`.
     """
@@ -97,6 +98,7 @@ class RowChecking:
         self._inseparable: DataError | None = None
         self.has_readable_rows = False
         self.surrogates, self.faults = Faults(), Faults()
+        self.unknown_characters: dict[str, None] = {}
         self.too_long, self.longer = Faults(), Faults()
 
     def checked(self) -> CheckedRows | None:
@@ -159,10 +161,11 @@ class RowChecking:
             _merge(self.faults, schema_faults(_SCHEMAS[self._kind], found), first)
         if self._tokenizer is not None and self._kind == "prompts":
             rows = rows_of(chunk) if rows is None else rows
-            unknown, too_long = checks.prompt_faults(
+            unknown, too_long, characters = checks.prompt_faults(
                 rows, self._tokenizer, max_prompt_tokens=self._max_prompt_tokens
             )
             _merge(self._unknown, unknown, first)
+            self.unknown_characters |= characters
             _merge(self.too_long, too_long, first)
         if self.faults or self._unknown:
             return None

@@ -15,6 +15,7 @@ from nemo_rl_core.data.digests import repeats
 from nemo_rl_core.data.frames import Faults
 from nemo_rl_core.data.lengths import is_certainly_longer
 from nemo_rl_core.data.turns import as_turns, fault, stored, turns_of
+from nemo_rl_core.data.unknown import unknown_characters, unknown_token_id
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -121,8 +122,14 @@ def _has_lone_surrogate(value: Any) -> bool:
 
 def prompt_faults(
     rows: Records, tokenizer: Any, *, max_prompt_tokens: int | None
-) -> tuple[Faults, Faults]:
-    """Prompts that the tokenizer cannot encode, and prompts that are too long."""
+) -> tuple[Faults, Faults, dict[str, None]]:
+    """Prompts that the tokenizer cannot encode, and prompts that are too long.
+
+    Returns:
+        Both kinds of faults, and the characters without a token, in their order.
+    """
+    characters: dict[str, None] = {}
+    unknown_id = unknown_token_id(tokenizer)
     unknown: Faults = {}
     too_long: Faults = {}
     for index, row in enumerate(rows):
@@ -138,11 +145,13 @@ def prompt_faults(
         except DataError as error:
             unknown.setdefault(error.in_one_line, []).append(index)
             continue
-        if _num_unknown(tokenizer, ids):
+        if unknown_id is not None and unknown_id in ids:
             unknown.setdefault("prompt has unknown characters", []).append(index)
+            text = "".join(str(turn["content"]) for turn in as_turns(row["prompt"], role="user"))
+            characters.update(dict.fromkeys(unknown_characters(tokenizer, text)))
         if len(ids) > limit:
             too_long.setdefault(fault_text, []).append(index)
-    return unknown, too_long
+    return unknown, too_long, characters
 
 
 def example_faults(
@@ -179,10 +188,3 @@ def _examples(tokenizer: Any, row: Mapping[str, Any], index: int) -> dict[str, A
     except DataError as error:
         problem = f"row {index} (counted from 0): {error.problem}"
         raise DataError(problem, error.expected, error.got, error.fix) from error
-
-
-def _num_unknown(tokenizer: Any, ids: list[int]) -> int:
-    special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    # Some tokenizers use one id for "unknown" and, e.g., end-of-text; it is then not counted.
-    unknown = tokenizer.unk_token_id
-    return 0 if unknown is None or unknown in special else ids.count(unknown)

@@ -36,6 +36,7 @@ from nemo_rl_core.data.frames import (
     row_kind,
 )
 from nemo_rl_core.data.tables import CheckedRows
+from nemo_rl_core.data.unknown import OTHER_MODELS, described_unknown
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 
@@ -127,7 +128,11 @@ def checked_rows(
     if faults or refused:
         repeated_alone = bool(refused) and not faults and refused == twice
         otherwise = "; data.duplicates: drop or keep allows repeated ones" if repeated_alone else ""
-        raise describe_faults(faults | refused, name, otherwise=otherwise)
+        error = describe_faults(faults | refused, name, otherwise=otherwise)
+        if characters := checking.unknown_characters:
+            got = described_unknown(tokenizer, characters)
+            raise DataError(error.problem, got=got, fix=f"{error.fix}, or {OTHER_MODELS}")
+        raise error
     assert found is not None, "rows without faults are kept"
     dropped = (too_long | longer) if policy.overlong == "drop" else Faults()
     dropped |= twice if policy.duplicates == "drop" else Faults()

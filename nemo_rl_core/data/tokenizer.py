@@ -1,4 +1,4 @@
-"""A character tokenizer for generated sums, for models that start from their config."""
+"""Small tokenizers for models that start from their config: of characters, and of bytes."""
 
 from typing import Any
 
@@ -7,12 +7,24 @@ CHARACTERS = "0123456789+-*= "
 
 _PAD, _BOS, _EOS, _UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
+_NEVER = "\u00ff"
+"""The byte 0xff in GPT-2's alphabet, which no UTF-8 text has."""
+
 # A user turn is only its text, so that the generation prompt of "12+34=" is `<bos>12+34=`; an
 # assistant turn ends with one token, as in every chat template.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+
+
+_OPTIONS: dict[str, Any] = {
+    "pad_token": _PAD,
+    "bos_token": _BOS,
+    "eos_token": _EOS,
+    "chat_template": _CHAT_TEMPLATE,
+    "clean_up_tokenization_spaces": False,
+}
 
 
 def build_arithmetic_tokenizer() -> Any:
@@ -53,12 +65,37 @@ def build_arithmetic_tokenizer() -> Any:
     # With a Qwen2 config, `AutoTokenizer` reads every tokenizer.json as Qwen2's, whose
     # pre-tokenizer has no plain space. Added tokens are matched before pre-tokenization in both.
     core.add_tokens([AddedToken(" ", normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=_PAD,
-        bos_token=_BOS,
-        eos_token=_EOS,
-        unk_token=_UNKNOWN,
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=_UNKNOWN, **_OPTIONS)
+
+
+def build_byte_tokenizer() -> Any:
+    """Builds a tokenizer with one token per byte of UTF-8 after a start token.
+
+    Any text has tokens, and their text is that text again. `tokenizer(text)` gives the same tokens
+    as the chat template, which is that of `build_arithmetic_tokenizer`.
+
+    Returns:
+        A `transformers.PreTrainedTokenizerFast` with `pad`, `bos` and `eos` as ids 0 to 2 and the
+        256 bytes, in the order of GPT-2's alphabet, as ids 3 to 258. No text has an unknown token.
+        Id 259 is two bytes that no text has in a row: GGUF needs one merge.
+
+    Example:
+        >>> tokenizer = build_byte_tokenizer()
+        >>> tokenizer.decode(tokenizer.encode("naïve 蛇"), skip_special_tokens=True)
+        'naïve 蛇'
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    # GPT-2's alphabet of visible characters for bytes: byte-level BPE, of which nothing is learnt.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = (_PAD, _BOS, _EOS, *alphabet, 2 * _NEVER)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocabulary, [(_NEVER, _NEVER)]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
     )
+    # Without an unknown token, Qwen2's tokenizer would add one of its own to the vocabulary.
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=_PAD, **_OPTIONS)

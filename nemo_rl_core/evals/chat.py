@@ -1,16 +1,15 @@
-"""Greedy answers of an exported model to single prompts.
+"""Greedy answers of an exported model: to single prompts, and within a conversation."""
 
-Each prompt is completed alone and greedily, as in evaluation. Earlier turns are not part of the
-context, since the model is trained on single turns.
-"""
-
+import json
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
-from nemo_rl_core.errors import ModelError
+from nemo_rl_core.data.turns import Turn, as_turns
+from nemo_rl_core.data.unknown import described_unknown, unknown_characters
+from nemo_rl_core.errors import DataError, ModelError
 
 
 class Chat:
@@ -41,10 +40,29 @@ class Chat:
         self._model = _load_model(model_folder)
         self._max_new_tokens = max_new_tokens
 
+    @property
+    def marks_turns(self) -> bool:
+        """Whether the chat template tells one turn from another.
+
+        Without a template, or with one that writes the text of a user alone, a model was not
+        trained to go on with a conversation.
+        """
+        if not self._tokenizer.chat_template:
+            return False
+        turn = {"role": "user", "content": "?"}
+        text: str = self._tokenizer.apply_chat_template(
+            [turn], tokenize=False, add_generation_prompt=True
+        )
+        return text.removeprefix(self._tokenizer.bos_token or "") != turn["content"]
+
     def answer(self, prompt: str) -> str:
         """Returns the greedy completion of a prompt.
 
+        Args:
+            prompt: A text, or the JSON of a conversation that the model is to answer.
+
         Raises:
+            DataError: If the tokenizer does not know some of its characters.
             ModelError: If the prompt holds no tokens, or fills the model's context.
         """
         import torch
@@ -55,6 +73,7 @@ class Chat:
                 f"the prompt {prompt[:80]!r} holds no tokens",
                 fix="enter a prompt with text",
             )
+        self._refuse_unknown(as_turns(prompt, role="user"))
         context = getattr(self._model.config, "max_position_embeddings", None)
         room = self._max_new_tokens if context is None else context - len(ids)
         if room < 1:
@@ -75,6 +94,54 @@ class Chat:
         )
         text: str = self._tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
         return text
+
+    def _refuse_unknown(self, turns: list[Turn]) -> None:
+        text = "".join(str(turn["content"]) for turn in turns if turn["role"] != "assistant")
+        if unknown := unknown_characters(self._tokenizer, text):
+            raise DataError(
+                "the prompt has unknown characters",
+                got=described_unknown(self._tokenizer, unknown),
+                fix="write the prompt without them, or chat with a model that reads any text",
+            )
+
+
+class Conversation:
+    """A conversation with a model, whose earlier turns are part of each prompt.
+
+    Args:
+        chat: Answers.
+        keeps_history: False answers each prompt on its own.
+    """
+
+    def __init__(self, chat: Chat, *, keeps_history: bool = True) -> None:
+        self._chat, self._keeps_history = chat, keeps_history
+        self._turns: list[Turn] = []
+
+    def answer(self, text: str) -> str:
+        """Returns the answer to the next turn of the user.
+
+        Raises:
+            DataError: As `Chat.answer`; the turn is then no part of the conversation.
+            ModelError: As `Chat.answer`, with the way on.
+        """
+        turns = [*self._turns, {"role": "user", "content": text}]
+        if not self._keeps_history:
+            return self._chat.answer(text)
+        try:
+            # A single turn is text, which a model without a chat template reads, too.
+            answer = self._chat.answer(json.dumps(turns) if self._turns else text)
+        except ModelError as error:
+            if not self._turns:
+                raise
+            raise ModelError(
+                error.problem, error.expected, error.got, "shorten the prompt, or enter /reset"
+            ) from error
+        self._turns = [*turns, {"role": "assistant", "content": answer}]
+        return answer
+
+    def reset(self) -> None:
+        """Forgets all turns."""
+        self._turns = []
 
 
 def _load_model(model_folder: Path) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 
@@ -165,7 +165,10 @@ class RecordedStages(UnrecordedStages):
             log_to=self._log_bytes(),
         )
         self._writer.end_node(node, end)
-        self._tell(StageRecord(name, "failed", cost.wall_seconds, cost=cost))
+        state: Literal["failed", "stopped"] = (
+            "stopped" if end_state(error) == "stopped" else "failed"
+        )
+        self._tell(StageRecord(name, state, cost.wall_seconds, cost=cost))
 
     def error_text(self, error: BaseException) -> str:
         """The recorded text of an error, or where the run was when it was stopped."""
@@ -250,7 +253,9 @@ def recorded_fit(call: FitCall) -> Iterator[UnrecordedStages]:
 
 def end_state(error: BaseException) -> State:
     """The state of a run or a stage that an error ended."""
-    return "failed" if isinstance(error, Exception) else "aborted"
+    if isinstance(error, Exception):
+        return "failed"
+    return "stopped" if isinstance(error, KeyboardInterrupt) else "aborted"
 
 
 def _ways_on(error: BaseException, stages: RecordedStages, name: str) -> list[str]:

@@ -12,11 +12,12 @@ import click
 
 COMMANDS = {
     "card": ("tasks.cli.card:card", "Write the model card of a checkpoint."),
-    "chat": ("tasks.cli.chat:chat", "Chat with an exported model."),
+    "chat": ("tasks.cli.chat:chat", "Chat with an exported model, or ask it once."),
     "check-model": ("tasks.cli.check_model:check_model", "Check a model in the rollout engine."),
     "convert": ("tasks.cli.convert:convert", "Convert a model into another format."),
     "doctor": ("tasks.cli.doctor:doctor", "Check this machine, and suggest fixes."),
     "eval": ("tasks.cli.eval:evaluate", "Show an evaluation, or compare two."),
+    "export": ("tasks.cli.export:export_command", "Export a model to GGUF, or to the hub."),
     "gc": ("tasks.cli.gc:gc", "Free disk: remove artifacts that no kept run needs."),
     "lineage": ("tasks.cli.lineage:lineage", "Show the ancestry of an artifact."),
     "preview": ("tasks.cli.preview:preview", "Show the trained tokens of a row of data."),
@@ -24,6 +25,7 @@ COMMANDS = {
     "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),
     "run": ("tasks.cli.run:run", "Run a pipeline, or only check what it would do."),
     "runs": ("tasks.cli.runs:runs", "List executions, and show one."),
+    "serve": ("tasks.cli.serve:serve", "Serve a model to clients of OpenAI's API."),
     "try-reward": (
         "tasks.cli.try_reward:try_reward",
         "Score a few rows with the environment of a recipe.",

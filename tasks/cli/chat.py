@@ -1,51 +1,78 @@
-"""`nemo-rl chat`: chat with an exported model."""
+"""`nemo-rl chat`: a conversation with an exported model."""
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from nemo_rl_core.errors import DataError, ModelError
 
+if TYPE_CHECKING:
+    from nemo_rl_core.evals.chat import Conversation
+
+_HELP = "/reset forgets the conversation, /quit ends it"
+_ALONE = (
+    "This model's chat template marks no turns, so each line is answered on its own; "
+    "--history keeps earlier ones."
+)
+
 
 @click.command()
-@click.argument("model_folder", type=click.Path(path_type=Path))
+@click.argument("model")
 @click.argument("prompt", required=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,
               help="Most tokens of an answer.")  # fmt: skip
-def chat(model_folder: Path, prompt: str | None, max_new_tokens: int) -> None:
-    """Chat with an exported model; without PROMPT, reads one prompt per line until end of file.
+@click.option("--history/--no-history", default=None,
+              help="Whether earlier turns are part of a prompt; by default where the model's chat "
+              "template marks turns.")  # fmt: skip
+def chat(model: str, prompt: str | None, max_new_tokens: int, history: bool | None) -> None:
+    """Chat with MODEL: a folder, or an artifact by its id or the beginning of its hash.
 
-    Each prompt is completed alone and greedily, without earlier turns.
+    Without PROMPT, each line is a turn of the user, until /quit or the end of the file; /reset
+    begins a new conversation. Answers are greedy.
     """
-    from nemo_rl_core.evals.chat import Chat
+    from nemo_rl_core.evals.chat import Chat, Conversation
+    from tasks.cli.model_folder import model_folder
 
     try:
-        model = Chat(model_folder, max_new_tokens=max_new_tokens)
+        loaded = Chat(model_folder(model), max_new_tokens=max_new_tokens)
         if prompt is not None:
-            _write(model.answer(prompt) + "\n")
-        else:
-            _converse(model.answer)
+            _write(loaded.answer(prompt) + "\n")
+            return
+        keeps = loaded.marks_turns if history is None else history
+        _converse(Conversation(loaded, keeps_history=keeps), alone=history is None and not keeps)
     except KeyboardInterrupt:  # a normal end of a conversation
         _write("\n")
 
 
-def _converse(answer: Callable[[str], str]) -> None:
-    asks = "> " if sys.stdin.isatty() else ""
+def _converse(conversation: "Conversation", *, alone: bool) -> None:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        _write(f"{_HELP}. {_ALONE if alone else ''}".rstrip() + "\n")
+    asks = "> " if is_terminal else ""
     _write(asks)
     for line in sys.stdin:
-        if line.strip():
-            _write(_reply(answer, line.strip()) + "\n")
+        text = line.strip()
+        if text == "/quit":
+            return
+        if text:
+            _write(_reply(conversation, text))
         _write(asks)
+    if is_terminal:
+        _write("\n")
 
 
-def _reply(answer: Callable[[str], str], prompt: str) -> str:
+def _reply(conversation: "Conversation", text: str) -> str:
+    if text == "/reset":
+        conversation.reset()
+        return ""
+    if text.startswith("/") and text[1:].isalpha():
+        return f"there is no command {text}: {_HELP}\n"
     try:
-        return answer(prompt)
+        return conversation.answer(text) + "\n"
     # A prompt that is too long or cannot be encoded does not end the conversation.
     except (ModelError, DataError) as error:
-        return str(error)
+        return f"{error}\n"
 
 
 def _write(text: str) -> None:

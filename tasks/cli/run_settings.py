@@ -12,6 +12,7 @@ from flytekit.core.workflow import WorkflowBase
 from transformers.utils import logging
 
 from nemo_rl_core.config.names import unknown_names
+from nemo_rl_core.config.places import PlacedDict, overlaid
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
@@ -67,8 +68,9 @@ def chosen_pipeline(
     kind, default = workflow.python_interface.inputs_with_defaults["config"]
     has_recipe = bool(settings) and "=" not in settings[0]
     named = {"recipe": settings[0] if has_recipe else default_name(default)}
-    values = {**named, **changes_of(settings[has_recipe:])}
-    base, recipe = kind.model_validate(named), kind.model_validate(values)
+    values = overlaid(named, changes_of(settings[has_recipe:]))
+    recipe = kind.model_validate(values)  # first: it has the mistakes of the file, too
+    base = kind.model_validate(named)
     return ChosenPipeline(workflow, base, recipe, values, default_name(default))
 
 
@@ -82,7 +84,7 @@ def changes_of(settings: Sequence[str]) -> dict[str, Any]:
         >>> changes_of(["grpo.num_steps=3", "grpo.loss.kl=null"])
         {'grpo': {'num_steps': 3, 'loss': {'kl': None}}}
     """
-    changes: dict[str, Any] = {}
+    changes = PlacedDict()
     for setting in settings:
         key, equals, text = setting.partition("=")
         parts = key.split(".")
@@ -103,12 +105,14 @@ def changes_of(settings: Sequence[str]) -> dict[str, Any]:
             ) from error
         section = changes
         for part in parts[:-1]:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
+            section.places.setdefault(part, f"the argument {setting[:80]}")
+            section = section.setdefault(part, PlacedDict())
+            if not isinstance(section, PlacedDict):
                 raise _said_twice(key)
         if parts[-1] in section:
             raise _said_twice(key)
         section[parts[-1]] = value
+        section.places[parts[-1]] = f"the argument {setting[:80]}"
     return changes
 
 

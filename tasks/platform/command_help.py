@@ -7,13 +7,14 @@ YAML with a trace.
 import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nemo_rl_core.errors import ConfigError
-from tasks.recipes.recipe import RecipeError, default_name
+from tasks.recipes.recipe import Recipe, RecipeError, default_name
 from tasks.recipes.recipe_file import read_recipe
 
 _RUN = "flytekit.clis.sdk_in_container.run"
@@ -29,13 +30,16 @@ def explain_recipes() -> None:
         run.to_click_option = _naming(run.to_click_option)
         types: Any = sys.modules[_TYPES]
         types.JsonParamType._parse = _explaining(types.JsonParamType._parse)
+        types.JsonParamType.convert = _keeping_places(types.JsonParamType.convert)
 
 
 def _explaining(original: Any) -> Any:
     @functools.wraps(original)
     def parse(self: Any, value: Any, param: Any) -> Any:
-        if not isinstance(value, str) or value.lstrip()[:1] in ("{", "["):
+        if not isinstance(value, str):
             return original(self, value, param)
+        if value.lstrip()[:1] in ("{", "["):
+            return _inline(lambda: original(self, value, param))
         is_recipe = value.endswith((".yaml", ".yml"))
         # Unlike `Path.exists`, this takes names of any length.
         if not is_recipe and not os.path.exists(value):  # noqa: PTH110
@@ -43,9 +47,32 @@ def _explaining(original: Any) -> Any:
         try:
             return read_recipe(Path(value))
         except ConfigError as error:
-            raise RecipeError(str(error)) from error
+            raise RecipeError(f"Invalid value for '--config': {error}") from error
 
     return parse
+
+
+def _inline(parse: Callable[[], Any]) -> Any:
+    try:
+        return parse()
+    except RecursionError as error:
+        raise RecipeError("the JSON of --config is nested too deeply\n  fix: correct it") from error
+
+
+def _keeping_places(original: Any) -> Any:
+    """A recipe is validated as it was read, since JSON knows neither lines nor infinity."""
+
+    @functools.wraps(original)
+    def convert(self: Any, value: Any, param: Any, ctx: Any) -> Any:
+        kind = self._python_type
+        if not (isinstance(kind, type) and issubclass(kind, Recipe)) or value is None:
+            return original(self, value, param, ctx)
+        parsed = self._parse(value, param)
+        if not isinstance(parsed, dict):
+            return original(self, value, param, ctx)
+        return kind.model_validate(parsed, context={"deserialize": True})
+
+    return convert
 
 
 def _naming(original: Any) -> Any:

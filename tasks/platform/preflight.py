@@ -15,7 +15,7 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
-from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
+from nemo_rl_core.config.model import PretrainedModel, SmallModel
 from nemo_rl_core.config.single_turn import (
     JsonSchemaMatch,
     JudgeModel,
@@ -200,7 +200,7 @@ def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_sect
     refuse_more_than(experiment.cluster.num_workers, generation)
     model = experiment.model
     limit = None
-    if isinstance(model, ModelFromConfig):
+    if isinstance(model, SmallModel):
         limit = model.max_position_embeddings
     elif isinstance(model, PretrainedModel) and Path(model.name).expanduser().is_dir():
         limit = context_length(Path(model.name).expanduser())

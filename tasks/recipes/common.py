@@ -28,7 +28,7 @@ from nemo_rl_core.config.defaults import (
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
-from nemo_rl_core.config.model import ModelConfig, ModelFromConfig
+from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
@@ -180,7 +180,7 @@ class ModelTaskConfig(FrozenConfig):
     @classmethod
     def of(cls, config: PipelineRecipe) -> "ModelTaskConfig":
         """The recipe's share."""
-        seed = config.seed if config.model.kind == "from_config" else None
+        seed = config.seed if isinstance(config.model, SmallModel) else None
         return cls(model=config.model, content=model_content(config.model), seed=seed)
 
 

@@ -1,5 +1,6 @@
 """Recipes: sparse YAML files, laid over one another, and refused in a few lines."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -8,10 +9,17 @@ import click
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, model_validator
 
 from nemo_rl_core.algorithms.grpo.presets import PRESETS
-from nemo_rl_core.config.base import FrozenConfig, describe, refuse_unknown_keys
+from nemo_rl_core.config.base import (
+    FrozenConfig,
+    collecting_contradictions,
+    describe,
+    refuse_unknown_keys,
+)
+from nemo_rl_core.config.names import closest_name
+from nemo_rl_core.config.places import overlaid, place_of, without_keys
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import ConfigError
-from tasks.recipes.recipe_file import read_recipe
+from tasks.recipes.recipe_file import read_recipe, refuse_unwritable
 
 RECIPES = Path(__file__).resolve().parents[2] / "workflows" / "recipes"
 
@@ -46,11 +54,13 @@ class Recipe(FrozenConfig):
     @classmethod
     def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
         try:
-            if isinstance(value, dict):
-                value = with_base(value)
-                # First, since a recipe within a recipe (a sweep's) knows no path from the top.
-                refuse_unknown_keys(cls, value, handler)
-            validated: Self = handler(value)
+            with collecting_contradictions():
+                if isinstance(value, dict):
+                    value = with_base(value)
+                    refuse_unwritable(value)
+                    # First, since a recipe within a recipe (a sweep's) knows no path from the top.
+                    refuse_unknown_keys(cls, value, handler)
+                validated: Self = handler(value)
         except ValidationError as error:
             raise RecipeError(str(describe(error, value))) from error
         except ConfigError as error:
@@ -93,12 +103,15 @@ def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[s
         return values
     name = str(values["recipe"])
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113  (takes names of any length)
         choices = sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
+        at = place_of(values, ("recipe",))
+        meant = closest_name(name, choices)
         raise ConfigError(
-            f"there is no recipe {name!r}",
+            f"{at + ': ' if at else ''}there is no recipe {name[:200]!r}",
             expected=f"a .yaml file, or one of {', '.join(choices)}",
-            got=name,
+            got=f"{name[:200]}{_beside(path)}",
+            fix=f"did you mean {meant!r}?" if meant else None,
         )
     if path.resolve() in named:
         raise ConfigError(
@@ -108,7 +121,12 @@ def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[s
             fix=f"remove the key `recipe` from {path}, or name another",
         )
     base = with_base(read_recipe(path), named=(*named, path.resolve()))
-    return _laid_over(base, {key: value for key, value in values.items() if key != "recipe"})
+    return _laid_over(base, without_keys(values, {"recipe"}))
+
+
+def _beside(path: Path) -> str:
+    """Where a relative name of a file was looked for."""
+    return "" if path.is_absolute() else f", looked for in {Path.cwd()}"
 
 
 def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -117,11 +135,10 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     A preset stands for the fields that it sets: named in the changes, it wins over the base.
     """
     preset = PRESETS.get(str(changes.get("preset")), {})
-    base = {key: value for key, value in base.items() if key not in preset}
-    merged = dict(base)
+    base = without_keys(base, {*preset})
+    merged = overlaid(base, changes)
     for key, value in changes.items():
         old = base.get(key)
-        merged[key] = value
         if isinstance(old, dict) and isinstance(value, dict) and _same_kind(key, old, value):
             merged[key] = _laid_over(old, value)
     return merged

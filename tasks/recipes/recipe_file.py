@@ -1,12 +1,15 @@
 """Reading a recipe's file: whatever is wrong with it is said in a few lines, and at once."""
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from yaml.constructor import SafeConstructor
 
+from nemo_rl_core.config.places import PlacedDict, PlacedList, place_of
+from nemo_rl_core.config.sections import dotted
 from nemo_rl_core.errors import ConfigError
 
 _MAX_BYTES: Final = 2**20
@@ -29,7 +32,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
             _refuse_hostile(root, path)
-        values = yaml.safe_load(text)
+        values = None if root is None else _Placing(path).construct_document(root)
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(path, error) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
@@ -40,16 +43,71 @@ def read_recipe(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path} is no recipe", expected="a map of sections", got=type(values).__name__
+            f"{path} is no recipe",
+            expected="a map of sections",
+            got={"list": "a list", "str": "a text"}.get(kind := type(values).__name__, kind),
+            fix="begin each line with the name of a section or setting, as in `seed: 1`",
         )
-    for place, number in _integers(values, ()):
-        if not -_MAX_INTEGER <= number < _MAX_INTEGER:
-            raise ConfigError(
-                f"{path}: {'.'.join(place)} is too large",
-                expected="an integer of 64 bits",
-                got=f"{float(number):.3g}" if abs(number) < 10**300 else "over 300 digits",
-            )
+    refuse_unwritable(values)
     return values
+
+
+def refuse_unwritable(values: Mapping[str, Any]) -> None:
+    """Refuses what YAML and JSON can say and no record can hold, all of it at once.
+
+    Args:
+        values: Nested mappings and lists, as from a recipe.
+
+    Raises:
+        ConfigError: For integers of more than 64 bits, and halves of surrogate pairs in text.
+    """
+    wrong = list(_unwritable(values, (), values))
+    if not wrong:
+        return
+    problem = "\n  ".join(wrong) if len(wrong) == 1 else "\n  ".join(["the recipe:", *wrong])
+    raise ConfigError(
+        problem,
+        expected="integers of 64 bits, and text in Unicode",
+        fix="correct the named values",
+    )
+
+
+class _Placing(SafeConstructor):
+    """Constructs mappings and lists that know the line of each value."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._name = _called(path)
+
+    def construct_yaml_map(self, node: Any) -> Generator[dict[Any, Any], None, None]:
+        placed = PlacedDict()
+        yield placed
+        placed.update(self.construct_mapping(node))
+        for key, _ in node.value:
+            # A merge (`<<`) has been replaced by the pairs that it stands for.
+            placed.places[self.construct_object(key)] = self._at(key)
+
+    def construct_yaml_seq(self, node: Any) -> Generator[list[Any], None, None]:
+        placed = PlacedList()
+        yield placed
+        placed.extend(self.construct_sequence(node))
+        placed.places = [self._at(item) for item in node.value]
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}"
+
+
+_Placing.yaml_constructors = {
+    **SafeConstructor.yaml_constructors,
+    "tag:yaml.org,2002:map": _Placing.construct_yaml_map,
+    "tag:yaml.org,2002:seq": _Placing.construct_yaml_seq,
+}
+
+
+def _called(path: Path) -> str:
+    """The path as a user writes it: from the folder that he is in, where it lies in that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _text_of(path: Path) -> str:
@@ -150,10 +208,17 @@ def _not_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
     return ConfigError(f"{place}: this is no YAML", got=problem, fix=fix)
 
 
-def _integers(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    if isinstance(value, int):
-        yield place, value
-    elif isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from _integers(item, (*place, str(key)))
+def _unwritable(value: Any, path: tuple[Any, ...], top: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _unwritable(item, (*path, key), top)
+        return
+    problem = None
+    if isinstance(value, int) and not -_MAX_INTEGER <= value < _MAX_INTEGER:
+        got = f"{float(value):.3g}" if abs(value) < 10**300 else "over 300 digits"
+        problem = f"is too large (got {got})"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        problem = f"holds half of a surrogate pair (got {value!r:.60})"
+    if problem is not None:
+        at = place_of(top, path)
+        yield f"{at + ': ' if at else ''}{dotted(path)} {problem}"

@@ -64,6 +64,13 @@ def test_sft(learn: Callable[..., Run]) -> None:
     assert decision(run)["low"] > 0.3
 
 
+def test_sft_on_text(learn: Callable[..., Run]) -> None:
+    run = learn("sft", "sft", {"recipe": "sft_text"})
+    losses = [line["loss"] for line in run.metrics("train_sft")]
+    assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
+    assert decision(run)["low"] > 0.1
+
+
 def test_grpo(learn: Callable[..., Run]) -> None:
     assert decision(learn("grpo", "grpo"))["low"] > 0.2
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag, model_validator
 
-from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.base import Bound, FrozenConfig, kind_or
 
 
 class KLPenalty(FrozenConfig):
@@ -39,7 +39,7 @@ class TruncatedImportance(FrozenConfig):
     """
 
     kind: Literal["truncated"] = "truncated"
-    cap: PositiveFloat = 2.0
+    cap: Bound = 2.0
 
 
 class _Bounds(FrozenConfig):
@@ -51,7 +51,7 @@ class _Bounds(FrozenConfig):
     """
 
     low: NonNegativeFloat = 0.5
-    high: PositiveFloat = 2.0
+    high: Bound = 2.0
 
     @model_validator(mode="after")
     def _ordered(self) -> "_Bounds":
@@ -118,8 +118,8 @@ class ClippedLoss(_PolicyLoss):
 
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: PositiveFloat = 0.2
-    dual_clip: float | None = Field(default=None, gt=1)
+    clip_high: Bound = 0.2
+    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=True)
 
     @model_validator(mode="after")
     def _dual_clip_is_outside(self) -> "ClippedLoss":
@@ -140,7 +140,7 @@ class CISPOLoss(_PolicyLoss):
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    clip_high: PositiveFloat = 4.0
+    clip_high: Bound = 4.0
 
 
 class ReinforceLoss(_PolicyLoss):
@@ -169,7 +169,7 @@ class GSPOLoss(_PolicyLoss):
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    clip_high: PositiveFloat = 4e-4
+    clip_high: Bound = 4e-4
     reduction: Literal["sequence_mean"] = "sequence_mean"
 
 

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.base import Bound, FrozenConfig
 from nemo_rl_core.config.generation import refuse_for_training
 from nemo_rl_core.config.trainer import (
     GateConfig,
@@ -32,7 +32,7 @@ class ClippedSurrogate(FrozenConfig):
 
     kind: Literal["clipped"] = "clipped"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: PositiveFloat = 0.2
+    clip_high: Bound = 0.2
 
 
 class KLInReward(FrozenConfig):
@@ -60,7 +60,7 @@ class CriticConfig(OptimizerConfig):
     """
 
     learning_rate: PositiveFloat = 1e-3
-    value_clip: PositiveFloat | None = 0.2
+    value_clip: Bound | None = 0.2
 
 
 class PPOConfig(LoopConfig):

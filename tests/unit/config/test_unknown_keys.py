@@ -220,7 +220,7 @@ def test_a_base_recipe_is_looked_through_with_what_is_laid_over_it(tmp_path: Pat
     base = tmp_path / "base.yaml"
     base.write_text("{grpo: {num_iteration: 3}}")
     assert refused({"recipe": str(base), "grpo": {"learning_rate": 1}})[0] == (
-        "unknown key 'grpo.num_iteration'"
+        f"{base}:1: unknown key 'grpo.num_iteration'"
     )
 
 

@@ -34,6 +34,20 @@ def _check(rows: list[Row], max_prompt_tokens: int = 5) -> Any:
     )
 
 
+def test_unknown_characters_are_named_with_the_tokenizer_and_the_ways_on() -> None:
+    rows = _rows()
+    rows[1]["prompt"], rows[3]["prompt"] = "ab=", "b\u00e9="
+    with pytest.raises(DataError) as caught:
+        _check(rows)
+    assert str(caught.value).splitlines() == [
+        "the train data set fails a check:",
+        "    prompt has unknown characters: rows 1, 3",
+        "  got: 'a', 'b', '\u00e9'; the model's tokenizer knows only ' *+-0123456789='",
+        "  fix: mend or remove these rows (counted from 0), or take a model that reads any text: "
+        "model: {kind: text_from_config} or a pretrained one, model: {name: FOLDER}",
+    ]
+
+
 def test_good_rows_come_back_in_order_with_the_columns_alone() -> None:
     rows = [{**row, "extra": 1} for row in _rows()]
     frame = _check(rows)

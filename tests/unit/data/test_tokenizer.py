@@ -18,9 +18,15 @@ from nemo_rl_core.data.chat import (
 )
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.replies import reply_token_ids
-from nemo_rl_core.data.tokenizer import CHARACTERS, build_arithmetic_tokenizer
+from nemo_rl_core.data.tokenizer import (
+    CHARACTERS,
+    build_arithmetic_tokenizer,
+    build_byte_tokenizer,
+)
+from nemo_rl_core.errors import DataError
 
 TOKENIZER = build_arithmetic_tokenizer()
+BYTES = build_byte_tokenizer()
 
 
 def test_ids_are_specials_then_characters() -> None:
@@ -42,6 +48,39 @@ def test_text_round_trips_one_token_a_character(text: str) -> None:
 @pytest.mark.parametrize("text", ["a", "\u00e9", "\n", "\U0001f600", "\u0664"])
 def test_other_characters_are_unknown_and_not_dropped(text: str) -> None:
     assert TOKENIZER.encode(text) == [1, 3]
+
+
+def test_bytes_are_tokens_after_the_special_ones() -> None:
+    assert len(BYTES) == 260
+    assert BYTES.convert_tokens_to_ids(["<pad>", "<bos>", "<eos>"]) == [0, 1, 2]
+    assert BYTES.unk_token_id == BYTES.pad_token_id
+    assert len(BYTES.encode("a\u86c7", add_special_tokens=False)) == 1 + 3
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=50))
+def test_any_text_round_trips_through_bytes(text: str) -> None:
+    ids = BYTES(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert min(ids, default=3) >= 3
+    assert BYTES.decode(ids) == text
+
+
+def test_bytes_complete_a_prompt_as_they_were_trained_to() -> None:
+    example = supervised_example(BYTES, "abc \u00e9", "\u00e9 cba")
+    prompt = prompt_token_ids(BYTES, "abc \u00e9")
+    assert prompt == BYTES("abc \u00e9")["input_ids"]
+    assert list(example.token_ids[: len(prompt)]) == prompt
+    trained = [t for t, m in zip(example.token_ids, example.loss_mask, strict=True) if m]
+    assert trained == [*BYTES.encode("\u00e9 cba", add_special_tokens=False), BYTES.eos_token_id]
+
+
+def test_a_completion_that_cannot_be_written_is_not_trained_on() -> None:
+    with pytest.raises(DataError) as caught:
+        supervised_example(TOKENIZER, "1+1=", "two 2")
+    assert "trains on characters that the tokenizer does not know" in caught.value.problem
+    assert caught.value.got == "'t', 'w', 'o'; the model's tokenizer knows only ' *+-0123456789='"
+    assert "text_from_config" in str(caught.value.fix)
+    assert supervised_example(BYTES, "1+1=", "two 2").num_trained_tokens == 6
 
 
 def test_special_tokens_are_left_out_when_asked() -> None:

@@ -1,6 +1,7 @@
 """Asking an exported model in the terminal."""
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from click.testing import CliRunner, Result
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.evals.chat import Chat
+from nemo_rl_core.evals.chat import Chat, Conversation
 from tasks.cli import group
 from tasks.cli.chat import chat as command
 
@@ -61,6 +62,76 @@ def test_each_line_is_answered_on_its_own(tiny_model: Path) -> None:
     assert result.exit_code == 0
     first, second = (greedy(tiny_model, prompt, 4) for prompt in ("12+34=", "7+5="))
     assert result.stdout == f"{first}\n{second}\n{first}\n"
+
+
+@pytest.fixture
+def marking_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A model whose chat template tells turns apart, by characters that it knows."""
+    folder = tmp_path / "marking"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ '*' if m['role'] == 'user' else '-' }}"
+        "{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}-{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def conversation_of(*turns: str) -> str:
+    roles = ("user", "assistant")
+    return json.dumps([{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)])
+
+
+def test_earlier_turns_are_part_of_a_prompt_until_a_reset(marking_model: Path) -> None:
+    chat = Chat(marking_model, max_new_tokens=4)
+    assert chat.marks_turns
+    first = greedy(marking_model, "12+34=", 4)
+    second = greedy(marking_model, conversation_of("12+34=", first, "7+5="), 4)
+    alone = greedy(marking_model, "7+5=", 4)
+    lines = "12+34=\n7+5=\n/reset\n7+5=\n/quit\n1+1=\n"
+    result = ask(marking_model, "--max-new-tokens", "4", lines=lines)
+    assert (result.exit_code, result.stdout) == (0, f"{first}\n{second}\n{alone}\n")
+    result = ask(marking_model, "--max-new-tokens", "4", "--no-history", lines="12+34=\n7+5=\n")
+    assert result.stdout == f"{first}\n{alone}\n"
+
+
+def test_a_turn_that_fails_is_no_part_of_the_conversation(marking_model: Path) -> None:
+    conversation = Conversation(Chat(marking_model, max_new_tokens=4))
+    first = conversation.answer("12+34=")
+    with pytest.raises(ModelError) as caught:
+        conversation.answer("1" * 250)
+    assert caught.value.fix == "shorten the prompt, or enter /reset"
+    expected = greedy(marking_model, conversation_of("12+34=", first, "7+5="), 4)
+    assert conversation.answer("7+5=") == expected
+
+
+def test_history_that_the_model_was_not_trained_on_is_kept_only_when_asked(
+    tiny_model: Path,
+) -> None:
+    assert not Chat(tiny_model).marks_turns
+    first = greedy(tiny_model, "12+34=", 4)
+    second = greedy(tiny_model, conversation_of("12+34=", first, "7+5="), 4)
+    lines = "12+34=\n7+5=\n"
+    result = ask(tiny_model, "--max-new-tokens", "4", "--history", lines=lines)
+    assert result.stdout == f"{first}\n{second}\n"
+
+
+def test_unknown_characters_and_commands_are_named_and_the_loop_goes_on(tiny_model: Path) -> None:
+    result = ask(tiny_model, "--max-new-tokens", "4", lines="hello\n/rest\n7+5=\n")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[:4] == [
+        "the prompt has unknown characters",
+        "  got: 'h', 'e', 'l', 'o'; the model's tokenizer knows only ' *+-0123456789='",
+        "  fix: write the prompt without them, or chat with a model that reads any text",
+        "there is no command /rest: /reset forgets the conversation, /quit ends it",
+    ]
+    assert result.stdout.endswith(f"\n{greedy(tiny_model, '7+5=', 4)}\n")
+    alone = ask(tiny_model, "hello")
+    assert (alone.exit_code, alone.stdout) == (2, "")
+    assert "unknown characters" in alone.stderr
 
 
 def test_sampling_settings_of_the_model_are_not_used(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Publication of a model folder on the Hugging Face hub, or on a server with its API."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from nemo_rl_core.converters.folders import require_folder
+from nemo_rl_core.errors import ModelError
+
+_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md", "*.gguf"]
+_MESSAGE: Final = "Model of nemo-rl-flow"
+
+
+def push_to_hub(model_folder: Path, repo: str, *, is_public: bool = False) -> str:
+    """Uploads a model, its tokenizer and its card in one commit.
+
+    Args:
+        model_folder: A transformers folder.
+        repo: `OWNER/NAME`; created if it does not exist.
+        is_public: Whether everyone may see it. A repository that exists keeps its visibility, and
+            must have this one.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        ModelError: If there is no token, the hub does not answer or refuses, or the repository is
+            public although `is_public` is False.
+    """
+    import httpx2  # huggingface_hub's client
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    require_folder(model_folder, "config.json")
+    if get_token() is None:
+        raise ModelError(
+            f"no token to write {repo!r} on {constants.ENDPOINT}",
+            expected="a token with the right to write, in HF_TOKEN or of `hf auth login`",
+            got="none",
+            fix="create one in the settings of your account there",
+        )
+    try:
+        return _pushed(HfApi(), model_folder, repo, is_public=is_public)
+    except HFValidationError as error:
+        raise ModelError(
+            f"{repo!r} is not the name of a repository", expected="OWNER/NAME", got=str(error)[:200]
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"{constants.ENDPOINT} refused to write {repo!r}",
+            got=_first_line(error),
+            fix="check the token's rights and the owner's name; nothing was published unless a "
+            "commit is named",
+        ) from error
+    except (httpx2.HTTPError, OfflineModeIsEnabled, OSError) as error:
+        raise ModelError(
+            f"{constants.ENDPOINT} cannot be reached",
+            expected="a network, or HF_ENDPOINT with the address of a hub",
+            got=_first_line(error),
+            fix=f"push {model_folder} from a machine with a network: the folder is complete",
+        ) from error
+
+
+def _pushed(api: Any, folder: Path, repo: str, *, is_public: bool) -> str:
+    from huggingface_hub import CommitOperationAdd
+
+    api.create_repo(repo, private=not is_public, exist_ok=True)
+    # An existing repository is left as it is by the call above.
+    if not is_public and not api.repo_info(repo).private:
+        raise ModelError(
+            f"the repository {repo!r} is public",
+            expected="a private repository",
+            got="one that everyone can see",
+            fix="pass --public, or name another repository",
+        )
+    files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    operations = [CommitOperationAdd(path.name, path) for path in files]
+    commit = api.create_commit(repo, operations, commit_message=_MESSAGE)
+    return str(commit.commit_url)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
