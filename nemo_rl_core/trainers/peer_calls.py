@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -232,17 +233,23 @@ def _kl(value: Any, section: str, names: Collection[str]) -> str | None:
 
 
 def _peft(value: Any, section: str, names: Collection[str]) -> str:
-    rank, alpha, modules = (
-        getattr(value, each, None) for each in ("r", "lora_alpha", "target_modules")
-    )
-    lora: dict[str, Any] = {"rank": rank or 16, "alpha": float(alpha or 32)}
+    # A LoraConfig, or its fields as a mapping.
+    read = value.get if isinstance(value, Mapping) else partial(_field, value)
+    rank, alpha, modules = (read(each) for each in ("r", "lora_alpha", "target_modules"))
+    # What PEFT takes where a mapping says nothing; a LoraConfig says both.
+    default = (8, 8) if isinstance(value, Mapping) else (16, 32)
+    lora: dict[str, Any] = {"rank": rank or default[0], "alpha": float(alpha or default[1])}
     if modules is not None and not isinstance(modules, str):
         lora["target_modules"] = sorted(modules)
-    without = [name for name in _NOT_IN_LORA if getattr(value, name, None)]
+    without = [name for name in _NOT_IN_LORA if read(name)]
     if isinstance(modules, str) and modules != "all-linear":
         without.append("a pattern as target_modules")
     line = f"write training={{'lora': {_shown(lora)}}}"
     return f"{line}; there is no {' or '.join(without)}" if without else line
+
+
+def _field(value: Any, name: str) -> Any:
+    return getattr(value, name, None)
 
 
 def _lora(value: Any, section: str, names: Collection[str]) -> str:

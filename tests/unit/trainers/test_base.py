@@ -9,6 +9,7 @@ import pytest
 
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
+from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
 from nemo_rl_core.trainers.callbacks import Callback
@@ -226,3 +227,23 @@ def test_a_trainer_that_declares_nothing_has_a_name_a_loop_and_an_open_section()
             return {}
 
     assert (Variant.algorithm, Variant.settings_class) == ("sft", SFTTrainer.settings_class)
+
+
+def test_a_model_is_also_the_section_of_a_recipe() -> None:
+    given = {"kind": "from_config", "hidden_size": 32}
+    assert SFTTrainer.from_pretrained(given).model == ModelFromConfig(hidden_size=32)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"kind": "from_config", "hiden_size": 3}, "unknown key 'model.hiden_size'"),
+        ({"kind": "fromconfig"}, "model"),
+        (None, "model names no model"),
+        (["m"], "model names no model"),
+    ],
+)
+def test_what_names_no_model_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        SFTTrainer.from_pretrained(model)
+    assert len(str(caught.value).splitlines()) <= 5

@@ -116,6 +116,11 @@ def test_what_lora_lacks_here_is_said() -> None:
         ("warmup_ratio", 0.1, "counted and no ratio; in Python num_warmup_steps=…"),
         (
             "peft_config",
+            {"r": 4},
+            "write training={'lora': {'rank': 4, 'alpha': 8.0}}",
+        ),
+        (
+            "peft_config",
             LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]),
             "write training={'lora': {'rank': 8, 'alpha': 16.0, 'target_modules': ['q_proj']}}",
         ),
