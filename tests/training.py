@@ -35,8 +35,9 @@ def replay(trainer: Any, result: TrainResult, records: Path, work: Path) -> list
     Returns:
         The figures of the steps; the model lies in `work`.
     """
-    parents = {parent.stage: Path(parent.path) for parent in Manifest.read(result.folder).parents}
-    start = parents["prepare_model"] / "model"
+    read = Manifest.read(result.folder).parents
+    parents = {parent.stage: Path(parent.path) for parent in read}
+    (start,) = (Path(each.path) / "model" for each in read if each.kind == "checkpoint")
     work.mkdir()
     spec = RunSpec(
         train=parents["prepare_data train"],

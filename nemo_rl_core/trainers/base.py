@@ -326,28 +326,13 @@ class BaseTrainer(ABC, Generic[S, C]):
         }
         asked = fit_arguments(self._fit_arguments, given, row_format)
         RowFormat.of(row_format, beside=_FIT_OPTIONS)
-        if self.model is None:
-            raise ConfigError(
-                f"this {type(self).__name__} has no model to train",
-                fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)"
-                if self._own.policy is None
-                else f"name the model whose tokenizer it has, {type(self).__name__}(policy, "
-                "model=FOLDER)",
-            )
-
-        if self._own.policy is not None and reference is not None:
-            raise ConfigError(
-                "a policy of your own compares with a reference of its own",
-                got=f"reference={reference!r}",
-                fix=f"load it in {type(self._own.policy).__name__}, and leave reference out",
-            )
 
         def run(artifacts: Mapping[str, Path], work: Path, scorer: "Scorer | None") -> RunResult:
             spec = self.run_spec(artifacts, work, scorer=scorer)
             return self.run(spec, callbacks=asked["callbacks"])
 
         request = FitRequest(
-            self.model,
+            self._model_to_train(reference),
             asked["dataset"],
             validation=asked["validation"],
             reward_fn=asked["reward_fn"],
@@ -362,6 +347,24 @@ class BaseTrainer(ABC, Generic[S, C]):
         if self._given is not None:
             self._given.go_on_from(result.checkpoint)
         return result
+
+    def _model_to_train(self, reference: Any) -> str | Path | ModelConfig:
+        """The model, which stands beside no reference if the policy is the user's own."""
+        if self.model is None:
+            raise ConfigError(
+                f"this {type(self).__name__} has no model to train",
+                fix=f"make it with {type(self).__name__}.from_pretrained(model, ...)"
+                if self._own.policy is None
+                else f"name the model whose tokenizer it has, {type(self).__name__}(policy, "
+                "model=FOLDER)",
+            )
+        if self._own.policy is not None and reference is not None:
+            raise ConfigError(
+                "a policy of your own compares with a reference of its own",
+                got=f"reference={reference!r}",
+                fix=f"load it in {type(self._own.policy).__name__}, and leave reference out",
+            )
+        return self.model
 
     def train(self, dataset: Any = None, **options: Any) -> TrainResult:
         """As `fit`, by the name that it has beside a policy: `DPOTrainer(policy).train(rows)`."""
