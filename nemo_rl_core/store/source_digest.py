@@ -50,6 +50,7 @@ NOT_OF_THE_RESULT = frozenset(
             "tasks.platform.pods",
             "tasks.platform.ray_stage",
             "tasks.platform.resources",
+            "tasks.platform.retries",
             "tasks.platform.starting",
             "tasks.platform.stopping",
         ),

@@ -21,6 +21,7 @@ from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind, one_gpu
+from tasks.platform.retries import retried_on_cluster
 
 literal_types.register()
 local.use_store()
@@ -88,7 +89,7 @@ def make(
         part=part,
     )
     run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
-    with _tracked_on_cluster():
+    with _tracked_on_cluster(), retried_on_cluster():
         artifact = produce(inputs, carried_over(work), run=run)
     _show_deck(artifact)
     manifest = Manifest.read(artifact)

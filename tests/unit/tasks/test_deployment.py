@@ -210,3 +210,36 @@ def test_engines_hold_their_weights_and_cache() -> None:
         cache = scale.SEQUENCES * scale.CONTEXT * model.kv_bytes
         held = (2 * model.num_parameters + cache) / model.engine_gpus
         assert held < 0.8 * scale.HBM_BYTES, model.name
+
+
+def test_a_production_install_has_what_flyte_and_kuberay_need() -> None:
+    values = documents("production/values-s3.yaml")[0]
+    (rights, _) = values["rbac"]["extraRules"]
+    assert rights["apiGroups"] == ["ray.io"]
+    assert {"rayjobs", "rayclusters"} <= set(rights["resources"])
+    assert {"create", "delete", "get", "list", "watch"} <= set(rights["verbs"])
+    (volume,) = values["deployment"]["extraVolumes"]
+    (mount,) = values["deployment"]["extraVolumeMounts"]
+    assert volume["name"] == mount["name"]
+    password = Path(values["configuration"]["database"]["passwordPath"])
+    assert password.parent == Path(mount["mountPath"])
+    inline = values["configuration"]["inline"]
+    k8s = inline["plugins"]["k8s"]
+    assert "interruptible-node-selector" not in k8s, "no node has such a label by itself"
+    assert inline["plugins"]["ray"]["serviceType"] == "ClusterIP"
+    from tasks.platform.pods import SECRETS
+
+    assert k8s["default-env-from-secrets"] == [SECRETS]
+    for kind in ("defaults", "limits"):
+        assert "storage" not in inline["task_resources"][kind], "ephemeralStorage is the name"
+
+
+def test_the_operator_reaches_the_head_and_nobody_else_does() -> None:
+    (policy,) = [
+        each for each in documents("production/cluster.yaml") if each["kind"] == "NetworkPolicy"
+    ]
+    own, operator = policy["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": {}}]}
+    assert [port["port"] for port in operator["ports"]] == [8265]
+    (source,) = operator["from"]
+    assert source["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}

@@ -1,0 +1,86 @@
+"""What Flyte tries again: error documents as a container writes them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from flyteidl.core import errors_pb2
+from flytekit import FlyteContextManager, task
+from flytekit.bin import entrypoint
+from flytekit.models.literals import LiteralMap
+from ray.exceptions import ActorDiedError, NodeDiedError, RayTaskError
+
+from nemo_rl_core.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    TransferError,
+    WorkerError,
+    WorkerLostError,
+)
+from tasks.platform import local
+from tasks.platform.retries import is_recoverable, retried_on_cluster
+
+RAISED: list[BaseException] = []
+
+
+@task
+def stage() -> int:
+    with retried_on_cluster():
+        if RAISED:
+            raise RAISED[-1]
+    return 0
+
+
+def of_a_task(cause: Exception) -> RayTaskError:
+    return RayTaskError("step", "a trace", cause)
+
+
+RECOVERABLE = {
+    "a lost worker": WorkerLostError("worker 3 of 'training' died", got="node died"),
+    "a broken transfer": TransferError("a transfer of weights broke off"),
+    "a dead actor": ActorDiedError(),
+    "a dead node": NodeDiedError("node 10.0.0.3 died"),
+    "a transfer in a worker": of_a_task(TransferError("a transfer of weights broke off")),
+    "memory of a GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "CUDA in a worker": WorkerError(
+        "worker 0 of 'training' raised AcceleratorError", got="CUDA error: an illegal address"
+    ),
+    "NCCL": RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error"),
+}
+FINAL = {
+    "a recipe": ConfigError("unknown key 'grpo.lerning_rate'"),
+    "rows": DataError("prompt is empty: rows 3", got="NCCL"),
+    "a model": ModelError("the model's config.json cannot be read"),
+    "a row in a worker": of_a_task(DataError("a sequence does not fit")),
+    "a bug in a worker": WorkerError("worker 0 raised KeyError", got="'advantages'"),
+    "a bug": KeyError("advantages"),
+}
+
+
+@pytest.mark.parametrize("name", [*RECOVERABLE, *FINAL])
+@pytest.mark.parametrize("on_cluster", [True, False])
+def test_the_document_of_an_error_says_whether_another_attempt_is_made(
+    name: str, on_cluster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RAISED[:] = [RECOVERABLE.get(name) or FINAL[name]]
+    monkeypatch.setattr(local, "on_cluster", lambda: on_cluster)
+    inputs = tmp_path / "inputs.pb"
+    inputs.write_bytes(LiteralMap({}).to_flyte_idl().SerializeToString())
+    run_as_container(inputs, tmp_path / "out")
+    error = errors_pb2.ErrorDocument.FromString((tmp_path / "out/error.pb").read_bytes()).error
+    is_expected = on_cluster and name in RECOVERABLE
+    assert (error.kind == errors_pb2.ContainerError.RECOVERABLE) == is_expected
+    assert str(RAISED[-1]).splitlines()[0].strip("'") in error.message
+
+
+def run_as_container(inputs: Path, outputs: Path) -> None:
+    outputs.mkdir()
+    with entrypoint.setup_execution(raw_output_data_prefix=str(outputs / "raw")):
+        context = FlyteContextManager.current_context()
+        entrypoint._dispatch_execute(context, lambda: stage, str(inputs), str(outputs))
+
+
+def test_what_is_recoverable_by_itself() -> None:
+    assert all(map(is_recoverable, RECOVERABLE.values()))
+    assert not any(map(is_recoverable, FINAL.values()))
