@@ -181,7 +181,7 @@ class DTensorTraining(Parallelism):
     activation_checkpointing: bool = False
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
-    share_prefixes: bool = True
+    share_prefixes: bool = False
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
@@ -237,7 +237,7 @@ class MegatronTraining(Parallelism):
     expert_parallel_size: PositiveInt = 1
     activation_checkpointing: bool = False
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
-    share_prefixes: bool = True
+    share_prefixes: bool = False
 
     @property
     def ranks_per_replica(self) -> int:

@@ -11,7 +11,7 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConsistencyError, DataError, ModelError
 
@@ -86,9 +86,7 @@ def test_temperature_divides_the_logits(tiny_model: Path) -> None:
 
 def test_a_changed_sequence_leaves_its_neighbours_alone_to_the_bit(tiny_model: Path) -> None:
     batch = make_batch()
-    # Which sequences share a row depends on their first tokens, where prefixes are shared.
-    alone = DTensorTraining(share_prefixes=False)
-    backend = make_backend(tiny_model, max_tokens=1000, training=alone)
+    backend = make_backend(tiny_model, max_tokens=1000)
     before = backend.get_logprobs(batch)
     changed = BatchedDataDict(copy.deepcopy(dict(batch)))
     changed["input_ids"][1, :4] = (changed["input_ids"][1, :4] + 5) % 16

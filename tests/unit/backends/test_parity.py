@@ -77,13 +77,16 @@ class Case:
 
 
 def dtensor(layout: str, model: str = "dense", **axes: Any) -> Case:
-    return Case(model, layout, DTensorTraining(**axes))
+    return Case(model, layout, DTensorTraining(share_prefixes=True, **axes))
 
 
 def megatron(layout: str, tensor: int = 1, pipeline: int = 1, **axes: Any) -> Case:
     model = "experts" if "EP" in layout else "dense"
     training = MegatronTraining(
-        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **axes
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        share_prefixes=True,
+        **axes,
     )
     return Case(model, layout, training)
 

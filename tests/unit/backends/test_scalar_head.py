@@ -13,7 +13,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.loading import scoring_pad_token_id
 from nemo_rl_core.backends.training.dtensor.model import ScoreModel
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConfigError, DataError, ModelError
 
@@ -38,12 +38,7 @@ def make_batch() -> BatchedDataDict:
 
 
 def make_backend(
-    folder: Path,
-    *,
-    max_tokens: int = 24,
-    head: str = "scalar",
-    dtype: str = "float32",
-    training: DTensorTraining | None = None,
+    folder: Path, *, max_tokens: int = 24, head: str = "scalar", dtype: str = "float32"
 ) -> DTensorBackend:
     backend = DTensorBackend()
     backend.setup(
@@ -53,7 +48,6 @@ def make_backend(
             max_tokens_per_microbatch=max_tokens,
             head=head,
             dtype=dtype,
-            training=training or DTensorTraining(),
         )
     )
     return backend
@@ -144,9 +138,7 @@ def test_a_changed_sequence_leaves_its_neighbours_values_alone_to_the_bit(
 ) -> None:
     batch, changed = make_batch(), make_batch()
     changed["input_ids"][1, :3] = 4 + (changed["input_ids"][1, :3] - 4 + 5) % 15
-    # Which sequences share a row depends on their first tokens, where prefixes are shared.
-    alone = DTensorTraining(share_prefixes=False)
-    backend = make_backend(reward_model, max_tokens=1000, training=alone)
+    backend = make_backend(reward_model, max_tokens=1000)
     before, after = backend.get_values(batch), backend.get_values(changed)
     others = [row for row in range(len(LENGTHS)) if row != 1]
     assert torch.equal(before[others], after[others])
