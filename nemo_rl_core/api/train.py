@@ -10,7 +10,7 @@ from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
-from nemo_rl_core.trainers.peer_calls import FIT_WORDS
+from nemo_rl_core.trainers.peer_calls import FIT_ARGUMENTS
 
 
 def train(  # noqa: PLR0913 (all that a run is made of)
@@ -61,8 +61,8 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         ...     reward_fn=lambda prompt, response: float("correct" in response),
         ... )
     """
-    of_fit = RowFormat.accepted_keys() | set(FIT_WORDS)
-    words = {key: overrides.pop(key) for key in of_fit & overrides.keys()}
+    of_fit = RowFormat.accepted_keys() | set(FIT_ARGUMENTS)
+    given = {key: overrides.pop(key) for key in of_fit & overrides.keys()}
     found = algorithm_named(algorithm, overrides)
     trainer = found.trainer.from_pretrained(model, **found.overrides)
     return trainer.fit(
@@ -74,5 +74,5 @@ def train(  # noqa: PLR0913 (all that a run is made of)
         callbacks=callbacks,
         name=name,
         tracking=tracking,
-        **words,
+        **given,
     )

@@ -22,14 +22,14 @@ from nemo_rl_core.errors import ConfigError
 Hint = Callable[[str, Any], str | None]
 """From a setting of another framework and its value to what to write here."""
 
-FIT_WORDS: Final = {
+FIT_ARGUMENTS: Final = {
     "train_dataset": "dataset",
     "eval_dataset": "validation",
     "reward_funcs": "reward_fn",
 }
 """Arguments of TRL's trainers that are arguments of `fit`, with their names there."""
 
-_OF_FIT: Final = (*FIT_WORDS, "reward_weights", "callbacks")
+_OF_FIT: Final = (*FIT_ARGUMENTS, "reward_weights", "callbacks")
 _ALGORITHMS: Final = frozenset({"grpo", "ppo", "dpo", "sft", "reward_model", "distillation"})
 _NOT_IN_LORA: Final = ("lora_dropout", "use_rslora", "use_dora", "modules_to_save")
 _OTHER_VALUES: Final = frozenset(
@@ -118,7 +118,7 @@ def pop_fit_words(given: dict[str, Any], beside: Mapping[str, Any] | None = None
         ConfigError: For one that is given twice.
     """
     found: dict[str, Any] = {}
-    for word, here in FIT_WORDS.items():
+    for word, here in FIT_ARGUMENTS.items():
         if word not in given:
             continue
         if beside is not None and beside.get(here) is not None:
