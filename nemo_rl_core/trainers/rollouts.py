@@ -267,10 +267,15 @@ def combined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**means, "num_valid_tokens": sum(num_tokens)}
 
 
+def num_parts(num_rows: int, size: int | None) -> int:
+    """How many optimizer steps `train_in_parts` takes."""
+    return 1 if size is None else max((2 * num_rows + size) // (2 * size), 1)
+
+
 def _part_sizes(num_rows: int, size: int | None) -> list[int]:
-    num_parts = 1 if size is None else max((2 * num_rows + size) // (2 * size), 1)
-    least, longer = divmod(num_rows, num_parts)
-    return [least + 1] * longer + [least] * (num_parts - longer)
+    count = num_parts(num_rows, size)
+    least, longer = divmod(num_rows, count)
+    return [least + 1] * longer + [least] * (count - longer)
 
 
 def _means(parts: Sequence[dict[str, float]], weights: Sequence[float]) -> dict[str, float]:

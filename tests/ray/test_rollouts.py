@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nemo_rl_core.algorithms import GRPOTrainer, PPOTrainer, SFTTrainer
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.interfaces import EnvironmentReturn
 from nemo_rl_core.rollouts.batch import valid_rollouts
@@ -182,6 +184,47 @@ def test_a_replay_gives_the_same_weights_and_records(game: TrainResult, tmp_path
     assert_equal_weights(tmp_path / "work", game.folder)
     again = RolloutRecords(tmp_path / "work" / "rollouts")
     assert [again.load(step) for step in (1, 2)] == [recorded(game).load(step) for step in (1, 2)]
+
+
+class OldLogprobsFirst(GRPOTrainer):
+    """Computes old logprobs in a pass of their own, as several optimizer steps need them."""
+
+    algorithm = "grpo"
+
+    def _updates_once(self, batch: BatchedDataDict) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_off", [False, True], ids=["agreed", "one masked"])
+def test_old_logprobs_of_the_step_itself_are_those_of_their_own_pass(
+    game: TrainResult, tmp_path: Path, is_off: bool
+) -> None:
+    records = RolloutRecords(tmp_path / "records")
+    for step in (1, 2):
+        rollouts = recorded(game).load(step)
+        if is_off:  # far from what the trainer computes, past the gate's bound for a sequence
+            first = next(n for n, each in enumerate(rollouts) if each.error is None)
+            said = rollouts[first].completion
+            wrong = replace(said, logprobs=tuple(each - 9 for each in said.logprobs))
+            rollouts[first] = replace(rollouts[first], completion=wrong)
+        environment = recorded(game).environment_metrics(step)
+        records.save(step, rollouts, environment_metrics=environment)
+    settings = {
+        "num_steps_per_iteration": 2,
+        "max_failed_fraction": 0.5,
+        # Other weights than those that sampled, from the second step on.
+        "gate": {"max_token_mult_prob_error": 100, "max_sequence_mult_prob_error": 1000},
+        "advantage": {"kind": "reinforce_plus_plus"},
+        **ONLINE,
+    }
+    seen = {}
+    for trainer in (GRPOTrainer, OldLogprobsFirst):
+        made = trainer.from_pretrained("unused", **settings)
+        seen[trainer] = replay(made, game, records.folder, tmp_path / trainer.__name__)
+    assert [each["num_inconsistent_sequences"] for each in seen[GRPOTrainer]] == [is_off] * 2
+    for ours, theirs in zip(*seen.values(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert_equal_weights(tmp_path / "GRPOTrainer", tmp_path / "OldLogprobsFirst")
 
 
 @pytest.mark.thorough

@@ -53,6 +53,11 @@ class GRPOLossFn:
     L is the loss of the config's kind (`functional/policy_gradient.py` has the definitions and
     their papers), w the correction for the engine's logprobs, KL the divergence from the reference.
 
+    Attributes:
+        config: Kind and options.
+        prev_is_current: Whether `prev_logprobs` are those of the forward pass itself, and no
+            column: true of the first optimizer step on samples.
+
     Example:
         >>> loss_fn = GRPOLossFn(ClippedLoss(kl=None))
         >>> batch = {
@@ -68,6 +73,7 @@ class GRPOLossFn:
     """
 
     config: LossConfig = field(default_factory=ClippedLoss)
+    prev_is_current: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -75,10 +81,14 @@ class GRPOLossFn:
         config = self.config
         return (
             "advantages",
-            *(() if isinstance(config, OnPolicyLoss) else ("prev_logprobs",)),
+            *(() if self._takes_current else ("prev_logprobs",)),
             *(("reference_logprobs",) if config.kl is not None else ()),
             *(("generation_logprobs",) if config.importance is not None else ()),
         )
+
+    @property
+    def _takes_current(self) -> bool:
+        return self.prev_is_current or isinstance(self.config, OnPolicyLoss)
 
     @property
     def sequence_means(self) -> frozenset[str]:
@@ -98,7 +108,7 @@ class GRPOLossFn:
         Args:
             next_token_logprobs: `[B, T-1]`.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B, T-1]`, and `[B, T-1]`
-                each: `prev_logprobs` (unused by kind `on_policy`), `reference_logprobs` with a KL
+                each: `prev_logprobs` (unless they are the current ones), `reference_logprobs` with a KL
                 penalty, `generation_logprobs` with an importance correction.
             global_valid_seqs: 0-dim `Z_seq`.
             global_valid_tokens: 0-dim `Z_tok`.
@@ -115,8 +125,7 @@ class GRPOLossFn:
         config, mask = self.config, valid_token_mask(batch["token_mask"], batch["sample_mask"])
         current = zero_masked(next_token_logprobs, mask)
         fixed = current.detach()
-        on_policy = isinstance(config, OnPolicyLoss)
-        previous = fixed if on_policy else zero_masked(batch["prev_logprobs"], mask)
+        previous = fixed if self._takes_current else zero_masked(batch["prev_logprobs"], mask)
         advantages = zero_masked(batch["advantages"], mask)
         ratio = (
             sequence_ratio(current, previous, mask)

@@ -150,7 +150,7 @@ class ReinforceLoss(_PolicyLoss):
 
 
 class OnPolicyLoss(_PolicyLoss):
-    """`-A exp(cur - stopgrad(cur))`: one optimizer step a rollout, no pass for `prev`."""
+    """`-A exp(cur - stopgrad(cur))`: one optimizer step a rollout, `prev` are the current ones."""
 
     kind: Literal["on_policy"] = "on_policy"
 

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
+from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation import check_consistency
 from nemo_rl_core.rollouts.batch import (
     failure_metrics,
@@ -27,7 +28,7 @@ from nemo_rl_core.rollouts.batch import (
 )
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.trainers.base import RunSpec
-from nemo_rl_core.trainers.rollouts import RolloutTrainer, train_in_parts
+from nemo_rl_core.trainers.rollouts import RolloutTrainer, num_parts, train_in_parts
 from nemo_rl_core.types import Prompt, Rollout
 
 
@@ -63,18 +64,73 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts, sampling = self._sample_rollouts(batch)
         data = grpo_batch(valid_rollouts(rollouts))
+        data, consistency, trained = (
+            self._update_once(data) if self._updates_once(data) else self._update_in_parts(data)
+        )
+        environment = self._record(rollouts, advantages=mean_advantages(data))
+        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+
+    def _updates_once(self, batch: BatchedDataDict) -> bool:
+        """Whether one optimizer step takes the whole batch, and nothing before reads its logprobs.
+
+        The old logprobs are then those of its own forward pass.
+        """
+        size = self.config.train_global_batch_size
+        return (
+            isinstance(self.policy, Policy)
+            and self.policy.splits_steps
+            and num_parts(batch.size, size) == 1
+            and not self.config.has_kl_in_reward
+        )
+
+    def _update_once(
+        self, data: BatchedDataDict
+    ) -> tuple[BatchedDataDict, dict[str, float], dict[str, float]]:
+        """One optimizer step, which the gate stands in the middle of, between its two halves.
+
+        Where the gate masks sequences, the others count for more: the gradients are then computed
+        anew, of those that are left.
+
+        Returns:
+            The batch with old logprobs and advantages, the gate's metrics, and the step's.
+        """
+        policy = cast("Policy", self.policy)
+        if self.config.loss.kl:
+            with self.timer.phase("logprobs"):
+                data["reference_logprobs"] = policy.get_reference_logprobs(data)["logprobs"]
+        with self.timer.phase("train"):
+            loss = replace(self._loss, prev_is_current=True)
+            metrics, computed = policy.forward_backward(self._with_advantages(data), loss)
+            data["prev_logprobs"] = computed["logprobs"]
+            checked, consistency = self._check_consistency(data)
+            final = self._with_advantages(checked)
+            if consistency["num_inconsistent_sequences"]:
+                metrics = policy.train(final, self._loss)
+            else:
+                metrics |= policy.optimizer_step()
+        return final, consistency, metrics
+
+    def _update_in_parts(
+        self, data: BatchedDataDict
+    ) -> tuple[BatchedDataDict, dict[str, float], dict[str, float]]:
+        """As `_update_once`, of any number of optimizer steps on the same samples."""
         with self.timer.phase("logprobs"):
             self._add_logprobs(data)
         data, consistency = self._check_consistency(data)
-        limit = self.settings.max_rollout_tokens
-        data = add_advantages(data, self.config, max_new_tokens=limit)
+        data = self._with_advantages(data)
         with self.timer.phase("train"):
-            size = self.config.train_global_batch_size
-            trained = train_in_parts(
-                self.policy, data, self._loss, size=size, sequence_means=self._loss.sequence_means
+            metrics = train_in_parts(
+                self.policy,
+                data,
+                self._loss,
+                size=self.config.train_global_batch_size,
+                sequence_means=self._loss.sequence_means,
             )
-        environment = self._record(rollouts, advantages=mean_advantages(data))
-        return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+        return data, consistency, metrics
+
+    def _with_advantages(self, batch: BatchedDataDict) -> BatchedDataDict:
+        limit = self.settings.max_rollout_tokens
+        return add_advantages(batch, self.config, max_new_tokens=limit)
 
     def _check_consistency(
         self, batch: BatchedDataDict

@@ -74,6 +74,7 @@ class Policy(PolicyInterface):
         )
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
+        self._splits_steps = splits_steps(backend)
         self._num_copies = sharding.axis_size(DATA)
         self._max_tokens = setup.max_tokens_per_microbatch
         self._shares_rows = shares_rows(
@@ -114,16 +115,38 @@ class Policy(PolicyInterface):
             MissingColumnError: Names a column that the batch lacks.
         """
         data = training_columns(data)
-        answers = self.workers.run_all_workers_sharded_data(
-            "train_step",
-            in_sharded_axes=[DATA],
-            replicate_on_axes=_WITHIN_A_COPY,
-            output_is_replicated=[DATA, *_WITHIN_A_COPY],
-            common_kwargs={"loss_fn": loss_fn},
-            batch=self._shards(data),
-        )
+        answers = self._on_shards("train_step", self._shards(data), loss_fn=loss_fn)
         usage.count("training", self._shape, data["input_lengths"].tolist())
         metrics: dict[str, Any] = answers[0]
+        return metrics
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether the backend has the two halves of `train` by themselves."""
+        return self._splits_steps
+
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction
+    ) -> tuple[dict[str, Any], BatchedDataDict]:
+        """The first half of `train`: the gradients, in place of those of an earlier call.
+
+        Args:
+            data: As `train` takes it.
+            loss_fn: The loss.
+
+        Returns:
+            The loss's metrics, and `logprobs [B, T-1]` of the forward pass.
+        """
+        data = training_columns(data)
+        shards = self._shards(data)
+        answers = self._on_shards("forward_backward", shards, loss_fn=loss_fn)
+        usage.count("training", self._shape, data["input_lengths"].tolist())
+        metrics: dict[str, Any] = answers[0][0]
+        return metrics, shards.restored([BatchedDataDict(logprobs=found) for _, found in answers])
+
+    def optimizer_step(self) -> dict[str, Any]:
+        """The second half of `train`: updates the weights by the gradients."""
+        metrics: dict[str, Any] = self.workers.run_all_workers_single_data("optimizer_step")[0]
         return metrics
 
     def _computed(
@@ -132,18 +155,22 @@ class Policy(PolicyInterface):
         """What the ranks compute of their rows, in the batch's order, as columns of these names."""
         data = training_columns(data)
         shards = self._shards(data)
-        answers = self.workers.run_all_workers_sharded_data(
+        answers = self._on_shards(method, shards, **options)
+        usage.count("scoring", self._shape, data["input_lengths"].tolist())
+        columns = [answer if len(names) > 1 else (answer,) for answer in answers]
+        return shards.restored(
+            [BatchedDataDict(zip(names, values, strict=True)) for values in columns]
+        )
+
+    def _on_shards(self, method: str, shards: Shards, **options: Any) -> list[Any]:
+        """The answers of the copies of the model, one a shard."""
+        return self.workers.run_all_workers_sharded_data(
             method,
             in_sharded_axes=[DATA],
             replicate_on_axes=_WITHIN_A_COPY,
             output_is_replicated=_WITHIN_A_COPY,
             common_kwargs=options,
             batch=shards,
-        )
-        usage.count("scoring", self._shape, data["input_lengths"].tolist())
-        columns = [answer if len(names) > 1 else (answer,) for answer in answers]
-        return shards.restored(
-            [BatchedDataDict(zip(names, values, strict=True)) for values in columns]
         )
 
     def _shards(self, data: BatchedDataDict) -> Shards:
@@ -234,6 +261,18 @@ class Policy(PolicyInterface):
     def shutdown(self) -> None:
         """Ends the workers, where no other policy is to take them over; may be called again."""
         self.session.discard(self._name)
+
+
+def splits_steps(backend: type) -> bool:
+    """Whether the halves of a step are those of the backend's own `train_step`.
+
+    They are not where a class adds to `train_step` alone, which must then be called.
+    """
+    whole, half = (
+        next((each for each in backend.__mro__ if method in vars(each)), object)
+        for method in ("train_step", "forward_backward")
+    )
+    return half is not object and issubclass(half, whole)
 
 
 def _whole_weights(backend: Any) -> dict[str, torch.Tensor]:

@@ -189,3 +189,17 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_model: P
 def test_a_reference_needs_a_folder(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="reference_folder"):
         make_backend(tiny_model).get_reference_logprobs(make_batch())
+
+
+def test_the_halves_of_a_step_are_the_step(tiny_model: Path) -> None:
+    batch, loss = make_batch(), NLLLoss()
+    whole, halved = make_backend(tiny_model), make_backend(tiny_model)
+    for _ in range(2):
+        logprobs = halved.get_logprobs(batch)
+        halved.forward_backward(batch.slice(0, 3), loss)  # given up: no trace of it is left
+        metrics, found = halved.forward_backward(batch, loss)
+        assert found is not None
+        assert torch.equal(found, logprobs)
+        assert {**metrics, **halved.optimizer_step()} == whole.train_step(batch, loss)
+    for ours, theirs in zip(whole.named_weights(), halved.named_weights(), strict=True):
+        assert torch.equal(ours[1], theirs[1])

@@ -291,6 +291,7 @@ def measured(folder: Path, training: TrainingConfig) -> dict[str, Any]:
         "logits": all_logprobs(backend, rows),
         "logprobs": backend.get_logprobs(shard_of(rows)),
         "padded logprobs": backend.get_logprobs(shard_of(rows, padded=True)),
+        "logprobs of a step": backend.forward_backward(shard_of(rows), NLLLoss())[1],
         "steps": [backend.train_step(shard_of(rows), NLLLoss()) for _ in range(NUM_STEPS)],
         "weights": {name: weight.clone() for name, weight in backend.named_weights()},
         "grpo": backend.train_step(shard_of(rows), GRPO),
@@ -377,6 +378,7 @@ def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     return {
         "logits": error(found["logits"], expected["logits"][rows]),
         "logprobs": error(found["logprobs"], logprobs),
+        "logprobs of a step": error(found["logprobs of a step"], logprobs),
         "loss": max(error(a["loss"], b["loss"]) for a, b in steps),
         "gradient norm": max(error(a["grad_norm"], b["grad_norm"]) for a, b in steps),
         "gradients": worst(found["packed"], expected["gradients"]),

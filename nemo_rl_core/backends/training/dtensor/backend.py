@@ -163,10 +163,31 @@ class DTensorBackend(SendsWeights):
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
+        metrics, _ = self.forward_backward(batch, loss_fn, returns_outputs=False)
+        return {**metrics, **self.optimizer_step()}
+
+    def forward_backward(
+        self, batch: BatchedDataDict, loss_fn: LossFunction, *, returns_outputs: bool = True
+    ) -> tuple[dict[str, float], torch.Tensor | None]:
+        """The gradients of a step, in place of those of an earlier call; weights stay as they are.
+
+        Args:
+            batch: As `train_step` takes it.
+            loss_fn: The loss.
+            returns_outputs: Whether the forward pass's logprobs or values are wanted.
+
+        Returns:
+            The loss's metrics and `num_valid_tokens`; and `[B, T-1]` logprobs where `token_mask` is
+            set, or `[B, T]` values with a scalar head.
+        """
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
         global_valid_tokens = self._over_ranks(mask.sum().float())
         global_valid_seqs = self._over_ranks(batch["sample_mask"].sum().float())
         totals: dict[str, torch.Tensor] = {}
+        found: torch.Tensor | None = None
+        if returns_outputs:
+            of_each = batch["input_ids"] if self._setup.head == "scalar" else mask
+            found = torch.zeros(of_each.shape)
         self._optimizer.zero_grad(set_to_none=True)  # of a step that was broken off
         for part in self._parts(self._policy, batch):
             outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.plan)
@@ -180,18 +201,29 @@ class DTensorBackend(SendsWeights):
                 global_valid_tokens=global_valid_tokens,
             )
             torch.autograd.backward(loss)
+            if found is not None:
+                found[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
-        norm = self._update()
-        # An engine on the same GPU is to have their memory.
-        self._optimizer.zero_grad(set_to_none=True)
         summed = {name: value.item() for name, value in totals.items()}
         return {
             **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
-            "grad_norm": norm,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
             "num_valid_tokens": global_valid_tokens.item(),
-        }
+        }, found
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Updates the weights by the gradients of `forward_backward`.
+
+        Returns:
+            `grad_norm` and `learning_rate`.
+
+        Raises:
+            ConsistencyError: If the gradient is not finite; the weights are unchanged.
+        """
+        norm = self._update()
+        # An engine on the same GPU is to have their memory.
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
 
     def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         return value if self._mesh is None else self._mesh.data_sum(value)

@@ -112,27 +112,55 @@ class MegatronBackend(SendsWeights):
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
+        metrics, _ = self.forward_backward(batch, loss_fn, returns_outputs=False)
+        return {**metrics, **self.optimizer_step()}
+
+    def forward_backward(
+        self, batch: BatchedDataDict, loss_fn: LossFunction, *, returns_outputs: bool = True
+    ) -> tuple[dict[str, float], torch.Tensor | None]:
+        """The gradients of a step, in place of those of an earlier call; weights stay as they are.
+
+        Args:
+            batch: As `train_step` takes it.
+            loss_fn: The loss.
+            returns_outputs: Whether the forward pass's logprobs are wanted.
+
+        Returns:
+            The loss's metrics and `num_valid_tokens`, for the whole step, on every rank; and
+            `[B, T-1]` logprobs where `token_mask` is set, on every rank of the replica.
+        """
         valid_tokens, valid_seqs = self._global_numbers(batch)
 
         def consume(hidden: torch.Tensor, part: MegatronMicrobatch) -> tuple[torch.Tensor, Any]:
             logprobs, rows = self._head.loss_inputs(hidden, part.batch, part.rows)
-            return loss_fn(
+            loss, metrics = loss_fn(
                 logprobs, rows, global_valid_seqs=valid_seqs, global_valid_tokens=valid_tokens
             )
+            return loss, (metrics, [logprobs.detach()] if returns_outputs else [])
 
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
-        metrics = run_parts(self._chunks, parts, consume, forward_only=False)
-        totals = _summed_over_ranks(metrics)
+        results = run_parts(self._chunks, parts, consume, forward_only=False)
+        metrics = _summed_over_ranks([metrics for metrics, _ in results])
+        found: torch.Tensor | None = None
+        if returns_outputs:
+            empty = torch.zeros(batch["token_mask"].shape)
+            (found,) = self._in_rows(parts, [outputs for _, outputs in results], into=[empty])
+        return {**metrics, "num_valid_tokens": valid_tokens.item()}, found
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Updates the weights by the gradients of `forward_backward`.
+
+        Returns:
+            `grad_norm` and `learning_rate`, on every rank.
+
+        Raises:
+            ConsistencyError: If the gradient is not finite; the weights are unchanged.
+        """
         norm = self._update()
-        return {
-            **totals,
-            "grad_norm": norm,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
-            "num_valid_tokens": valid_tokens.item(),
-        }
+        return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
 
     def _global_numbers(self, batch: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
         """Valid tokens and sequences of the step, over all data-parallel ranks; both 0-dim."""
@@ -227,6 +255,16 @@ class MegatronBackend(SendsWeights):
             return hidden.new_zeros(()), values(hidden, part)
 
         results = run_parts(self._chunks, parts, consume, forward_only=True)
+        return self._in_rows(parts, results, into=into)
+
+    def _in_rows(
+        self,
+        parts: list[MegatronMicrobatch],
+        results: Sequence[Sequence[torch.Tensor]],
+        *,
+        into: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The results of the last stage's micro-batches in the rows of `into`, on every rank."""
         if parallel_state.is_pipeline_last_stage():
             for part, given in zip((part for part in parts if part.indices), results, strict=True):
                 for whole, value in zip(into, given, strict=True):
