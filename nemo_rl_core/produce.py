@@ -12,12 +12,6 @@ from typing import Any
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
-from nemo_rl_core.store.integrity import (
-    hash_content,
-    hash_weights,
-    refuse_damaged,
-    set_aside_damaged,
-)
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import (
     Cost,
@@ -27,7 +21,14 @@ from nemo_rl_core.store.manifest import (
     write_ancestors,
 )
 from nemo_rl_core.store.stage_run import StageRun
-from nemo_rl_core.store.store import Store, artifact_name
+from nemo_rl_core.store.store import (
+    Store,
+    artifact_name,
+    hash_content,
+    hash_weights,
+    refuse_damaged,
+    set_aside_damaged,
+)
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.telemetry.curves import completions_html

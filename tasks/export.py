@@ -7,7 +7,7 @@ from pathlib import Path
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
-from nemo_rl_core.store.integrity import CARD
+from nemo_rl_core.store.store import CARD
 from nemo_rl_core.telemetry.waiting import waiting_for_files
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.platform.resources import WEIGHTS

@@ -122,7 +122,7 @@ def recipe_problem(text: str) -> str | None:
 
     from nemo_rl_core.errors import NemoRLError
     from tasks.recipes.common import PipelineRecipe
-    from tasks.recipes.recipe import with_base
+    from tasks.recipes.recipe_file import with_base
 
     recipe = yaml.safe_load(text)
     if not isinstance(recipe, dict):

@@ -12,8 +12,8 @@ from tasks.convert import convert
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.recipes import convert as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.convert import ConvertRecipe, plan_convert
-from tasks.recipes.recipe import default_recipe
 from tasks.to_megatron import to_megatron
 
 DEFAULT = default_recipe(ConvertRecipe, "convert_arithmetic")

@@ -9,12 +9,12 @@ from tasks.artifacts import Checkpoint, Dataset
 from tasks.platform.stage import choice
 from tasks.prepare_model import prepare_model
 from tasks.recipes import distillation as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.distillation import (
     DistillationRecipe,
     DistillationTaskConfig,
     plan_distillation,
 )
-from tasks.recipes.recipe import default_recipe
 from tasks.train_student import train_student
 from workflows.common import Outcome, begin, conclude, held_out, measure, warm_start
 

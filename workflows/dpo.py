@@ -12,8 +12,8 @@ from tasks.cache_reference_logprobs import cache_reference_logprobs
 from tasks.dpo_iteration import dpo_iteration
 from tasks.platform.stage import choice
 from tasks.recipes import dpo as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.dpo import DPOIterations, DPORecipe, plan_dpo
-from tasks.recipes.recipe import default_recipe
 from workflows.common import Outcome, begin, conclude, make_pairs, measure
 
 DEFAULT = default_recipe(DPORecipe, "dpo_arithmetic")

@@ -13,8 +13,8 @@ from tasks.evaluate_questions import evaluate_questions
 from tasks.platform.stage import choice
 from tasks.prepare_model import prepare_model
 from tasks.recipes import evaluate as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.evaluate import BaselineTaskConfig, EvaluateRecipe, plan_evaluate
-from tasks.recipes.recipe import default_recipe
 from workflows.common import measure
 
 DEFAULT = default_recipe(EvaluateRecipe, "evaluate_arithmetic")

@@ -10,8 +10,8 @@ from tasks.artifacts import Checkpoint, Dataset
 from tasks.grpo_iteration import grpo_iteration
 from tasks.platform.stage import choice
 from tasks.recipes import grpo as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig, plan_grpo
-from tasks.recipes.recipe import default_recipe
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
 DEFAULT = default_recipe(GRPORecipe, "grpo_arithmetic")

@@ -9,8 +9,8 @@ from flytekit import workflow
 
 from tasks.artifacts import Checkpoint, Evaluation, Lineage, Promotion
 from tasks.recipes import post_train as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
-from tasks.recipes.recipe import default_recipe
 from workflows import dpo, grpo, reward_model
 from workflows.common import begin, conclude, make_pairs, measure
 

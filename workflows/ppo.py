@@ -9,8 +9,8 @@ from tasks.artifacts import Checkpoint, Dataset
 from tasks.platform.stage import choice
 from tasks.ppo_iteration import ppo_iteration
 from tasks.recipes import ppo as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.ppo import PPORecipe, PPOTaskConfig, plan_ppo
-from tasks.recipes.recipe import default_recipe
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
 DEFAULT = default_recipe(PPORecipe, "ppo_arithmetic")

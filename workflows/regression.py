@@ -9,8 +9,8 @@ from flytekit import workflow
 
 from tasks.artifacts import Comparison, Evaluation
 from tasks.recipes import evaluate as recipes
+from tasks.recipes.common import default_recipe
 from tasks.recipes.evaluate import EvaluateRecipe
-from tasks.recipes.recipe import default_recipe
 from tasks.refuse_regression import refuse_regression
 from workflows.evaluate import evaluate_model
 

@@ -12,7 +12,7 @@ from tasks.evaluate_reward_model import evaluate_reward_model
 from tasks.lineage_report import lineage_report
 from tasks.platform.stage import choice
 from tasks.recipes import reward_model as recipes
-from tasks.recipes.recipe import default_recipe
+from tasks.recipes.common import default_recipe
 from tasks.recipes.reward_model import (
     RewardModelEvaluationTaskConfig,
     RewardModelRecipe,

@@ -8,7 +8,7 @@ from flytekit import workflow
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
 from tasks.recipes import sft as recipes
-from tasks.recipes.recipe import default_recipe
+from tasks.recipes.common import default_recipe
 from tasks.recipes.sft import SFTRecipe, plan_sft
 from workflows.common import Outcome, choose_questions, conclude, measure, warm_start
 

@@ -11,7 +11,7 @@ from nemo_rl_core.store.manifest import config_hash
 from tasks.artifacts import Report, Summary
 from tasks.platform.stage import choice
 from tasks.recipes import sweep as recipes
-from tasks.recipes.recipe import default_recipe
+from tasks.recipes.common import default_recipe
 from tasks.recipes.sweep import SweepPlan, SweepRecipe, plan_sweep
 from tasks.summarize_sweep import summarize_sweep
 from tasks.sweep_point import sweep_point

@@ -20,7 +20,6 @@ PAGES: dict[str, tuple[str, Sequence[str]]] = {
         [
             "nemo_rl_core.functional.advantages",
             "nemo_rl_core.functional.policy_gradient",
-            "nemo_rl_core.functional.importance",
             "nemo_rl_core.functional.kl",
             "nemo_rl_core.functional.preference",
             "nemo_rl_core.functional.distillation",

@@ -9,6 +9,7 @@ a layer of import-linter's contract: a room imports only from rows below its own
 
 import ast
 import html
+import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,10 @@ from pathlib import Path
 
 CORE = "nemo_rl_core"
 WIDTH, HEIGHT, GAP, MARGIN = 1280, 74, 10, 16
+_FOLDERS_OF_A_STEP = (
+    "nemo_rl_core/backends/training/dtensor/",
+    "nemo_rl_core/distributed/weight_sync/",
+)
 COLOURS = ("#dbe7f6", "#e3f0dc", "#fbeacb", "#f3dfe6", "#e5e0f2")
 
 
@@ -158,7 +163,32 @@ def measures(root: Path) -> dict[str, str]:
         "public names, of which in two places": (
             f"{len(set(public)):,}, {sum(public.count(name) > 1 for name in set(public))}"
         ),
+        "files that a GRPO step enters from the command on, as listed below": (
+            str(len(files_of_a_step(root)))
+        ),
     }
+
+
+def files_of_a_step(root: Path) -> set[str]:
+    """Files that `docs/architecture.md` names on the way of one GRPO step.
+
+    A name without a folder is that of a file in the folder of the worker or of `weight_sync`; a
+    folder is none of its files.
+
+    Raises:
+        ValueError: If a named file does not exist.
+    """
+    page = root / "docs" / "architecture.md"
+    text = page.read_text() if page.is_file() else ""  # an older commit has none
+    section = text.partition("## One GRPO step")[2].partition("\n## ")[0]
+    found = set()
+    for name in re.findall(r"`([\w/]+\.py)`", section):
+        folders = ("", *_FOLDERS_OF_A_STEP) if "/" not in name else ("",)
+        at = [folder + name for folder in folders if (root / folder / name).is_file()]
+        if len(at) != 1:
+            raise ValueError(f"docs/architecture.md names {name}, which is {at or 'nowhere'}")
+        found.add(at[0])
+    return found
 
 
 def _spread(values: Sequence[int], percents: Iterable[int]) -> str:

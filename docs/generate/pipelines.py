@@ -7,7 +7,7 @@ from typing import Any
 
 from flytekit.core.workflow import PythonFunctionWorkflow
 
-from tasks.recipes.recipe import Recipe, default_name
+from tasks.recipes.common import Recipe, default_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

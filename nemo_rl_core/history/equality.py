@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_core.store.files import hash_folder
-from nemo_rl_core.store.integrity import CARD, VOLATILE
 from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import CARD, VOLATILE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,9 +19,8 @@ from typing import Literal
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_reading, path_of
 from nemo_rl_core.store import locks
-from nemo_rl_core.store.integrity import damage
 from nemo_rl_core.store.manifest import Manifest, ParentRef
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import Store, damage
 
 _RERUN = "`nemo-rl verify --repair` sets it aside; its stage then runs again"
 

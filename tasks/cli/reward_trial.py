@@ -16,8 +16,7 @@ from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_row
 from nemo_rl_core.errors import ConfigError, DataError, RewardError
 from nemo_rl_core.types import Prompt, Rollout, unscored
 from tasks.recipes.common import PipelineRecipe
-from tasks.recipes.recipe import with_base
-from tasks.recipes.recipe_file import read_recipe
+from tasks.recipes.recipe_file import read_recipe, with_base
 
 WRONG = "I do not know."
 """A completion that earns nothing wherever an answer is asked for."""

@@ -20,7 +20,7 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.cost import num_parameters
 from tasks.platform.dry_run import DryRun, call_dry
 from tasks.platform.preflight import preflight
-from tasks.recipes.recipe import Recipe, default_name
+from tasks.recipes.common import Recipe, default_name
 
 _BYTES_PER_PARAMETER = 16
 """Weights, gradients and Adam's two moments in float32."""

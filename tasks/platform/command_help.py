@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from nemo_rl_core.errors import ConfigError
-from tasks.recipes.recipe import Recipe, RecipeError, default_name
+from tasks.recipes.common import Recipe, RecipeError, default_name
 from tasks.recipes.recipe_file import read_recipe
 
 _RUN = "flytekit.clis.sdk_in_container.run"

@@ -21,7 +21,7 @@ from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.platform.resources import DECK, PLAIN
-from tasks.recipes.recipe import Recipe, RecipeError
+from tasks.recipes.common import Recipe, RecipeError
 
 _LOG = logging.getLogger(__name__)
 

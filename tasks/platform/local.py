@@ -17,8 +17,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.models.literals import LiteralMap
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.store.integrity import damage_of_changed_files
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import Store, damage_of_changed_files
 from tasks.platform.flyte_cache import folders, has_lost_points, move_into
 
 

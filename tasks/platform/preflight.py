@@ -38,8 +38,7 @@ from nemo_rl_core.environments.needs import (
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.telemetry.cost import num_parameters
 from nemo_rl_core.types import Prompt
-from tasks.recipes.common import PipelineRecipe
-from tasks.recipes.recipe import Recipe
+from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES_READ = 64 * 2**20

@@ -39,7 +39,7 @@ from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
 from tasks.platform.stopping import StopSignals, stopped_lines
 from tasks.platform.values import plain
-from tasks.recipes.recipe import Recipe
+from tasks.recipes.common import Recipe
 
 
 class NodeRecorder(Protocol):

@@ -1,10 +1,14 @@
-"""What the recipes of all workflows share, and the records of the stages that they share."""
+"""What the recipes of all workflows share, and the records of the stages that they share.
+
+Whatever is wrong with a recipe is refused in a few lines, when it is read.
+"""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, ClassVar, Self, TypeVar
 
+import click
 from pydantic import (
     BaseModel,
     Field,
@@ -15,7 +19,12 @@ from pydantic import (
 )
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
-from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.base import (
+    FrozenConfig,
+    collecting_contradictions,
+    describe,
+    refuse_unknown_keys,
+)
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData
 from nemo_rl_core.config.defaults import (
@@ -30,6 +39,7 @@ from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
 from nemo_rl_core.config.single_turn import ExactMatch
+from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerSettings
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.environments.contents import (
@@ -39,9 +49,74 @@ from nemo_rl_core.environments.contents import (
     with_source,
 )
 from nemo_rl_core.errors import ConfigError
-from tasks.recipes.recipe import Recipe, with_base
+from tasks.recipes.recipe_file import refuse_unwritable, with_base
 
 _LOG = logging.getLogger(__name__)
+
+
+class RecipeError(click.ClickException):
+    """A recipe that cannot be run, in the form that `pyflyte run` prints without a trace."""
+
+    exit_code = 2
+
+
+class Recipe(FrozenConfig):
+    """Base of a workflow's input: whatever is wrong with it is said in a few lines.
+
+    A key `recipe` names another recipe to begin with: one of `workflows/recipes` by its name, or a
+    file. What stands beside it is laid over it, key by key: `{recipe: grpo_arithmetic, seed: 1}`.
+
+    Attributes:
+        recipe: Another recipe to begin with: the name of one of `workflows/recipes`, or a file.
+        tracking: Where metrics go besides the run's own record.
+    """
+
+    shorthands: ClassVar[frozenset[str]] = frozenset({"recipe"})
+
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def experiments(self) -> "Sequence[Recipe]":
+        """The recipes that are checked against this machine before anything starts."""
+        return ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        try:
+            with collecting_contradictions():
+                if isinstance(value, dict):
+                    value = with_base(value)
+                    refuse_unwritable(value)
+                    # First, since a recipe within a recipe (a sweep's) knows no path from the top.
+                    refuse_unknown_keys(cls, value, handler)
+                validated: Self = handler(value)
+        except ValidationError as error:
+            raise RecipeError(str(describe(error, value))) from error
+        except ConfigError as error:
+            raise RecipeError(str(error)) from error
+        return validated
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+_default_names: dict[int, str] = {}
+"""Names of the workflows' defaults, by the id of the recipe, which lives as long as its module."""
+
+
+def default_recipe(kind: type[AnyRecipe], name: str) -> AnyRecipe:
+    """The recipe `name` of `workflows/recipes` as a workflow's default.
+
+    `pyflyte run ... --help` shows it by this name (see `tasks/platform/command_help.py`).
+    """
+    recipe = kind.model_validate({"recipe": name})
+    _default_names[id(recipe)] = name
+    return recipe
+
+
+def default_name(value: object) -> str | None:
+    """The name under which `default_recipe` made a recipe; None for everything else."""
+    return _default_names.get(id(value))
 
 
 class PipelineRecipe(Recipe):

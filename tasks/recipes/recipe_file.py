@@ -1,5 +1,6 @@
-"""Reading a recipe's file: whatever is wrong with it is said in a few lines, and at once."""
+"""Files of recipes: read whole or refused in a few lines, and laid over one another."""
 
+import os
 import stat
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -8,9 +9,13 @@ from typing import Any, Final
 import yaml
 from yaml.constructor import SafeConstructor
 
-from nemo_rl_core.config.places import PlacedDict, PlacedList, place_of
+from nemo_rl_core.algorithms.grpo.presets import PRESETS
+from nemo_rl_core.config.names import closest_name
+from nemo_rl_core.config.places import PlacedDict, PlacedList, overlaid, place_of, without_keys
 from nemo_rl_core.config.sections import dotted
 from nemo_rl_core.errors import ConfigError
+
+RECIPES = Path(__file__).resolve().parents[2] / "workflows" / "recipes"
 
 _MAX_BYTES: Final = 2**20
 _MAX_NODES: Final = 100_000
@@ -52,6 +57,41 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
+def with_base(values: dict[str, Any], *, named: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values laid over those of the recipe that they name, if they do.
+
+    Args:
+        values: Of a recipe.
+        named: The recipes that led to it, each of which names the next.
+
+    Raises:
+        ConfigError: If there is no such recipe, it cannot be read, or it leads back to itself.
+    """
+    if "recipe" not in values:
+        return values
+    name = str(values["recipe"])
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if not os.path.isfile(path):  # noqa: PTH113  (takes names of any length)
+        choices = sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
+        at = place_of(values, ("recipe",))
+        meant = closest_name(name, choices)
+        raise ConfigError(
+            f"{at + ': ' if at else ''}there is no recipe {name[:200]!r}",
+            expected=f"a .yaml file, or one of {', '.join(choices)}",
+            got=f"{name[:200]}{_beside(path)}",
+            fix=f"did you mean {meant!r}?" if meant else None,
+        )
+    if path.resolve() in named:
+        raise ConfigError(
+            "the recipes begin with each other",
+            expected="a key `recipe` that leads to a recipe without one",
+            got=" -> ".join(each.name for each in (*named, path)),
+            fix=f"remove the key `recipe` from {path}, or name another",
+        )
+    base = with_base(read_recipe(path), named=(*named, path.resolve()))
+    return _laid_over(base, without_keys(values, {"recipe"}))
+
+
 def refuse_unwritable(values: Mapping[str, Any]) -> None:
     """Refuses what YAML and JSON can say and no record can hold, all of it at once.
 
@@ -70,6 +110,37 @@ def refuse_unwritable(values: Mapping[str, Any]) -> None:
         expected="integers of 64 bits, and text in Unicode",
         fix="correct the named values",
     )
+
+
+def _beside(path: Path) -> str:
+    """Where a relative name of a file was looked for."""
+    return "" if path.is_absolute() else f", looked for in {Path.cwd()}"
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Maps are merged; everything else is replaced, and so is a map of another `kind`.
+
+    A preset stands for the fields that it sets: named in the changes, it wins over the base.
+    """
+    preset = PRESETS.get(str(changes.get("preset")), {})
+    base = without_keys(base, {*preset})
+    merged = overlaid(base, changes)
+    for key, value in changes.items():
+        old = base.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and _same_kind(key, old, value):
+            merged[key] = _laid_over(old, value)
+    return merged
+
+
+def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether changes without a kind are meant for what is there.
+
+    `model: {name: ...}` alone is a pretrained model, so it replaces one of another kind; other
+    fields without a kind are changes of the model that the base recipe has.
+    """
+    bare_name = key == "model" and "name" in new
+    unsaid = "pretrained" if bare_name else old.get("kind")
+    return bool(new.get("kind", unsaid) == old.get("kind", unsaid))
 
 
 class _Placing(SafeConstructor):

@@ -16,11 +16,11 @@ from tasks.recipes.common import (
     ModelTaskConfig,
     PipelineRecipe,
     QuestionTaskConfig,
+    Recipe,
     SFTTaskConfig,
     rollout_fields,
 )
 from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig
-from tasks.recipes.recipe import Recipe
 
 Value = bool | int | float | str
 """What a field may be set to. Lists, not tuples, hold them: flytekit knows no tuples in records."""

@@ -50,3 +50,11 @@ def test_the_picture_shows_the_rooms_that_there_are() -> None:
     drawn = (REPOSITORY / "docs" / "pictures" / "house.svg").read_text()
     shown = set(re.findall(r">([\w/]+) [\d,]+</text>", drawn))
     assert shown == {room.name for _, rooms in house.rows(REPOSITORY) for room in rooms}
+
+
+def test_the_way_of_a_step_names_files_that_there_are() -> None:
+    files = house.files_of_a_step(REPOSITORY)
+    assert "nemo_rl_core/distributed/weight_sync/link.py" in files
+    assert "nemo_rl_core/backends/training/dtensor/backend.py" in files
+    row = re.search(r"files that a GRPO step enters .*\| (\d+) \|", PAGE)
+    assert row and len(files) == int(row[1])

@@ -21,13 +21,6 @@ from nemo_rl_core.algorithms.grpo.loss_config import (
     SequenceMaskImportance,
     TruncatedImportance,
 )
-from nemo_rl_core.functional.importance import (
-    band_weight,
-    importance_weight,
-    sequence_importance_weight,
-    sequence_mask_weight,
-    truncated_weight,
-)
 from nemo_rl_core.functional.kl import kl_estimate, kl_penalty
 from nemo_rl_core.functional.masked import (
     masked_sequence_mean,
@@ -36,13 +29,18 @@ from nemo_rl_core.functional.masked import (
     zero_masked,
 )
 from nemo_rl_core.functional.policy_gradient import (
+    band_weight,
     cispo,
     clipped_surrogate,
+    importance_weight,
     reinforce,
     sampled_entropy,
     sapo,
+    sequence_importance_weight,
+    sequence_mask_weight,
     sequence_ratio,
     token_ratio,
+    truncated_weight,
 )
 
 

@@ -17,9 +17,9 @@ from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConsistencyError, DataError, ModelError
-from nemo_rl_core.functional.importance import token_mult_prob_error
 from nemo_rl_core.models.columns import as_training_batch
 from nemo_rl_core.models.policy.pretrained import local_folder
+from nemo_rl_core.models.validation.gate import token_mult_prob_error
 
 THRESHOLD = 1.05
 """The largest `token_mult_prob_error` that counts as agreement."""

@@ -6,14 +6,45 @@ from torch import Tensor
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConsistencyError
-from nemo_rl_core.functional.importance import (
-    sequence_mult_prob_error,
-    token_mult_prob_error,
-)
-from nemo_rl_core.functional.masked import valid_token_mask
+from nemo_rl_core.functional.masked import masked_mean, masked_sequence_mean, valid_token_mask
 
 _INF = float("inf")
 _NUM_NAMED = 3
+
+
+def token_mult_prob_error(
+    generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
+) -> Tensor:
+    """`mean exp|gen - prev|`: the mean factor by which the two probabilities differ.
+
+    1 is agreement; 1.05 is the usual alarm. It is 0 only without valid tokens. Source: NeMo RL's
+    `token_mult_prob_error`.
+
+    Args:
+        generation_logprobs: `[B, T-1]` as the engine reported them.
+        trainer_logprobs: `[B, T-1]` under the trainer's weights at the start of the step.
+        mask: `[B, T-1]` bool.
+
+    Returns:
+        0-dim.
+    """
+    return masked_mean(torch.exp((generation_logprobs - trainer_logprobs).abs()), mask)
+
+
+def sequence_mult_prob_error(
+    generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
+) -> Tensor:
+    """`token_mult_prob_error` of each sequence, which identifies outliers.
+
+    Args:
+        generation_logprobs: `[B, T-1]`.
+        trainer_logprobs: `[B, T-1]`.
+        mask: `[B, T-1]` bool.
+
+    Returns:
+        `[B]`; 0 for a sequence without a valid token.
+    """
+    return masked_sequence_mean(torch.exp((generation_logprobs - trainer_logprobs).abs()), mask)
 
 
 def check_consistency(

@@ -3,9 +3,9 @@
 import torch
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.importance import token_mult_prob_error
 from nemo_rl_core.models.columns import as_training_batch, with_lengths
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_core.models.validation.gate import token_mult_prob_error
 
 
 def validate_log_probability_consistency(

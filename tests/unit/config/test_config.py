@@ -18,7 +18,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import ArithmeticData, RowPolicy
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
 from nemo_rl_core.errors import ConfigError
-from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.common import PipelineRecipe, RecipeError
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.distillation import DistillationRecipe
 from tasks.recipes.dpo import DPORecipe
@@ -26,7 +26,6 @@ from tasks.recipes.evaluate import EvaluateRecipe
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
 from tasks.recipes.ppo import PPORecipe
-from tasks.recipes.recipe import RecipeError
 from tasks.recipes.reward_model import RewardModelRecipe
 from tasks.recipes.sft import SFTRecipe
 from tasks.recipes.sweep import SweepRecipe

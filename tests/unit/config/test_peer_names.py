@@ -12,10 +12,10 @@ from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.config.peer_names import PEER_NAMES, peer_hint
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.overrides import refuse_unclaimed
+from tasks.recipes.common import RecipeError
 from tasks.recipes.dpo import DPORecipe
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.ppo import PPORecipe
-from tasks.recipes.recipe import RecipeError
 from tasks.recipes.sft import SFTRecipe
 
 RECIPES: list[type[BaseModel]] = [GRPORecipe, DPORecipe, PPORecipe, SFTRecipe]

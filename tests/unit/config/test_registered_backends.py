@@ -15,8 +15,8 @@ from nemo_rl_core.config.generation import GENERATION_SECTIONS
 from nemo_rl_core.config.registered import import_user_module
 from nemo_rl_core.config.training import TRAINING_SECTIONS, DTensorTraining, RegisteredTraining
 from nemo_rl_core.errors import ConfigError
+from tasks.recipes.common import RecipeError
 from tasks.recipes.grpo import GRPORecipe, plan_grpo
-from tasks.recipes.recipe import RecipeError
 
 MODULE = '''
 """A backend of a user's."""

@@ -9,9 +9,9 @@ from nemo_rl_core.algorithms.grpo.config import GRPOConfig
 from nemo_rl_core.config.environment import WeightedSum
 from nemo_rl_core.config.sections import unknown_keys
 from nemo_rl_core.errors import ConfigError
+from tasks.recipes.common import Recipe, RecipeError
 from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe
-from tasks.recipes.recipe import Recipe, RecipeError
 from tasks.recipes.sweep import SweepRecipe
 
 HEADING = "the configuration is not valid:"

@@ -8,9 +8,8 @@ import pytest
 from nemo_rl_core.config.evaluation import PromotionConfig
 from nemo_rl_core.evals.comparison import compare
 from tasks.promote import explain
-from tasks.recipes.common import EvaluationTaskConfig
+from tasks.recipes.common import EvaluationTaskConfig, RecipeError
 from tasks.recipes.evaluate import EvaluateRecipe
-from tasks.recipes.recipe import RecipeError
 
 
 def recipe(**values: object) -> EvaluateRecipe:

@@ -5,17 +5,16 @@ import math
 import pytest
 import torch
 
-from nemo_rl_core.functional.importance import (
+from nemo_rl_core.functional.policy_gradient import (
     band_weight,
     importance_weight,
     kl_generation_trainer,
     sampling_importance_ratio,
     sequence_importance_weight,
     sequence_mask_weight,
-    sequence_mult_prob_error,
-    token_mult_prob_error,
     truncated_weight,
 )
+from nemo_rl_core.models.validation.gate import sequence_mult_prob_error, token_mult_prob_error
 
 METRICS = [
     token_mult_prob_error,

@@ -14,9 +14,8 @@ import pytest
 from nemo_rl_core.history.database import open_for_writing
 from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
 from nemo_rl_core.store import files
-from nemo_rl_core.store.integrity import VOLATILE
 from nemo_rl_core.store.manifest import Manifest, config_hash
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import VOLATILE, Store
 
 NOW = time.time()
 DAY = 86400.0

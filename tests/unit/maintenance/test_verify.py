@@ -15,9 +15,8 @@ from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.maintenance.verify import repair, verify
 from nemo_rl_core.produce import StageInputs, StageResult, produce
-from nemo_rl_core.store.integrity import CARD
 from nemo_rl_core.store.manifest import Manifest, config_hash
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import CARD, Store
 from tasks.cli.verify import verify as command
 
 Small = Any

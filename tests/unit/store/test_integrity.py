@@ -16,9 +16,8 @@ from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store import hash_cache
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.hash_cache import HashCache
-from nemo_rl_core.store.integrity import damage, damage_of_changed_files
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import Store, damage, damage_of_changed_files
 
 INPUTS = StageInputs("train_sft", {"num_steps": 6})
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.recipes.common import RecipeError
 from tasks.recipes.grpo import GRPORecipe
-from tasks.recipes.recipe import RecipeError, with_base
+from tasks.recipes.recipe_file import with_base
 
 
 def test_what_is_named_changes_and_the_rest_stays() -> None:

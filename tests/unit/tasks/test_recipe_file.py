@@ -12,8 +12,8 @@ from flytekit.interaction.click_types import JsonParamType
 
 from nemo_rl_core.errors import ConfigError
 from tasks.platform.command_help import explain_recipes
-from tasks.recipes.recipe import RecipeError, with_base
-from tasks.recipes.recipe_file import read_recipe
+from tasks.recipes.common import RecipeError
+from tasks.recipes.recipe_file import read_recipe, with_base
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]"

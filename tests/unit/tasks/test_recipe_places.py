@@ -14,8 +14,8 @@ from flytekit.interaction.click_types import JsonParamType
 from nemo_rl_core.config.places import place_of
 from tasks.cli.run_settings import changes_of
 from tasks.platform.command_help import explain_recipes
+from tasks.recipes.common import Recipe, RecipeError
 from tasks.recipes.grpo import GRPORecipe
-from tasks.recipes.recipe import Recipe, RecipeError
 from tasks.recipes.recipe_file import read_recipe
 from tasks.recipes.sweep import SweepRecipe
 

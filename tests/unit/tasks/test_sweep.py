@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from tasks.artifacts import PointReport
-from tasks.recipes.recipe import RecipeError
+from tasks.recipes.common import RecipeError
 from tasks.recipes.sweep import PointTaskConfig, SummaryTaskConfig, SweepRecipe, plan_sweep
 from tasks.summarize_sweep import summarize_sweep
 from tasks.sweep_point import sweep_point

@@ -7,9 +7,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from nemo_rl_core.store.integrity import hash_content
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.store.store import Store
+from nemo_rl_core.store.store import Store, hash_content
 from tasks.cli.gc import gc
 from tasks.cli.units import Age, Size, show_bytes
 
