@@ -236,6 +236,6 @@ def collate(
     )
 
 
-def flat_tensor(rows: Iterable[Sequence[Any]], dtype: type[np.generic]) -> torch.Tensor:
+def flat_tensor(rows: Iterable[Iterable[Any]], dtype: type[np.generic]) -> torch.Tensor:
     """The values of all rows in one dimension, without a tensor a row."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype))

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, flat_tensor
 from nemo_rl_core.models.interfaces import GenerationInterface
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -69,12 +70,10 @@ def answers_to(
     ends = output["unpadded_sequence_lengths"].tolist()
     starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
     return [
-        CompletionResult(
-            tuple(ids[start:end].tolist()), tuple(logprobs[start:end].tolist()), bool(truncated)
-        )
+        CompletionResult(tuple(ids[start:end]), tuple(logprobs[start:end]), bool(truncated))
         for ids, logprobs, truncated, start, end in zip(
-            output["output_ids"],
-            output["logprobs"],
+            output["output_ids"].tolist(),
+            output["logprobs"].tolist(),
             output["truncated"].tolist(),
             starts,
             ends,
@@ -85,14 +84,14 @@ def answers_to(
 
 def as_batch(requests: Sequence[CompletionRequest]) -> BatchedDataDict:
     """At least one request as `GenerationInterface.generate` takes them."""
-    lengths = [len(request.token_ids) for request in requests]
-    input_ids = torch.zeros(len(requests), max(lengths), dtype=torch.long)
-    for row, request in enumerate(requests):
-        input_ids[row, : lengths[row]] = torch.tensor(request.token_ids)
+    lengths = torch.tensor([len(request.token_ids) for request in requests])
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]
+    input_ids = torch.zeros(is_token.shape, dtype=torch.long)
+    input_ids[is_token] = flat_tensor((request.token_ids for request in requests), np.int64)
     batch = BatchedDataDict(
         {
             "input_ids": input_ids,
-            "input_lengths": torch.tensor(lengths),
+            "input_lengths": lengths,
             "seeds": torch.tensor([request.seed for request in requests]),
         }
     )
@@ -209,7 +208,7 @@ class RolloutEngine(ABC, Generic[E]):
 
 
 def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -> int:
-    """A 31-bit seed for one request.
+    """A 31-bit seed for one request; those of a prompt's samples count up.
 
     Args:
         seed: The run's.
@@ -219,8 +218,9 @@ def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -
         turn: How many turns of the policy came before. Of the first turn nothing is added, so that
             it is drawn as a completion without turns is.
     """
-    key = f"{seed}/{step}/{place}/{sample}" + (f"/{turn}" if turn else "")
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
+    key = f"{seed}/{step}/{place}" + (f"/{turn}" if turn else "")
+    first = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 2
+    return first + sample
 
 
 class SingleTurnEpisode:

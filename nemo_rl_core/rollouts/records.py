@@ -98,9 +98,6 @@ def save_rollouts(
         path: The file.
         advantages: One for each rollout that is valid, where the algorithm has such.
         environment_metrics: What the environment's `global_post_process_and_metrics` gave of them.
-
-    Raises:
-        DataError: Names the rollouts that are not of `RolloutSchema`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -108,8 +105,9 @@ def save_rollouts(
     if advantages is not None:
         rollouts = _with_advantages(rollouts, advantages.tolist())
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Not held against `RolloutSchema`, which takes ten times as long as all else here: rewards were
+    # checked when they came, and who reads the file checks the rest.
     rows = [_row(rollout) for rollout in rollouts]
-    _check(rows, path)
     schema = _schema()
     if environment_metrics:
         schema = schema.with_metadata({_ENVIRONMENT_METRICS: json.dumps(dict(environment_metrics))})

@@ -11,7 +11,7 @@ from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, score_rollouts
-from nemo_rl_core.environments.post_processing import post_process
+from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.own import OwnGeneration
 from nemo_rl_core.rollouts.batch import refuse_too_many_failures, rollout_batch, valid_rollouts
@@ -39,7 +39,7 @@ def post_processed(
         RewardError: As `post_process`.
     """
     counted = valid_rollouts(rollouts)
-    if not counted:
+    if not counted or not hasattr(environment, HOOK):  # a batch costs more than all of scoring
         return list(rollouts), {}
     batch: dict[str, Any] = {
         **rollout_batch(counted),

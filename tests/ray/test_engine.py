@@ -133,6 +133,26 @@ def test_samples_of_one_prompt_lie_together_and_differ(
         assert len({rollout.completion.token_ids for rollout in group}) > 1
 
 
+def test_samples_that_are_one_request_are_those_of_requests_of_their_own(
+    engine: VllmGeneration,
+) -> None:
+    prompts = [prompt for prompt in ([5, 6, 7], [4]) for _ in range(4)]
+    width = max(map(len, prompts))
+    batch = BatchedDataDict(
+        input_ids=torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts]),
+        input_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        seeds=torch.tensor([7, 8, 9, 10, 10, 11, 13, 14]),
+        max_new_tokens=torch.tensor([6, 6, 6, 3, 6, 6, 6, 6]),
+    )
+    together = engine.generate(batch)
+    order = [6, 1, 3, 4, 0, 7, 2, 5]  # no row stands behind one that it could be joined to
+    alone = engine.generate(batch.select_indices(order))
+    names = ["output_ids", "logprobs", "generation_lengths", "truncated"]
+    for name in names:
+        assert torch.equal(together[name][order], alone[name]), name
+    assert len({tuple(row) for row in together["output_ids"].tolist()}) > 4
+
+
 def test_a_completion_ends_with_a_stop_token_or_is_truncated(
     roll_out: Callable, tiny_model: Path, tokenizer
 ) -> None:

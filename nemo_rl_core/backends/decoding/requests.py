@@ -1,12 +1,14 @@
 """Conversion of generation batches into requests, and of completions into batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
 
 from nemo_rl_core.config.generation import SamplingConfig
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, flat_tensor
 from nemo_rl_core.errors import DataError
 
 _LARGEST_SEED = 2**31
@@ -78,6 +80,25 @@ def read_requests(
     return requests
 
 
+def samples_of_a_prompt(requests: Sequence[DecodingRequest]) -> list[list[DecodingRequest]]:
+    """Runs of neighbours that are one request for several samples.
+
+    They differ in nothing but their seeds, which count up from the first one's.
+
+    Example:
+        >>> rows = [DecodingRequest([5], seed, 8) for seed in (7, 8, 9, 7)]
+        >>> [[row.seed for row in group] for group in samples_of_a_prompt(rows)]
+        [[7, 8, 9], [7]]
+    """
+    groups: list[list[DecodingRequest]] = []
+    for request in requests:
+        if groups and request == replace(groups[-1][-1], seed=groups[-1][-1].seed + 1):
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
 def padded_on_the_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `[B, T]` ids padded on the left, and a mask that is 1 at prompt tokens.
 
@@ -112,12 +133,15 @@ def as_batch(
     starts = torch.tensor([len(request.prompt) for request in requests], dtype=torch.long)
     lengths = torch.tensor([len(done.token_ids) for done in completed], dtype=torch.long)
     ends = starts + lengths
-    output_ids = torch.zeros(len(requests), int(ends.max()) if len(ends) else 0, dtype=torch.long)
-    logprobs = torch.zeros(output_ids.shape)
-    for row, (request, done) in enumerate(zip(requests, completed, strict=True)):
-        start, end = int(starts[row]), int(ends[row])
-        output_ids[row, :end] = torch.tensor([*request.prompt, *done.token_ids])
-        logprobs[row, start:end] = torch.tensor(done.logprobs)
+    place = torch.arange(int(ends.max()) if len(ends) else 0)
+    is_token = place < ends[:, None]
+    output_ids = torch.zeros(is_token.shape, dtype=torch.long)
+    logprobs = torch.zeros(is_token.shape)
+    pairs = zip(requests, completed, strict=True)
+    rows = (chain(request.prompt, done.token_ids) for request, done in pairs)
+    output_ids[is_token] = flat_tensor(rows, np.int64)
+    is_generated = is_token & (place >= starts[:, None])
+    logprobs[is_generated] = flat_tensor((done.logprobs for done in completed), np.float32)
     return BatchedDataDict(
         {
             "output_ids": output_ids,

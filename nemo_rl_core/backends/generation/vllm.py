@@ -14,6 +14,7 @@ from nemo_rl_core.backends.decoding.requests import (
     DecodingRequest,
     as_batch,
     read_requests,
+    samples_of_a_prompt,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
@@ -103,19 +104,22 @@ class VllmBackend(ReceivesWeights):
             refuse_stop_strings_without_text(requests, None)
         if not requests:
             return as_batch([], [])
+        is_greedy = greedy or self._config.temperature == 0
+        # vLLM samples n completions of a request under its seed, seed + 1, ...
+        groups = [[each] for each in requests] if is_greedy else samples_of_a_prompt(requests)
         outputs = self._llm.generate(
-            [{"prompt_token_ids": request.prompt} for request in requests],
-            [self._sampling(request, greedy=greedy) for request in requests],
+            [{"prompt_token_ids": group[0].prompt} for group in groups],
+            [self._sampling(group[0], n=len(group), is_greedy=is_greedy) for group in groups],
             use_tqdm=False,
         )
-        return as_batch(requests, [completed(output.outputs[0]) for output in outputs])
+        return as_batch(requests, [completed(each) for out in outputs for each in out.outputs])
 
-    def _sampling(self, request: DecodingRequest, *, greedy: bool) -> Any:
+    def _sampling(self, request: DecodingRequest, *, n: int, is_greedy: bool) -> Any:
         from vllm import SamplingParams
 
         config = self._config
-        is_greedy = greedy or config.temperature == 0
         return SamplingParams(
+            n=n,
             temperature=0.0 if is_greedy else config.temperature,
             seed=None if is_greedy else request.seed,
             top_p=1.0 if is_greedy else config.top_p,
@@ -123,10 +127,12 @@ class VllmBackend(ReceivesWeights):
             repetition_penalty=config.repetition_penalty,
             max_tokens=request.max_new_tokens,
             logprobs=0,
+            flat_logprobs=True,
             stop_token_ids=list(self._setup.stop_token_ids),
             ignore_eos=True,  # stop_token_ids are all tokens that end a completion
             stop=list(request.stop_strings),
             detokenize=bool(request.stop_strings),
+            skip_clone=True,  # of what nobody else holds
         )
 
     def wake(self) -> None:
@@ -280,11 +286,9 @@ def _with_tied_head(
 
 def completed(completion: Any) -> Completed:
     """Converts vLLM's output of one completion, or of its new tokens."""
-    tokens = list(completion.token_ids)
-    logprobs = [
-        step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)
-    ]
-    return Completed(tokens, logprobs, truncated=completion.finish_reason == "length")
+    found, tokens = completion.logprobs, list(completion.token_ids)
+    assert found.token_ids == tokens, "vLLM returned logprobs of other tokens than it sampled"
+    return Completed(tokens, found.logprobs, truncated=completion.finish_reason == "length")
 
 
 def _logprobs_mode(config: VllmGenerationConfig) -> str:

@@ -260,7 +260,8 @@ class StreamingVllmBackend(VllmBackend):
 
         for each in pending:
             left = each.remaining_request()
-            sampling = self._sampling(left, greedy=False)
+            is_greedy = self._config.temperature == 0
+            sampling = self._sampling(left, n=1, is_greedy=is_greedy)
             sampling.output_kind = RequestOutputKind.DELTA
             prompt: Any = {"prompt_token_ids": left.prompt}
             self._llm.llm_engine.add_request(each.engine_name, prompt, sampling)
