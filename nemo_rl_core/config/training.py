@@ -165,8 +165,8 @@ class DTensorTraining(Parallelism):
             of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs, `flex` where that
             cannot compute the model, and `sdpa` on CPUs.
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
-            of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
-            sequences alone, but for rounding.
+            of a group, wherever that is cheaper and attention is `sdpa` or `flex`. The results are
+            those of sequences alone, but for rounding.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
         lora: Trains low-rank adapters; None trains all weights.

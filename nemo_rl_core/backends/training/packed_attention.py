@@ -31,13 +31,18 @@ class Segments:
 
     Attributes:
         boundaries: `[S + 1]` int32, the first token of each sequence, and the number of tokens.
+            Sequences that share a prefix count as one.
         longest: At least the tokens of the longest sequence.
         masks: FlexAttention's masks by window (None without one), for the kernel `flex` alone.
+        last: `[N]` int32, the last token that attends to each one, where sequences share prefixes;
+            None where it is the last of the token's sequence. No window applies beside it. The
+            kernel `varlen` lacks it.
     """
 
     boundaries: Tensor
     longest: int
     masks: "dict[int | None, BlockMask] | None" = None
+    last: Tensor | None = None
 
 
 def segments_of(position_ids: Tensor) -> Segments:
@@ -93,7 +98,11 @@ def reference_attention(
     for first, end in pairwise(borders):
         places = torch.arange(end - first, device=query.device)
         distance = places[:, None] - places
-        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        mask = distance >= 0
+        if segments.last is not None:
+            mask &= places[:, None] + first <= segments.last[first:end]
+        elif window is not None:
+            mask &= distance < window
         attended = F.scaled_dot_product_attention(
             query[first:end].transpose(0, 1),
             key[first:end].transpose(0, 1),
@@ -195,30 +204,31 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
     return torch.compile(plain, fullgraph=True)
 
 
-def block_mask(boundaries: Tensor, num_tokens: int, window: int | None) -> "BlockMask":
-    """FlexAttention's mask of packed sequences, from their boundaries: never of all pairs.
+def block_mask(last: Tensor, window: int | None) -> "BlockMask":
+    """FlexAttention's mask of packed tokens: never of all pairs.
 
     Args:
-        boundaries: `[S + 1]` int32; see `Segments`.
-        num_tokens: N, the last boundary.
+        last: `[N]` int32, the last token that attends to each one: the last of its sequence or,
+            where sequences share prefixes, of those that begin with it.
         window: A token attends to itself and the `window - 1` before it; None for no limit.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    tokens = torch.arange(num_tokens, device=boundaries.device, dtype=torch.int32)
-    segment = torch.searchsorted(boundaries[1:], tokens, right=True, out_int32=True)
-    first = tokens[::_BLOCK]
-    last = (first + _BLOCK - 1).clamp(max=num_tokens - 1)
-    # Sequences are in order, so that those of a block are a range, and two ranges of a block of
-    # keys before one of queries meet in one sequence at most.
-    some = (first <= first[:, None]) & (segment[last] >= segment[first][:, None])
-    all_pairs = (first < first[:, None]) & (segment[first] == segment[last][:, None])
+    num_tokens = len(last)
+    tokens = torch.arange(num_tokens, device=last.device, dtype=torch.int32)
+    start = tokens[::_BLOCK]
+    end = (start + _BLOCK - 1).clamp(max=num_tokens - 1)
+    padded = F.pad(last, (0, -num_tokens % _BLOCK), value=-1).view(-1, _BLOCK)
+    furthest = padded.amax(1)
+    nearest = padded.where(padded >= 0, num_tokens).amin(1)
+    some = (start <= start[:, None]) & (furthest >= start[:, None])
+    all_pairs = (start < start[:, None]) & (nearest >= end[:, None])
     if window is not None:
-        some &= first[:, None] - last < window
-        all_pairs &= last[:, None] - first < window
+        some &= start[:, None] - end < window
+        all_pairs &= end[:, None] - start < window
 
     def attends(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = (segment[query] == segment[key]) & (query >= key)
+        allowed = (key <= query) & (query <= last[key])
         return allowed if window is None else allowed & (query - key < window)
 
     partly, wholly = _listed(some & ~all_pairs), _listed(all_pairs)

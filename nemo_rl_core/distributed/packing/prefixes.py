@@ -25,7 +25,8 @@ class PrefixSharing:
         pairs_per_token: What a token costs besides attention, in units of what attention costs for
             one pair of tokens of a row. Attention is computed for all pairs of a row, so that a
             longer row costs more than the tokens that it saves, from some length on.
-        longest: Sequences longer than this are packed alone.
+        longest: Where any sequence of a batch is longer, none are joined: masks of trees lack the
+            windows of layers, which such a sequence needs.
     """
 
     pairs_per_token: float
@@ -90,20 +91,19 @@ def prefix_trees(
     order = _lexicographic(input_ids, sizes, bundles)
     common = _common_with_former(input_ids, lengths, order, bundles)
     trees: list[PrefixTree] = []
-    former = 0
+    is_allowed = max(sizes, default=0) <= sharing.longest
     for index, overlap in zip(order, common, strict=True):
         size = sizes[index]
         if (
-            overlap
+            is_allowed
+            and overlap
             and len(trees[-1].indices) < most
-            and max(former, size) <= sharing.longest
             and trees[-1].num_tokens + size - overlap <= max_tokens
             and _is_worth(trees[-1].num_tokens, size, overlap, sharing.pairs_per_token)
         ):
             trees[-1] = trees[-1].with_sequence(index, size, overlap)
         else:
             trees.append(PrefixTree((index,), (0,), size))
-        former = size
     return trees
 
 

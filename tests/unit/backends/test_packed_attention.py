@@ -174,6 +174,11 @@ def dense_mask(borders: list[int], window: int | None) -> Tensor:
     return allowed if window is None else allowed & (distance < window)
 
 
+def last_of(boundaries: Tensor) -> Tensor:
+    """The last token of each one's sequence."""
+    return (boundaries[1:] - 1).repeat_interleave(boundaries.diff())
+
+
 def listed_blocks(numbers: Tensor, indices: Tensor) -> Tensor:
     """`[B, B]` bool from FlexAttention's lists."""
     found = torch.zeros(indices.shape[-2:], dtype=torch.bool)
@@ -189,7 +194,7 @@ def listed_blocks(numbers: Tensor, indices: Tensor) -> Tensor:
 )
 def test_block_masks_hold_the_pairs_of_a_dense_mask(borders: list[int], window: int | None) -> None:
     boundaries = torch.tensor(borders, dtype=torch.int32)
-    mask = kernels.block_mask(boundaries, borders[-1], window)
+    mask = kernels.block_mask(last_of(boundaries), window)
     assert isinstance(mask, BlockMask)
     want = dense_mask(borders, window)
     places = torch.arange(borders[-1], dtype=torch.int32)
@@ -214,7 +219,7 @@ def test_flex_computes_what_the_reference_computes(window: int | None) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(300, heads, 16) for heads in (4, 2, 2))
     boundaries = torch.tensor([0, 7, 140, 300], dtype=torch.int32)
-    masks = {window: kernels.block_mask(boundaries, 300, window)}
+    masks = {window: kernels.block_mask(last_of(boundaries), window)}
     segments = kernels.Segments(boundaries, 160, masks)
     with torch.no_grad():
         found, want = (

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -20,10 +22,15 @@ from nemo_rl_core.algorithms.dpo.loss import DPOLossFn
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss, KLPenalty
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
+from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
+from nemo_rl_core.backends.training.dtensor.model import LogprobModel
+from nemo_rl_core.backends.training.packed_attention import block_mask
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+from nemo_rl_core.distributed.packing.ranks import plan_shard
+from tests.unit.backends.test_packed_attention import listed_blocks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,
@@ -32,7 +39,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "pad_token_id": 0,
 }
 
@@ -193,6 +200,98 @@ def test_windows_bound_what_is_shared(tiny_model: Path, tmp_path: Path) -> None:
         )
         assert float((shared - alone).abs().max()) < 1e-5
         assert (num_tokens(backends[0]) < num_tokens(backends[1])) == is_shared
+
+
+def test_a_sequence_longer_than_a_window_keeps_it_beside_shorter_ones(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SIZES, sliding_window=12, layer_types=kinds)
+    folder = made(config, tmp_path / "gemma3", tiny_model)
+    short, long = groups(prompt=4), groups(prompt=20)
+    sequences = [
+        batch["input_ids"][row, : int(batch["input_lengths"][row])].tolist()
+        for batch, rows in ((short, range(16)), (long, (0,)))
+        for row in rows
+    ]
+    batch = collate(sequences, [[True] * len(each) for each in sequences])
+    shared, alone = (started(folder, share=share).get_logprobs(batch) for share in (True, False))
+    assert float((shared - alone).abs().max()) < 1e-5
+
+
+def tree_of(kernel: str | None, folder: Path) -> tuple[LogprobModel, torch.Tensor]:
+    """Logprobs of two groups in rows of two and one, by an attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype()).eval()
+    attention = PackedAttention(model, kernel) if kernel else None
+    packed = LogprobModel(
+        model,
+        temperature=1.0,
+        dtype="float32",
+        attention=attention,
+        sharing=allowed_sharing(folder),
+    )
+    batch = groups()
+    plan = plan_shard(batch, max_tokens=64, sharing=packed.sharing)
+    assert all(part.shared for part in plan)
+    found = torch.zeros(batch["token_mask"].shape)
+    for part in plan:
+        rows = batch.select_indices(part.indices)
+        found[list(part.indices)] = packed.logprobs(rows, part)
+    return packed, found
+
+
+def test_trees_by_boundaries_are_those_of_a_dense_mask(folder: Path, float64: None) -> None:
+    gradients = []
+    for kernel in (None, "reference"):
+        packed, found = tree_of(kernel, folder)
+        (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
+        moved = {name: each.grad for name, each in packed.model.named_parameters()}
+        gradients.append((found.detach(), moved))
+    (values, moved), (wanted, as_much) = gradients
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(moved, as_much, rtol=0, atol=1e-10)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled there, by tests/gpu")
+def test_flex_computes_trees(folder: Path) -> None:
+    with torch.no_grad():
+        (_, found), (_, wanted) = (tree_of(kernel, folder) for kernel in ("flex", None))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_blocks_of_trees_hold_every_pair(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parents = [int(torch.randint(-1, n, (), generator=generator)) for n in range(len(sizes))]
+    # Nodes one behind the other in depth-first order, each with its parent's end behind its own.
+    children = {n: [each for each, of in enumerate(parents) if of == n] for n in (-1, *parents)}
+    last: list[int] = []
+
+    def place(node: int) -> None:
+        begin = len(last)
+        last.extend([0] * sizes[node])
+        for child in children.get(node, []):
+            place(child)
+        last[begin : begin + sizes[node]] = [len(last) - 1] * sizes[node]
+
+    for root in children[-1]:
+        place(root)
+    keys = torch.tensor(last, dtype=torch.int32)
+    places = torch.arange(len(last), dtype=torch.int32)
+    want = (places <= places[:, None]) & (places[:, None] <= keys)
+    mask = block_mask(keys, None)
+    none = torch.tensor(0)
+    assert torch.equal(mask.mask_mod(none, none, places[:, None], places), want)
+    partly = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    wholly = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    for query in range(0, len(last), 128):
+        for key in range(0, len(last), 128):
+            pairs = want[query : query + 128, key : key + 128]
+            at = query // 128, key // 128
+            assert bool(pairs.all()) or not wholly[at]
+            assert bool((partly | wholly)[at]) or not pairs.any()
 
 
 def test_what_a_config_allows(tiny_model: Path, tmp_path: Path) -> None:

@@ -134,8 +134,11 @@ def test_a_row_grows_while_the_tokens_it_saves_cost_more(
     assert len(trees) == num_trees
 
 
-def test_long_sequences_are_alone_where_layers_have_windows() -> None:
+@pytest.mark.parametrize(("longest", "found"), [(4, [(0,), (1,), (2,)]), (5, [(2, 1, 0)])])
+def test_nothing_is_shared_beside_sequences_longer_than_a_window(
+    longest: int, found: list[tuple[int, ...]]
+) -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0], [1, 2, 0, 0, 0]])
-    sharing = PrefixSharing(pairs_per_token=1e9, longest=4)
+    sharing = PrefixSharing(pairs_per_token=1e9, longest=longest)
     trees = prefix_trees(ids, torch.tensor([5, 3, 2]), sharing=sharing, max_tokens=99)
-    assert sorted(tree.indices for tree in trees) == [(0,), (2, 1)]
+    assert sorted(tree.indices for tree in trees) == found

@@ -22,6 +22,7 @@ from nemo_rl_core.backends.training.packed_attention import (
 )
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.pretrained import shares_rows
+from nemo_rl_core.distributed.packing.plan import PackedRows
 from nemo_rl_core.errors import ConfigError, ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -48,25 +49,35 @@ class PackedAttention:
         config._attn_implementation = name
         self._windows = _windows(config)
 
-    def inputs(self, position_ids: Tensor) -> dict[str, Any]:
+    @property
+    def takes_trees(self) -> bool:
+        """Whether sequences of a row may share prefixes."""
+        return self.kernel != "varlen"
+
+    def inputs(self, rows: PackedRows, *, are_trees: bool = False) -> dict[str, Any]:
         """Options of the decoder for packed rows.
 
         Args:
-            position_ids: `[R, L]`; restart at 0 with each sequence.
+            rows: The tokens.
+            are_trees: Whether sequences share prefixes. None is then longer than a window.
         """
-        segments = segments_of(position_ids)
+        segments = segments_of(rows.position_ids)
         options: dict[str, Any] = {
             # A mask of four dimensions is taken as it is, so that transformers makes none.
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=position_ids.device),
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.last.device),
             "cu_seq_lens_q": segments.boundaries,
             "cu_seq_lens_k": segments.boundaries,
             "max_length_q": segments.longest,
             "max_length_k": segments.longest,
         }
+        num_rows, length = rows.last.shape
+        starts = torch.arange(0, num_rows * length, length, device=rows.last.device)
+        last = (rows.last + starts[:, None]).flatten().int()
+        if are_trees:
+            options["last_to_attend"] = last
         if self.kernel == "flex":
-            count = position_ids.numel()
             options["block_masks"] = {
-                window: block_mask(segments.boundaries, count, window) for window in self._windows
+                window: block_mask(last, None if are_trees else window) for window in self._windows
             }
         return options
 
@@ -191,7 +202,8 @@ def _attend(
     if boundaries is None:
         return _attend_by_mask(module, query, key, value, attention_mask, options)
     _refuse_unknown(module, options)
-    segments = Segments(boundaries, options["max_length_q"], options.get("block_masks"))
+    last = options.get("last_to_attend")
+    segments = Segments(boundaries, options["max_length_q"], options.get("block_masks"), last)
     window = _window_of(module, options, segments)
     kind = query.device.type
     # Autocast reaches no operators but torch's own, and rope leaves values in another dtype.

@@ -129,8 +129,8 @@ class DTensorBackend(SendsWeights):
         )
 
     def _sharing_of(self, folder: Path, attention: PackedAttention | None) -> PrefixSharing | None:
-        # Kernels by boundaries know sequences, and no trees.
-        is_shared = self._training.share_prefixes and attention is None
+        takes_trees = attention is None or attention.takes_trees
+        is_shared = self._training.share_prefixes and takes_trees
         return allowed_sharing(folder) if is_shared else None
 
     def prefix_sharing(self) -> PrefixSharing | None:

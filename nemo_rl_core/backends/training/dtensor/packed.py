@@ -142,7 +142,7 @@ class PackedModel(ABC):
         rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
         split = mesh is not None and mesh.context_size > 1
         if self.attention is not None:
-            boundaries = self.attention.inputs(rows.position_ids)
+            boundaries = self.attention.inputs(rows, are_trees=bool(microbatch.shared))
         else:
             # Without a cache, transformers derives sequence boundaries from position ids that
             # restart; with a cache sequences would attend to each other.
