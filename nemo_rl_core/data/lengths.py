@@ -9,7 +9,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from nemo_rl_core.data.control import render
+from nemo_rl_core.data.control_tokens import render
 from nemo_rl_core.data.turns import as_turns
 
 

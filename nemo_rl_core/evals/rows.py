@@ -43,7 +43,8 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
 def _check(rows: Sequence[Row], path: Path) -> None:
     import pandas as pd
 
-    from nemo_rl_core.data.frames import EvalSchema, check_frame
+    from nemo_rl_core.data.frame_faults import check_frame
+    from nemo_rl_core.data.record_frames import EvalSchema
 
     check_frame(EvalSchema, pd.DataFrame(list(rows)), name=f"evaluation's {path.name}")
 

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from nemo_rl_core.errors import NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
-from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained, sweep
+from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained
+from nemo_rl_core.history.liveness import sweep
 from nemo_rl_core.history.records import (
     AncestryGraph,
     ArtifactRow,

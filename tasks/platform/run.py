@@ -28,7 +28,8 @@ from nemo_rl_core.store.manifest import package_versions
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
-from nemo_rl_core.telemetry.display import choose_display, show_on, summary_table
+from nemo_rl_core.telemetry.display import choose_display, show_on
+from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked

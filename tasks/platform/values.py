@@ -11,8 +11,8 @@ from flytekit.models.literals import Literal, Scalar
 from pydantic import BaseModel
 
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.records import Value
-from nemo_rl_core.history.writer import as_value
 from nemo_rl_core.store.manifest import Manifest
 from tasks.artifacts import Artifact
 

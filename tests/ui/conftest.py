@@ -21,7 +21,8 @@ from playwright.sync_api import BrowserContext, sync_playwright
 from starlette.testclient import TestClient
 
 from nemo_rl_core.evals.rows import save_rows
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store

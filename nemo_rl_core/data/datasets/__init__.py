@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nemo_rl_core.config.data import (
+from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
+from nemo_rl_core.config.generated_data import (
     ArithmeticData,
-    DataConfig,
-    FileData,
     GuessNumberData,
-    HubData,
-    MixtureData,
     ReasoningGymData,
     SlidingPuzzleData,
 )

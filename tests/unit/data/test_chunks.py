@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from nemo_rl_core.config.data import FileData, HubData, MixtureData, RowPolicy
+from nemo_rl_core.config.data import FileData, HubData, MixtureData
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data import chunks
 from nemo_rl_core.data.chunks import ChunkedRows
 from nemo_rl_core.data.datasets import hub, load_parts
