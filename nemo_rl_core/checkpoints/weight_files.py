@@ -15,7 +15,7 @@ INDICES = (f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json")
 _SHOWN = 5
 
 
-def listed(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -82,7 +82,7 @@ def files_of_index(index: Path) -> dict[str, str]:
         raise ModelError(
             f"the index {index} names files outside of its folder",
             expected="names of files beside it",
-            got=listed(outside),
+            got=first_names(outside),
             fix="copy the files into the folder and correct the index, or save the model again",
         )
     return files

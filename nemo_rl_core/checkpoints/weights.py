@@ -15,7 +15,7 @@ from nemo_rl_core.checkpoints.weight_files import (
     WEIGHTS,
     distinct,
     files_of_index,
-    listed,
+    first_names,
     open_weights,
     stored_tensors,
     unreadable,
@@ -62,7 +62,9 @@ def refuse_wrong_weights(
     raise ModelError(
         f"{source} {problems[next(iter(wrong))]}",
         expected="every weight of the model in its shape, and no other",
-        got="; ".join(f"{len(names)} {kind}: {listed(names)}" for kind, names in wrong.items()),
+        got="; ".join(
+            f"{len(names)} {kind}: {first_names(names)}" for kind, names in wrong.items()
+        ),
         fix="name a complete checkpoint of the architecture in its config.json; one with a "
         "scalar head has no language model's head",
     )

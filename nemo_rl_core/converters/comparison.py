@@ -14,7 +14,7 @@ from nemo_rl_core.distributed.process_group import rank
 _MAX_TOKENS_PER_PASS = 2048
 
 
-def compared(
+def compare_conversion(
     folder: Path, checkpoint: Path, batch: BatchedDataDict, training: MegatronTraining
 ) -> tuple[int, str | None, torch.Tensor | None]:
     """On each rank: number of tensors, first differing tensor, and logprobs of the last stage.

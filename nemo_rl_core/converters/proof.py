@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.training import MegatronTraining
-from nemo_rl_core.converters.comparison import compared
+from nemo_rl_core.converters.comparison import compare_conversion
 from nemo_rl_core.converters.megatron import is_megatron_checkpoint, native_dtype, num_ranks_of
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
@@ -73,7 +73,7 @@ def prove(
     batch = collate(rows, [[True] * len(row) for row in rows])
 
     def compare() -> tuple[int, str | None, torch.Tensor | None]:
-        return compared(folder, checkpoint, batch, training)
+        return compare_conversion(folder, checkpoint, batch, training)
 
     found = run_ranks(compare, world_size=num_ranks_of(training))
     num_tensors, differing, _ = found[0]

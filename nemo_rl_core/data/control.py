@@ -20,7 +20,7 @@ from nemo_rl_core.data.control_tokens import (
     GUARD,
     control_tokens,
     reader_of,
-    render,
+    render_turns,
     unsafe,
 )
 from nemo_rl_core.data.turns import Turn
@@ -166,7 +166,7 @@ def _encoded(
     tokenizer: Any, turns: Sequence[Turn], row: str, what: str, ending: str, options: dict[str, Any]
 ) -> tuple[str, str, list[int]]:
     """Returns a conversation's text, its text with guards where needed, and its token ids."""
-    text = render(tokenizer, turns, what=what, **options) + ending
+    text = render_turns(tokenizer, turns, what=what, **options) + ending
     refuse_lone_surrogates(text, row)
     ids: list[int] = list(tokenizer.encode(text, add_special_tokens=False))
     template = tokenizer.get_chat_template()
@@ -178,7 +178,7 @@ def _encoded(
         if control.pattern.search(json.dumps(list(turns), ensure_ascii=False)):
             raise unsafe(row, f"a tokenizer without tokenizer.json ({type(tokenizer).__name__})")
         return text, text, ids
-    guarded = render(tokenizer, guarded_turns, what=what, **options) + ending
+    guarded = render_turns(tokenizer, guarded_turns, what=what, **options) + ending
     written = reader_of(tokenizer, template).encode(guarded, row)
     if len(control.among(written)) != control.num_in(guarded):
         raise unsafe(row, "a text that is a control token in the tokenizer's own vocabulary")

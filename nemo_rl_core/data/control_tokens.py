@@ -21,7 +21,7 @@ _ALIASES = re.compile(f"{_ALIAS}[\U00100000-\U0010fffb]{_ALIAS}")
 _PROBE = "0"
 
 
-def render(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options: Any) -> str:
+def render_turns(tokenizer: Any, turns: Sequence[Turn], *, what: str, **options: Any) -> str:
     """Renders a conversation with the chat template.
 
     Templates that read the clock get the date of the recipe (`model.template_date`), at midnight.
@@ -178,7 +178,7 @@ def control_tokens(tokenizer: Any, template: str | None) -> _ControlTokens:
 def _tokens_around_a_user_turn(tokenizer: Any) -> list[int]:
     probe = [{"role": "user", "content": _PROBE}]
     try:
-        text = render(tokenizer, probe, what="a user's turn", add_generation_prompt=False)
+        text = render_turns(tokenizer, probe, what="a user's turn", add_generation_prompt=False)
     except DataError:  # A template may need more turns; then only the special tokens are known.
         return []
     return list(tokenizer.encode(text, add_special_tokens=False))

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from nemo_rl_core.history.card_evaluations import CardEvaluation
-from nemo_rl_core.history.card_usage import usage
+from nemo_rl_core.history.card_usage import model_usage
 from nemo_rl_core.history.differences import flat
 from nemo_rl_core.store.ancestry import Ancestor, ancestry_of
 from nemo_rl_core.store.manifest import Manifest
@@ -42,7 +42,7 @@ def model_card(
         f"# {title}\n",
         f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
         "This card was generated from its recorded lineage.\n",
-        usage(checkpoint / "model"),
+        model_usage(checkpoint / "model"),
         _data(known),
         _training(known),
         _evaluation(evaluations, manifest),

@@ -75,7 +75,7 @@ def mark_aborted(store: Store, database: sqlite3.Connection) -> list[str]:
     return dead
 
 
-def sweep(store: Store) -> None:
+def mark_all_aborted(store: Store) -> None:
     """Runs `mark_aborted` if the store is writable, else does nothing."""
     try:
         with closing(open_for_writing(store)) as database:

@@ -196,7 +196,7 @@ class EndedRun:
         return f"run: {Path(sys.executable).with_name('nemo-rl')} runs {self._execution}"
 
 
-__all__ = ["RunFailed", "RunRefused", "install"]
+__all__ = ["RunFailed", "RunRefused", "install_recording"]
 
 _running: list[NodeRecorder] = []
 """The current run, if there is one."""
@@ -215,7 +215,7 @@ def recording_by(recorder: NodeRecorder) -> Iterator[None]:
         _running.remove(recorder)
 
 
-def install() -> None:
+def install_recording() -> None:
     """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
     if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
         return

@@ -73,7 +73,7 @@ def artifact_id(value: Any) -> str | None:
     return folder.name
 
 
-def described(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:
+def described_values(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:
     """The recorded form of a node's inputs or outputs."""
     found = []
     for name, value in values.items():

@@ -74,7 +74,7 @@ def recognised_validation(config: DataConfig, *, seed: int) -> "Recognised":
     if isinstance(config, HubData) and config.validation is not None:
         from nemo_rl_core.data.datasets import hub
 
-        return hub.load_validation(config)
+        return hub.read_validation(config)
     parts = load_parts(config, seed=seed)
     return Recognised(parts.validation or [], parts.read_as)
 

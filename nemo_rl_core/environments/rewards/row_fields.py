@@ -30,7 +30,7 @@ def given_fields(prompt: str, completion: str, metadata: Mapping[str, Any]) -> d
     return {**metadata, **texts, "metadata": dict(metadata)}
 
 
-def column_names(fields: Fields) -> list[str]:
+def field_names(fields: Fields) -> list[str]:
     """The names that a reward function may take of this row."""
     return [name for name in dict.fromkeys([*TEXTS, *COLUMNS, *fields]) if name in fields]
 
@@ -39,7 +39,7 @@ def lacks_column(name: str, fields: Fields) -> RewardError:
     """The error of a row that has nothing for a required parameter."""
     return RewardError(
         f"the row has no column {name!r}, which a parameter is named after",
-        expected=f"one of {', '.join(column_names(fields))}",
+        expected=f"one of {', '.join(field_names(fields))}",
         got=name,
         fix="name one of these, give the parameter a default, or add the column to the data",
     )
