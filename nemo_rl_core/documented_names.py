@@ -22,8 +22,8 @@ _CONFIGS = {
     "BaseConfig": "config.base:FrozenConfig",
     "ClusterConfig": "config.cluster:ClusterConfig",
     "ModelConfig": "config.model:ModelConfig",
-    "PolicyConfig": "models.policy.pretrained:PolicyOptions",
-    "OptimizerConfig": "config.training:OptimizerConfig",
+    "PolicyConfig": "models.policy.options:PolicyOptions",
+    "OptimizerConfig": "config.optimizer:OptimizerConfig",
     "TrainingConfig": "config.training:TrainingConfig",
     "GenerationConfig": "config.generation:GenerationConfig",
 }
@@ -35,9 +35,9 @@ _ENGINES = {
 
 MODULES: Final[dict[str, dict[str, str]]] = {
     "algorithms.rollout": _ENGINES,
-    "config.policy": {"PolicyConfig": "models.policy.pretrained:PolicyOptions"},
+    "config.policy": {"PolicyConfig": "models.policy.options:PolicyOptions"},
     "config.validation": {
-        "describe": "config.base:describe",
+        "describe": "config.mistakes:describe",
         "unknown_keys": "config.sections:unknown_keys",
     },
     "data.module_hf": {"HubData": "config.data:HubData", "DataModule": "data.module:DataModule"},
@@ -85,6 +85,7 @@ NAMES: Final[dict[str, dict[str, str]]] = {
         "GRPOConfig": "algorithms.grpo.config:GRPOConfig",
         "SFTConfig": "algorithms.sft.config:SFTConfig",
         "DPOConfig": "algorithms.dpo.config:DPOConfig",
+        "OptimizerConfig": "config.optimizer:OptimizerConfig",
     },
     "data": {
         "BatchedDataLoader": "data.batched_loader:BatchedDataLoader",

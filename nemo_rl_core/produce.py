@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine
-from nemo_rl_core.store.manifest import (
-    Cost,
-    Manifest,
-    config_hash,
-    package_versions,
-    write_ancestors,
-)
+from nemo_rl_core.store.manifest import Cost, Manifest, config_hash, package_versions
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import (
     Store,

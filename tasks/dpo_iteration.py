@@ -24,7 +24,7 @@ def dpo_iteration(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.dpo.trainer import DPOTrainer
-        from nemo_rl_core.trainers.base import RunSpec
+        from nemo_rl_core.trainers.loop import RunSpec
 
         spec = RunSpec(
             train=pairs.folder,

@@ -24,7 +24,7 @@ def evaluate(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.evals.evaluate import evaluate as evaluate_model
-        from nemo_rl_core.evals.rows import save_rows
+        from nemo_rl_core.evals.rows import save_eval_rows
 
         result = evaluate_model(
             checkpoint.model_folder,
@@ -33,13 +33,13 @@ def evaluate(
             config=config.evaluation,
             settings=config,
         )
-        save_rows(result.rows, folder / "rows.parquet")
+        save_eval_rows(result.rows, folder / "rows.parquet")
         write_atomic(folder / "metrics.json", json.dumps(result.metrics, indent=1))
         write_atomic(folder / "categories.json", json.dumps(result.categories, indent=1))
         return StageResult(
             "evaluation",
             "parquet",
-            f"{measured(checkpoint)}: {_said(result.metrics)}",
+            f"{checkpoint_label(checkpoint)}: {_said(result.metrics)}",
             num_tokens=result.num_tokens,
             peak_memory_gib=result.peak_memory_gib,
             step=checkpoint.step,
@@ -51,10 +51,10 @@ def evaluate(
     parents = {"checkpoint": checkpoint, "validation": validation}
     fields = make(__name__, "evaluate", config=config, parents=parents, work=work)
     metrics = json.loads((Path(fields["directory"].path) / "metrics.json").read_text())
-    return EvalReport(**fields, metrics=metrics, measured=measured(checkpoint))
+    return EvalReport(**fields, metrics=metrics, measured=checkpoint_label(checkpoint))
 
 
-def measured(checkpoint: CheckpointArtifact) -> str:
+def checkpoint_label(checkpoint: CheckpointArtifact) -> str:
     """What to call a checkpoint: the stage that made it, or the name of a model that was given.
 
     A folder has its own name, and one that is called `model`, as in every artifact, its parent's.

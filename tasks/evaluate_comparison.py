@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from nemo_rl_core.evals.rows import Row, changed_rows, load_rows
+from nemo_rl_core.evals.rows import Row, changed_rows, load_eval_rows
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.telemetry.curves import completions_html
@@ -25,7 +25,9 @@ def compare(config: ComparisonTaskConfig, before: Evaluation, after: Evaluation)
     def work(folder: Path) -> StageResult:
         compared = compare_reports(before, after, confidence=config.confidence, seed=config.seed)
         write_atomic(folder / "comparison.json", json.dumps(asdict(compared), indent=1))
-        pairs = changed_rows(*(load_rows(each.folder / "rows.parquet") for each in (before, after)))
+        pairs = changed_rows(
+            *(load_eval_rows(each.folder / "rows.parquet") for each in (before, after))
+        )
         summary = f"{after.measured} against {before.measured}: {compared.verdict}"
         deck = completions_html([asdict(compared)]) + completions_html(_changes(pairs))
         return StageResult("comparison", "json", summary, deck=deck)

@@ -24,7 +24,8 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.converters.export import export_model
-        from nemo_rl_core.history.card import evaluations_behind, model_card
+        from nemo_rl_core.history.card import model_card
+        from nemo_rl_core.history.card_evaluations import evaluations_behind
 
         shutil.rmtree(folder / "model", ignore_errors=True)
         with waiting_for_files("writing the model", folder / "model"):

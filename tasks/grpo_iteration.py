@@ -39,7 +39,7 @@ def grpo_iteration(
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
         from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
-        from nemo_rl_core.trainers.base import RunSpec
+        from nemo_rl_core.trainers.loop import RunSpec
 
         spec = RunSpec(
             train=train.folder,

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.produce import StageResult
+from nemo_rl_core.store.ancestry import ancestry_of
 from nemo_rl_core.store.files import write_atomic
-from nemo_rl_core.store.manifest import Manifest, ancestry_of
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.telemetry.curves import completions_html
 from tasks.artifacts import Checkpoint, Lineage, LineageReport
 from tasks.platform.resources import PLAIN

@@ -34,7 +34,7 @@ def ppo_iteration(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.ppo.trainer import PPOTrainer
-        from nemo_rl_core.trainers.base import RunSpec
+        from nemo_rl_core.trainers.loop import RunSpec
 
         spec = RunSpec(
             train=train.folder,

@@ -56,10 +56,10 @@ def compare_reports(
     Raises:
         DataError: If they asked different prompts.
     """
-    from nemo_rl_core.evals.rows import greedy_outcomes, load_rows
+    from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows
 
     outcomes = [
-        greedy_outcomes(load_rows(each.folder / "rows.parquet")) for each in (before, after)
+        greedy_outcomes(load_eval_rows(each.folder / "rows.parquet")) for each in (before, after)
     ]
     return compare(*outcomes, confidence=confidence, seed=seed)
 

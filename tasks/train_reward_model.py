@@ -21,7 +21,7 @@ def train_reward_model(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.reward_model.trainer import RewardModelTrainer
-        from nemo_rl_core.trainers.base import RunSpec
+        from nemo_rl_core.trainers.loop import RunSpec
 
         spec = RunSpec(
             train=pairs.folder,

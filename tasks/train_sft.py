@@ -19,7 +19,7 @@ def train_sft(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
-        from nemo_rl_core.trainers.base import RunSpec
+        from nemo_rl_core.trainers.loop import RunSpec
 
         spec = RunSpec(
             train=train.folder,

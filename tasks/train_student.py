@@ -24,7 +24,7 @@ def train_student(
 
     def work(folder: Path) -> StageResult:
         from nemo_rl_core.algorithms.distillation.trainer import DistillationTrainer
-        from nemo_rl_core.trainers.base import RunSpec
+        from nemo_rl_core.trainers.loop import RunSpec
 
         spec = RunSpec(
             train=train.folder,

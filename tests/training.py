@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from nemo_rl_core.config.trainer import LoopConfig, RolloutSettings
 from nemo_rl_core.data.loader import PromptLoader
 from nemo_rl_core.store.manifest import Manifest
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.callbacks import Callback
 from nemo_rl_core.trainers.fitting import TrainResult
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 

@@ -7,4 +7,4 @@ starting.begin_for_pyflyte()  # before anything else, which takes seconds to imp
 from tasks.platform import command_help, run  # noqa: E402
 
 command_help.explain_recipes()
-run.install()
+run.install_recording()

@@ -13,7 +13,8 @@ from kubernetes.client import ApiClient
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from tasks.platform.ray_stage import RayStage
-from tasks.platform.resources import TRAIN, shape_of
+from tasks.platform.resources import TRAIN
+from tasks.platform.shapes import shape_of
 
 
 def manifest(config: ClusterConfig) -> dict[str, Any]:

@@ -46,7 +46,14 @@ PAGES: dict[str, tuple[str, Sequence[str]]] = {
         ["nemo_rl_core.models", "nemo_rl_core.models.generation", "nemo_rl_core.models.validation"],
     ),
     "distributed": ("Workers", ["nemo_rl_core.distributed", "nemo_rl_core.backends"]),
-    "evals": ("Statistics", ["nemo_rl_core.evals.statistics", "nemo_rl_core.evals.comparison"]),
+    "evals": (
+        "Statistics",
+        [
+            "nemo_rl_core.evals.statistics",
+            "nemo_rl_core.evals.pass_at_k",
+            "nemo_rl_core.evals.comparison",
+        ],
+    ),
     "errors": ("Types and errors", ["nemo_rl_core.types", "nemo_rl_core.errors"]),
 }
 """File to its title, and the packages or modules whose names it describes."""

@@ -6,19 +6,25 @@ once when a tensor is read. The names that a model expects are in
 `backends.training.dtensor.shards.check_weights`, since they need the model.
 """
 
-import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_core.checkpoints.weight_files import (
+    INDICES,
+    WEIGHTS,
+    distinct,
+    files_of_index,
+    first_names,
+    open_weights,
+    stored_tensors,
+    unreadable,
+    weight_files,
+)
 from nemo_rl_core.errors import ModelError, NemoRLError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-WEIGHTS = "model.safetensors"
-_INDICES = (f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json")
-_SHOWN = 5
 
 Shape = tuple[int, ...]
 
@@ -56,15 +62,12 @@ def refuse_wrong_weights(
     raise ModelError(
         f"{source} {problems[next(iter(wrong))]}",
         expected="every weight of the model in its shape, and no other",
-        got="; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in wrong.items()),
+        got="; ".join(
+            f"{len(names)} {kind}: {first_names(names)}" for kind, names in wrong.items()
+        ),
         fix="name a complete checkpoint of the architecture in its config.json; one with a "
         "scalar head has no language model's head",
     )
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def require_finite(source: str, named_tensors: Iterable[tuple[str, "Tensor"]]) -> None:
@@ -147,104 +150,9 @@ def load_pretrained(
 
 
 def _refuse_damaged_files(folder: Path) -> None:
-    for index in _INDICES:
+    for index in INDICES:
         files_of_index(folder / index)
-    if any((folder / name).is_file() for name in (WEIGHTS, _INDICES[0])):
+    if any((folder / name).is_file() for name in (WEIGHTS, INDICES[0])):
         for path in weight_files(folder):
             with open_weights(path):
                 pass  # the error of transformers would not name the file
-
-
-def unreadable(called: str, error: Exception) -> ModelError:
-    """Returns an error of transformers or safetensors as one that names the model and the fix."""
-    message = (str(error).strip().splitlines() or ["no message"])[0]
-    return ModelError(
-        f"transformers cannot load {called}",
-        expected="a hub name, or a folder with config.json, *.safetensors and tokenizer.json",
-        got=f"{type(error).__name__}: {message}"[:300],
-        fix="correct the model's name; copy or save the model again if a file is damaged; "
-        "without a network, name a folder on this machine",
-    )
-
-
-def distinct(model: Any) -> Iterator[tuple[str, "Tensor"]]:
-    """Yields parameters and saved buffers of a model by name, shared ones once."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "is_floating_point") and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model, by its index if it has one.
-
-    Raises:
-        ModelError: If one is missing, or the index is damaged or names files outside of the folder.
-    """
-    index = folder / _INDICES[0]
-    names = sorted(set(files_of_index(index).values())) if index.is_file() else [WEIGHTS]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(
-            f"the model folder {folder.name!r} has no {missing[0]}",
-            expected=f"{WEIGHTS}, or the safetensors files that {index.name} names",
-            got=", ".join(sorted(path.name for path in folder.glob("*"))[:6]) or "nothing",
-            fix="save the model with save_pretrained, or name a complete checkpoint",
-        )
-    return [folder / name for name in names]
-
-
-def files_of_index(index: Path) -> dict[str, str]:
-    """Reads the file name of each weight from an index; empty without an index.
-
-    Raises:
-        ModelError: If the index is damaged, or names a file outside of its folder.
-    """
-    if not index.is_file():
-        return {}
-    try:
-        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        outside = sorted({name for name in files.values() if Path(name).name != name})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(
-            f"the index {index} cannot be read",
-            expected="a JSON object with weight_map, the file of each weight",
-            got=f"{type(error).__name__}: {error}"[:200],
-            fix="copy the file again, or save the model again",
-        ) from error
-    if outside:
-        raise ModelError(
-            f"the index {index} names files outside of its folder",
-            expected="names of files beside it",
-            got=_listed(outside),
-            fix="copy the files into the folder and correct the index, or save the model again",
-        )
-    return files
-
-
-def stored_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Yields the tensors of a folder's safetensors files on the CPU, one at a time."""
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                yield name, file.get_tensor(name)
-
-
-def open_weights(path: Path) -> Any:
-    """Opens a safetensors file and validates its header; a context manager.
-
-    Raises:
-        ModelError: If it is damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        found = unreadable(f"the weights in {path}", error)
-        raise ModelError(
-            found.problem,
-            expected="a whole file of safetensors, whose header fits its size",
-            got=f"{found.got}; {path.stat().st_size:,} bytes",
-            fix="copy or download this file again, or save the model again",
-        ) from error

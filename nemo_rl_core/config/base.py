@@ -1,9 +1,9 @@
-"""The base of every config: frozen, closed to unknown keys, clear about mistakes."""
+"""The base of every config: frozen, and closed to unknown keys."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -17,12 +17,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from nemo_rl_core.config.places import place_of
+from nemo_rl_core.config.mistakes import (
+    CONTRADICTION,
+    FIX,
+    Mistake,
+    follows,
+    listed_mistakes,
+    mistakes_of,
+    placed,
+)
 from nemo_rl_core.config.sections import (
-    Path,
     UnknownKey,
     accepted_keys,
-    dotted,
     unknown_keys,
     without,
 )
@@ -32,9 +38,6 @@ from nemo_rl_core.errors import ConfigError
 _MAX_BESIDE_HINT = 16
 Bound = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 """A positive number, or infinity for no bound: `.inf` in YAML."""
-
-_FIX = "change the named values in the recipe or in --config"
-_CONTRADICTION = "contradiction"
 
 _collects: ContextVar[bool] = ContextVar("_collects", default=False)
 
@@ -64,7 +67,7 @@ def _collected(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     except ConfigError as error:
         if not _collects.get():
             raise
-        raise PydanticCustomError(_CONTRADICTION, "contradiction", {"error": error}) from error
+        raise PydanticCustomError(CONTRADICTION, "contradiction", {"error": error}) from error
 
 
 class FrozenConfig(BaseModel):
@@ -155,29 +158,29 @@ def refuse_unknown_keys(
     unknown = unknown_keys(kind, values)
     if not unknown:
         return
-    others: list[_Mistake] = []
+    others: list[Mistake] = []
     try:
         validate(without(values, unknown))
     except ValidationError as error:
         # A contradiction may be with the default of a key that is misspelt.
         others = [
             each
-            for each in _mistakes(error, values)
-            if each.error is None and not _follows(each, unknown)
+            for each in mistakes_of(error, values)
+            if each.error is None and not follows(each, unknown)
         ]
     except ConfigError:
         pass  # a contradiction
     if len(unknown) > 1 or others:
         lines = [
-            f"{_placed(values, each.path)}{each.dotted}: unknown key; {_hint(each)}"
+            f"{placed(values, each.path)}{each.dotted}: unknown key; {_hint(each)}"
             for each in unknown
         ]
-        raise UnknownKeyError(_listed([*lines, *(each.line for each in others)]), fix=_FIX)
+        raise UnknownKeyError(listed_mistakes([*lines, *(each.line for each in others)]), fix=FIX)
     (key,) = unknown
     # Dozens of keys would hide the hint.
     listed = key.hint is None or len(key.choices) <= _MAX_BESIDE_HINT
     raise UnknownKeyError(
-        f"{_placed(values, key.path)}unknown key {key.dotted!r}",
+        f"{placed(values, key.path)}unknown key {key.dotted!r}",
         expected=f"one of {', '.join(key.choices)}" if listed else None,
         got=str(key.path[-1]),
         fix=key.hint or "remove it",
@@ -186,116 +189,6 @@ def refuse_unknown_keys(
 
 def _hint(key: UnknownKey) -> str:
     return key.hint or f"one of {', '.join(key.choices)}"
-
-
-class _Mistake(NamedTuple):
-    """One problem that pydantic found, at a path of the input.
-
-    Attributes:
-        path: From the top of the input.
-        place: The file and line of it, and a colon; empty where it is not known.
-        type: Pydantic's name of the problem.
-        text: What is wrong.
-        value: The input at the path.
-        error: A contradiction that a section refused.
-    """
-
-    path: Path
-    place: str
-    type: str
-    text: str
-    value: Any
-    error: ConfigError | None = None
-
-    @property
-    def line(self) -> str:
-        if self.error is not None:
-            return f"{self._where}{_in_one_line(self.error)}"
-        plain = not isinstance(self.value, Mapping | list | BaseModel)
-        got = f" (got {self.value!r:.60})" if plain and self.type != "missing" else ""
-        return f"{self.place}{dotted(self.path) or 'config'}: {self.text}{got}"
-
-    @property
-    def alone(self) -> ConfigError:
-        """The error of the only mistake."""
-        if self.error is not None:
-            _, *hints = self.error.args
-            return type(self.error)(f"{self._where}{self.error.problem}", *hints)
-        text = f"{self.place}{dotted(self.path) or 'config'}: {self.text}"
-        return ConfigError(_listed([text]), got=repr(self.value)[:120], fix=_FIX)
-
-    @property
-    def _where(self) -> str:
-        return f"{self.place}{dotted(self.path)}: " if self.place and self.path else self.place
-
-
-def _in_one_line(error: ConfigError) -> str:
-    hints = (("expected", error.expected), ("got", error.got), ("fix", error.fix))
-    return "; ".join([error.problem, *(f"{word}: {text}" for word, text in hints if text)])
-
-
-def _placed(values: Any, path: Path) -> str:
-    place = place_of(values, path)
-    return f"{place}: " if place else ""
-
-
-def _follows(mistake: _Mistake, unknown: Sequence[UnknownKey]) -> bool:
-    """Whether a mistake is there only because an unknown key was left out.
-
-    Either a key is missing because it is misspelt, or a section is not what it would be with the
-    key: it has a default in its place.
-    """
-    if mistake.type == "missing":
-        return any(mistake.path == (*each.path[:-1], each.meant) for each in unknown)
-    return any(each.path[: len(mistake.path)] == mistake.path for each in unknown)
-
-
-def describe(error: ValidationError, values: Any) -> ConfigError:
-    """Turns pydantic's report into this project's form.
-
-    Args:
-        error: Of the validation of `values`.
-        values: The input, from which the paths of the problems are read.
-    """
-    mistakes = _mistakes(error, values)
-    if len(mistakes) > 1:
-        return ConfigError(_listed([each.line for each in mistakes]), fix=_FIX)
-    return mistakes[0].alone
-
-
-def _listed(lines: Sequence[str]) -> str:
-    return "\n  ".join(["the configuration is not valid:", *lines])
-
-
-def _mistakes(error: ValidationError, values: Any) -> list[_Mistake]:
-    found = []
-    for item in error.errors(include_url=False):
-        path = _path(item["loc"], values, item["type"])
-        contradiction = item["ctx"]["error"] if item["type"] == _CONTRADICTION else None
-        place = _placed(values, path)
-        found.append(
-            _Mistake(path, place, item["type"], _text(item), item.get("input"), contradiction)
-        )
-    # The other members of a union did not fit either, but were not meant.
-    refused = {each.path for each in found if each.error is not None and each.path}
-    return [each for each in found if each.error is not None or each.path not in refused]
-
-
-def _path(location: Path, values: Any, problem: str) -> Path:
-    """A location without what pydantic adds to it: the tags and types of unions' members."""
-    path: list[str | int] = []
-    for part in location:
-        is_place = isinstance(part, int) and isinstance(values, list | tuple)
-        if is_place or (isinstance(values, Mapping) and part in values):
-            path.append(part)
-            values = values[part]
-    return (*path, location[-1]) if problem == "missing" else tuple(path)
-
-
-def _text(problem: Mapping[str, Any]) -> str:
-    if problem["type"] == "union_tag_not_found":
-        return "must say of which kind it is, as in {kind: ...}"
-    return str(problem["msg"]).removeprefix("Value error, ")
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ class ClusterConfig(FrozenConfig):
 
     All of it is part of the result: floating-point sums are taken in another order with another
     number of threads or ranks, or on another device, so it is stated here, not read off the
-    machine. What is not (memory, disks, node pools) stands in `tasks/platform/resources.py`.
+    machine. What is not (memory, disks, node pools) stands in `tasks/platform/shapes.py`.
 
     Attributes:
         shape: `laptop` has no GPU, and its workers share the cores; `one_gpu` has one; `node_8gpu`

@@ -14,7 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from nemo_rl_core.config.base import FrozenConfig, describe, kind_or
+from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.names import unknown_names
 
 KNOWN_COLUMNS: Final = (

@@ -14,8 +14,9 @@ from nemo_rl_core.config.generation import (
     refuse_more_than,
 )
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.single_turn import ExactMatch
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig, TrainingConfig
+from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ No weight is read here. Whether weights are finite is checked where they are rea
 from pathlib import Path
 from typing import Any, Final
 
-from nemo_rl_core.checkpoints.weights import open_weights, weight_files
+from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
 from nemo_rl_core.data.pretrained import described, load_tokenizer, stop_token_ids
 from nemo_rl_core.errors import ModelError
 

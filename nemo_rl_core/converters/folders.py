@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.checkpoints.weights import open_weights, require_finite, weight_files
+from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
+from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.errors import ModelError, StoreError
 from nemo_rl_core.store import files
 

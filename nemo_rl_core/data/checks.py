@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
 from nemo_rl_core.data.chunks import rows_of
 from nemo_rl_core.data.control import has_lone_surrogate

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from nemo_rl_core.data.frames import RowKind, is_json_object
+from nemo_rl_core.data.frame_checks import is_json_object
+from nemo_rl_core.data.frames import RowKind
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,7 +9,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from nemo_rl_core.data.control import render
+from nemo_rl_core.data.control_tokens import render_turns
 from nemo_rl_core.data.turns import as_turns
 
 
@@ -34,7 +34,7 @@ def is_certainly_longer(tokenizer: Any, prompt: str, max_tokens: float) -> bool:
         return False
     turns = as_turns(prompt, role="user")
     if tokenizer.chat_template:
-        text = render(tokenizer, turns, what="the prompt", add_generation_prompt=True)
+        text = render_turns(tokenizer, turns, what="the prompt", add_generation_prompt=True)
     else:
         text = "".join(str(turn.get("content")) for turn in turns)
     text = "".join(text.split())

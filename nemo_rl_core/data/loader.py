@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from nemo_rl_core.data import chunks
-from nemo_rl_core.data.chat import SupervisedExample, prompt_token_ids, tokenize_row
+from nemo_rl_core.data.chat import prompt_token_ids, tokenize_row
 from nemo_rl_core.data.chunks import ChunkedRows
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tables import (
     CheckedRows,

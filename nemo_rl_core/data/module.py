@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.datasets import sources
 from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.data.datasets.split import held_out_mask

@@ -5,15 +5,14 @@ trained on as they were sampled: encoding the text again may give other tokens.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
-from nemo_rl_core.data.chat import SupervisedExample
-from nemo_rl_core.data.loader import load_records, load_tokenized, save_frame
+from nemo_rl_core.data.loader import load_records, load_tokenized
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
 from nemo_rl_core.errors import DataError
@@ -166,88 +165,6 @@ def _example(rollout: Rollout) -> SupervisedExample:
         token_ids=prompt + completion.token_ids,
         loss_mask=(False,) * len(prompt) + completion.token_mask,
     )
-
-
-def save_pairs(pairs: Sequence[PreferencePair], folder: Path) -> None:
-    """Writes a folder of pairs; equal pairs give equal bytes."""
-    frame = pd.DataFrame(
-        [
-            {
-                "id": pair.id,
-                "chosen_token_ids": list(pair.chosen.token_ids),
-                "chosen_loss_mask": list(pair.chosen.loss_mask),
-                "rejected_token_ids": list(pair.rejected.token_ids),
-                "rejected_loss_mask": list(pair.rejected.loss_mask),
-                "margin": pair.margin,
-            }
-            for pair in pairs
-        ]
-    )
-    save_frame(frame, folder)
-
-
-def load_pairs(
-    folder: Path, tokenizer: Any, *, reference_logprobs: Path | None = None
-) -> list[PreferencePair]:
-    """The pairs of a folder, of tokens or of text.
-
-    Args:
-        folder: Written by `save_pairs`, or a data set folder of preferences.
-        tokenizer: The model's tokenizer, for text.
-        reference_logprobs: A folder that `save_logprobs` wrote for the same pairs, or None.
-
-    Raises:
-        DataError: If there are no pairs, or the logprobs belong to other pairs.
-    """
-    rows = load_records(folder)
-    if rows and "chosen_token_ids" in rows[0]:
-        pairs = [
-            PreferencePair(
-                row["id"], _stored(row, "chosen"), _stored(row, "rejected"), row["margin"]
-            )
-            for row in rows
-        ]
-    else:
-        pairs = tokenized_pairs(folder, tokenizer)
-    return pairs if reference_logprobs is None else _with_logprobs(pairs, reference_logprobs)
-
-
-def _stored(row: dict[str, Any], side: str) -> SupervisedExample:
-    return SupervisedExample(
-        token_ids=tuple(int(token) for token in row[f"{side}_token_ids"]),
-        loss_mask=tuple(bool(trained) for trained in row[f"{side}_loss_mask"]),
-    )
-
-
-def save_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> None:
-    """Writes the reference logprobs of pairs; all pairs must have them."""
-    rows = []
-    for pair in pairs:
-        assert pair.reference_logprobs is not None, f"pair {pair.id} has no reference logprobs"
-        chosen, rejected = pair.reference_logprobs
-        rows.append({"id": pair.id, "chosen": list(chosen), "rejected": list(rejected)})
-    save_frame(pd.DataFrame(rows), folder)
-
-
-def _with_logprobs(pairs: Sequence[PreferencePair], folder: Path) -> list[PreferencePair]:
-    rows = load_records(folder)
-    if [row["id"] for row in rows] != [pair.id for pair in pairs]:
-        raise DataError(
-            "the cached reference logprobs belong to other pairs",
-            expected=f"the ids of {len(pairs)} pairs, in their order",
-            got=f"{len(rows)} rows",
-            fix="compute them again for these pairs",
-        )
-    return [
-        replace(
-            pair,
-            reference_logprobs=(
-                tuple(map(float, row["chosen"])),
-                tuple(map(float, row["rejected"])),
-            ),
-        )
-        for pair, row in zip(pairs, rows, strict=True)
-    ]
 
 
 def refuse_beyond_budget(pairs: Sequence[PreferencePair], *, max_tokens: int) -> None:

@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_core.config.data import RowPolicy
 from nemo_rl_core.config.row_format import RowFormat
-from nemo_rl_core.data.chat import SupervisedExample, tokenize_row
+from nemo_rl_core.config.row_policy import RowPolicy
+from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.datasets.sources import read
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.errors import DataError
 

@@ -12,28 +12,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data import checks
 from nemo_rl_core.data.checking import COLUMNS, RowChecking
 from nemo_rl_core.data.digests import rows_in
+from nemo_rl_core.data.frame_faults import check_frame, describe_faults, numbers
 from nemo_rl_core.data.frames import (
     ConversationSchema,
-    EvalSchema,
     Faults,
-    PairEvalSchema,
     PreferenceSchema,
     PromptSchema,
-    ReferenceLogprobSchema,
-    RolloutSchema,
     RowKind,
     RowSchema,
     SftSchema,
     TextSchema,
-    TokenPairSchema,
-    check_frame,
-    describe_faults,
-    numbers,
     row_kind,
+)
+from nemo_rl_core.data.record_frames import (
+    EvalSchema,
+    PairEvalSchema,
+    ReferenceLogprobSchema,
+    RolloutSchema,
+    TokenPairSchema,
 )
 from nemo_rl_core.data.tables import CheckedRows
 from nemo_rl_core.data.unknown import OTHER_MODELS, described_unknown

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.data import chat, control, turns
-from nemo_rl_core.data.chat import SupervisedExample, tokenize_row
+from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.chunks import rows_of, write_arrow
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.tables import TableRows
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.store.files import hash_file

@@ -16,7 +16,7 @@ from nemo_rl_core.environments.multi_turn.replies import (
     Reply,
     checked_replies,
     failed,
-    joined,
+    joined_replies,
     source_of,
 )
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
@@ -163,7 +163,7 @@ class ScorerEnvironment:
         """Scores the last turn of each of `B` conversations, and ends them."""
         pairs = zip(message_log_batch, metadata, strict=True)
         outcomes = self._scorer.score([_rollout(log, about) for log, about in pairs])
-        return joined(
+        return joined_replies(
             [failed(each) if isinstance(each, RewardError) else Reply(each) for each in outcomes]
         )
 

@@ -11,7 +11,7 @@ from nemo_rl_core.environments.interfaces import (
     Message,
     Scorer,
 )
-from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined_replies
 from nemo_rl_core.environments.post_processing import post_process
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
@@ -80,7 +80,7 @@ class ByTaskEnvironment:
             return [_of_task(task, reply) for reply in replies]
 
         rows = list(zip(message_log_batch, metadata, strict=True))
-        return joined(_routed(rows, [about["task"] for about in metadata], answer))
+        return joined_replies(_routed(rows, [about["task"] for about in metadata], answer))
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]

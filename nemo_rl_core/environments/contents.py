@@ -12,17 +12,14 @@ from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
-    PythonEnvironment,
-    RetrieverTool,
-    ToolUse,
     multi_turn_environments,
     single_environments,
 )
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, PretrainedModel
+from nemo_rl_core.config.multi_turn import PythonEnvironment, RetrieverTool, ToolUse
 from nemo_rl_core.config.registered import RegisteredBackend
 from nemo_rl_core.config.single_turn import (
-    JudgeModel,
-    LLMJudge,
     RewardFunction,
     RewardModelScore,
     SingleEnvironmentConfig,

@@ -11,21 +11,22 @@ from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
     EnvironmentWorkers,
-    GuessNumberGame,
     MultiTurnConfig,
-    PythonEnvironment,
-    SlidingPuzzleGame,
-    ToolUse,
     WeightedSum,
     answers_back,
     reward_names,
+)
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.multi_turn import (
+    GuessNumberGame,
+    PythonEnvironment,
+    SlidingPuzzleGame,
+    ToolUse,
 )
 from nemo_rl_core.config.single_turn import (
     CodeTests,
     ExactMatch,
     JsonSchemaMatch,
-    JudgeModel,
-    LLMJudge,
     MathVerify,
     MultipleChoice,
     ReasoningGymScore,

@@ -5,19 +5,16 @@ from collections.abc import Callable, Iterable, Sequence
 from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
-    PythonEnvironment,
-    ToolUse,
     WeightedSum,
     multi_turn_environments,
     single_environments,
 )
+from nemo_rl_core.config.multi_turn import PythonEnvironment, ToolUse
 from nemo_rl_core.config.single_turn import ExactMatch, MathVerify, MultipleChoice, RewardFunction
 from nemo_rl_core.environments.interfaces import Scorer
-from nemo_rl_core.environments.rewards.functional_reward import (
-    FunctionalRewardWrapper,
-    load_function,
-)
-from nemo_rl_core.environments.rewards.signatures import column_names, fields_of
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.rewards.loading import load_function
+from nemo_rl_core.environments.rewards.row_fields import field_names, fields_of
 from nemo_rl_core.environments.targets import find_environment
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Prompt, unscored
@@ -102,7 +99,7 @@ def refuse_incomplete_rows(
         f"the {name} data set lacks the column {columns}, which {scorer} needs",
         expected=f"the column {columns} in every row",
         got="; ".join(f"{column}: {_rows(rows, num_rows)}" for column, rows in lacking.items())
-        + f". Columns that there are: {', '.join(column_names(fields_of(unscored(first))))}",
+        + f". Columns that there are: {', '.join(field_names(fields_of(unscored(first))))}",
         fix="add the column to the data, or choose a reward that needs none"
         + (
             ""

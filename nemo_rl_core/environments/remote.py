@@ -20,7 +20,7 @@ from nemo_rl_core.environments.interfaces import (
     failure,
     score_rollouts,
 )
-from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, ask, failed, joined_replies
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.environments.rewards.weighted_sum import component_means, unique_names
 from nemo_rl_core.errors import RewardError
@@ -108,7 +108,7 @@ class RemoteEnvironment:
         """Answers to the last turn of each of `B` conversations."""
         rows = list(zip(message_log_batch, metadata, strict=True))
         pairs = zip(message_log_batch, self._pool.run(rows), strict=True)
-        return joined(
+        return joined_replies(
             [
                 failed(_error(log[0]["content"], log[-1]["content"], found))
                 if isinstance(found, CallError)

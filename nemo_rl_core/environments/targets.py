@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_core.config.environment import PythonEnvironment
+from nemo_rl_core.config.multi_turn import PythonEnvironment
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, innermost_place
 from nemo_rl_core.errors import ConfigError

@@ -72,8 +72,8 @@ def evaluate(
         metrics=evaluation_metrics(greedy, sampled, config=config, extract=extract),
         categories=category_metrics(greedy, sampled, config=config, extract=extract),
         rows=[
-            *rows_of(greedy, "greedy", category=config.category, extract=extract),
-            *rows_of(sampled, "sampled", category=config.category, extract=extract),
+            *eval_rows(greedy, "greedy", category=config.category, extract=extract),
+            *eval_rows(sampled, "sampled", category=config.category, extract=extract),
         ],
         num_tokens=sum(len(r.completion.token_ids) for r in [*greedy, *sampled]),
         peak_memory_gib=peak_memory_gib,
@@ -95,7 +95,7 @@ def _greedy(sampler: Sampler, prompts: Sequence[Prompt]) -> list[Rollout]:
     )
 
 
-def rows_of(
+def eval_rows(
     rollouts: Sequence[Rollout], mode: str, *, category: str, extract: ExtractAnswer
 ) -> list[dict[str, Any]]:
     """One row a rollout.

@@ -15,7 +15,7 @@ and is imported by `harness_model`. Left out: tasks that need encoder-decoder mo
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,17 +24,9 @@ from nemo_rl_core.data.control import encode_guarded, guarded_conversation, guar
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.evals.harness_requests import HarnessRequest, stop_strings_of, until, windows
 from nemo_rl_core.evals.loglikelihood import Loglikelihoods
 from nemo_rl_core.rollouts.sampler import Sampler
-
-
-class HarnessRequest(Protocol):
-    """The attributes of the harness's `Instance` that are read."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """One or two texts, and their options."""
-        ...
 
 
 class Adapter:
@@ -168,7 +160,7 @@ class Adapter:
     ) -> list[str]:
         limit = self._settings.max_prompt_tokens
         prompts = [self.tok_encode(context)[-limit:] for context, _ in requests]
-        stops = [_stop_strings(options) for _, options in requests]
+        stops = [stop_strings_of(options) for _, options in requests]
         most = self._settings.generation.max_new_tokens
         output = self._sampler.generation.generate(
             BatchedDataDict(
@@ -219,37 +211,3 @@ def harness_model(model_folder: Path, session: ClusterSession, *, settings: Roll
         ) from error
     kind = type("HarnessModel", (Adapter, TemplateLM), {})
     return kind(model_folder, session, settings=settings)
-
-
-def windows(
-    ids: Sequence[int], *, prefix: int, max_tokens: int
-) -> list[tuple[list[int], list[int]]]:
-    """Splits a text into pairs of context and scored tokens; each token is scored once.
-
-    Example:
-        >>> windows([1, 2, 3, 4, 5], prefix=0, max_tokens=3)
-        [([0], [1, 2]), ([2], [3, 4]), ([3, 4], [5])]
-    """
-    step = max_tokens - 1
-    pairs = []
-    for start in range(0, len(ids), step):
-        scored = list(ids[start : start + step])
-        room = max_tokens - len(scored)
-        context = list(ids[max(0, start - room) : start]) if start else [prefix]
-        pairs.append((context, scored))
-    return pairs
-
-
-def until(text: str, stops: Sequence[str]) -> str:
-    """Returns the text before the first stop string.
-
-    Example:
-        >>> until("12, so\\nQ: 5", ["Q:", "\\n"])
-        '12, so'
-    """
-    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=None)]
-
-
-def _stop_strings(options: dict[str, Any]) -> list[str]:
-    given = options.get("until") or []
-    return [stop for stop in ([given] if isinstance(given, str) else given) if stop]

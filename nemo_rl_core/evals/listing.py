@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.evals.comparison import compare
-from nemo_rl_core.evals.rows import Row, changed_rows, greedy_outcomes, load_rows
+from nemo_rl_core.evals.rows import Row, changed_rows, greedy_outcomes, load_eval_rows
 
 _CONFIDENCE = 0.95
 _VERDICTS = {"right": True, "wrong": False, "unscored": None}
@@ -30,7 +30,7 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
 
     file = path / "rows.parquet" if path.is_dir() else path
     try:
-        return load_rows(file)
+        return load_eval_rows(file)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"there is no evaluation in {str(path)!r}",

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import TrainerSettings
-from nemo_rl_core.config.training import OptimizerConfig
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.session import ClusterSession

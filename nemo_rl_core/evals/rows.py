@@ -14,7 +14,7 @@ def greedy_outcomes(rows: Sequence[Row]) -> dict[str, bool | None]:
     return {str(row["prompt_id"]): row["correct"] for row in rows if row["mode"] == "greedy"}
 
 
-def save_rows(rows: Sequence[Row], path: Path) -> None:
+def save_eval_rows(rows: Sequence[Row], path: Path) -> None:
     """Writes the rows of an evaluation as parquet; equal rows give equal bytes.
 
     Raises:
@@ -27,7 +27,7 @@ def save_rows(rows: Sequence[Row], path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def load_rows(path: Path) -> list[dict[str, Any]]:
+def load_eval_rows(path: Path) -> list[dict[str, Any]]:
     """Reads the rows of `save_rows`; missing rewards are None.
 
     Raises:
@@ -43,7 +43,8 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
 def _check(rows: Sequence[Row], path: Path) -> None:
     import pandas as pd
 
-    from nemo_rl_core.data.frames import EvalSchema, check_frame
+    from nemo_rl_core.data.frame_faults import check_frame
+    from nemo_rl_core.data.record_frames import EvalSchema
 
     check_frame(EvalSchema, pd.DataFrame(list(rows)), name=f"evaluation's {path.name}")
 

@@ -1,4 +1,4 @@
-"""Advantages of completions within their group, and of tokens over expected values.
+"""Advantages of completions within their group.
 
 A group is the completions of one prompt, given by explicit ids in any order; ids need not be dense
 or sorted. A group with equal rewards has no information, so its advantages are exactly 0, not
@@ -169,51 +169,6 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor) -> Tensor:
         `[B, T-1]` advantages, 0 at invalid tokens.
     """
     return whitened(returns_to_go(rewards, mask), mask)
-
-
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-    last_values: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over the valid tokens of each sequence.
-
-    With `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`, where "next" is
-    the next valid token: tokens of an observation between two turns are skipped, without discount.
-    After the last valid token the value is `last_values`. By default it is 0 for finished and
-    truncated completions, as in most PPO implementations for language models. Source: Schulman et
-    al. 2016, arXiv:1506.02438, equation 16.
-
-    Args:
-        rewards: `[B, T-1]`; read at valid tokens only.
-        values: `[B, T-1]`: the critic's value at each token; read at valid tokens only.
-        mask: `[B, T-1]` bool.
-        gamma: Discount per token, in [0, 1].
-        lam: Weight of longer returns, in [0, 1].
-        last_values: `[B]`: the critic's value after the last valid token; 0 for finished sequences.
-            None is 0 for all.
-
-    Returns:
-        `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (the critic's targets), both 0 at
-        invalid tokens.
-    """
-    rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
-    next_advantage = torch.zeros_like(values[:, 0])
-    next_value = next_advantage if last_values is None else last_values
-    columns: list[Tensor] = []
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        is_valid = mask[:, t]
-        columns.append(advantage)
-        next_value = torch.where(is_valid, values[:, t], next_value)
-        next_advantage = torch.where(is_valid, advantage, next_advantage)
-    advantages = zero_masked(torch.stack(columns[::-1], dim=1), mask)
-    return advantages, advantages + values
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nemo_rl_core.functional.masked import masked_mean
+
 KLKind = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
@@ -79,3 +81,19 @@ def kl_penalty(current: Tensor, reference: Tensor, *, kind: KLKind) -> Tensor:
     fixed = current.detach()
     slope = (fixed - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return kl_estimate(fixed, reference, kind=kind) + slope * (current - fixed)
+
+
+def kl_generation_trainer(
+    generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
+) -> Tensor:
+    """`KL(gen || prev)` in nats per token, by k3 with the clamps of `kl_estimate`; no gradient.
+
+    Args:
+        generation_logprobs: `[B, T-1]`.
+        trainer_logprobs: `[B, T-1]`.
+        mask: `[B, T-1]` bool.
+
+    Returns:
+        0-dim, never negative.
+    """
+    return masked_mean(kl_estimate(generation_logprobs, trainer_logprobs, kind="k3"), mask)

@@ -10,7 +10,7 @@ of the model; one that is not finite becomes 0.
 import torch
 from torch import Tensor
 
-from nemo_rl_core.functional.kl import kl_estimate, score_function_weight
+from nemo_rl_core.functional.kl import score_function_weight
 from nemo_rl_core.functional.masked import masked_mean, masked_sequence_mean, zero_masked
 
 
@@ -139,22 +139,6 @@ def sampling_importance_ratio(
         0-dim.
     """
     return masked_mean(torch.exp(trainer_logprobs - generation_logprobs), mask)
-
-
-def kl_generation_trainer(
-    generation_logprobs: Tensor, trainer_logprobs: Tensor, mask: Tensor
-) -> Tensor:
-    """`KL(gen || prev)` in nats per token, by k3 with the clamps of `kl_estimate`; no gradient.
-
-    Args:
-        generation_logprobs: `[B, T-1]`.
-        trainer_logprobs: `[B, T-1]`.
-        mask: `[B, T-1]` bool.
-
-    Returns:
-        0-dim, never negative.
-    """
-    return masked_mean(kl_estimate(generation_logprobs, trainer_logprobs, kind="k3"), mask)
 
 
 def importance_weight(generation_logprobs: Tensor, trainer_logprobs: Tensor) -> Tensor:

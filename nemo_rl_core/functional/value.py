@@ -1,9 +1,11 @@
-"""Losses of a critic, and its explained variance."""
+"""Losses of a critic, its explained variance, and advantages over the values it expects."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from nemo_rl_core.functional.masked import zero_masked
 
 
 def clipped_value_loss(
@@ -85,3 +87,48 @@ def explained_variance(moments: Mapping[str, float]) -> float:
     if variance <= 1e-6 * moments["return_square"]:
         return float("nan")
     return 1 - unexplained / variance
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation over the valid tokens of each sequence.
+
+    With `delta_t = r_t + gamma V_next - V_t`, `A_t = delta_t + gamma lam A_next`, where "next" is
+    the next valid token: tokens of an observation between two turns are skipped, without discount.
+    After the last valid token the value is `last_values`. By default it is 0 for finished and
+    truncated completions, as in most PPO implementations for language models. Source: Schulman et
+    al. 2016, arXiv:1506.02438, equation 16.
+
+    Args:
+        rewards: `[B, T-1]`; read at valid tokens only.
+        values: `[B, T-1]`: the critic's value at each token; read at valid tokens only.
+        mask: `[B, T-1]` bool.
+        gamma: Discount per token, in [0, 1].
+        lam: Weight of longer returns, in [0, 1].
+        last_values: `[B]`: the critic's value after the last valid token; 0 for finished sequences.
+            None is 0 for all.
+
+    Returns:
+        `[B, T-1]` advantages and `[B, T-1]` returns `A + V` (the critic's targets), both 0 at
+        invalid tokens.
+    """
+    rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage if last_values is None else last_values
+    columns: list[Tensor] = []
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        is_valid = mask[:, t]
+        columns.append(advantage)
+        next_value = torch.where(is_valid, values[:, t], next_value)
+        next_advantage = torch.where(is_valid, advantage, next_advantage)
+    advantages = zero_masked(torch.stack(columns[::-1], dim=1), mask)
+    return advantages, advantages + values

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, GraphArtifact, Parentage
 from nemo_rl_core.history.stored_paths import from_stored
-from nemo_rl_core.store.manifest import MANIFEST, Manifest, ParentRef, recorded_ancestors
+from nemo_rl_core.store.ancestry import recorded_ancestors
+from nemo_rl_core.store.manifest import MANIFEST, Manifest, ParentRef
 from nemo_rl_core.store.store import Store
 
 _LookUp = Callable[[int, str, str], GraphArtifact]

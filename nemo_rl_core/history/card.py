@@ -4,77 +4,20 @@ It needs no database, so that it can be written on a cluster, too. It contains n
 costs, so that a rerun ends with the same bytes; the manifests have them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nemo_rl_core.history.card_usage import usage
+from nemo_rl_core.history.card_evaluations import CardEvaluation
+from nemo_rl_core.history.card_usage import model_usage
 from nemo_rl_core.history.differences import flat
-from nemo_rl_core.store.manifest import (
-    Ancestor,
-    Manifest,
-    ancestry,
-    ancestry_of,
-    recorded_ancestors,
-)
-from nemo_rl_core.telemetry.intervals import sampled_figures
+from nemo_rl_core.store.ancestry import Ancestor, ancestry_of
+from nemo_rl_core.store.manifest import Manifest
 
 _SHOWN_SETTINGS = 60
-
-
-@dataclass(frozen=True)
-class CardEvaluation:
-    """The manifests of an evaluation and of the checkpoint that it evaluated."""
-
-    manifest: Manifest
-    checkpoint: Manifest
-
-    @property
-    def accuracy(self) -> tuple[float, float, float] | None:
-        """Fraction of correct answers or correctly ranked pairs, and the ends of its interval."""
-        figures = self.manifest.figures
-        name = "greedy_accuracy" if "greedy_accuracy" in figures else "accuracy"
-        if name not in figures:
-            return None
-        return figures[name], figures[f"{name}_low"], figures[f"{name}_high"]
-
-    @property
-    def sampled(self) -> dict[str, str]:
-        """pass@k and cons@k with their intervals, as text."""
-        return sampled_figures(self.manifest.figures)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of prompts or pairs of the evaluation."""
-        figures = self.manifest.figures
-        return int(figures.get("num_prompts", figures.get("num_pairs", 0)))
-
-    @property
-    def confidence(self) -> float | None:
-        """Confidence level of the interval, from the recipe."""
-        config = self.manifest.config
-        found = config.get("evaluation", config).get("confidence")
-        return None if found is None else float(found)
-
-
-def evaluations_behind(folder: Path) -> list[CardEvaluation]:
-    """The evaluations among an artifact and its ancestors, oldest first."""
-    manifests = [Manifest.read(folder)]
-    manifests += [each.manifest for each in ancestry_of(folder) if each.manifest]
-    recorded = recorded_ancestors(folder)
-    found = [_evaluated(each, recorded) for each in manifests if each.figures]
-    return sorted(filter(None, found), key=lambda each: each.manifest.created_at)
-
-
-def _evaluated(manifest: Manifest, recorded: Mapping[str, Manifest]) -> CardEvaluation | None:
-    for each in ancestry(manifest, recorded):
-        if each.depth == 1 and each.manifest and each.ref.kind in ("checkpoint", "model"):
-            return CardEvaluation(manifest, each.manifest)
-    return None
 
 
 def model_card(
@@ -99,7 +42,7 @@ def model_card(
         f"# {title}\n",
         f"A model at training step {manifest.step or 0}, made by nemo-rl-flow. "
         "This card was generated from its recorded lineage.\n",
-        usage(checkpoint / "model"),
+        model_usage(checkpoint / "model"),
         _data(known),
         _training(known),
         _evaluation(evaluations, manifest),

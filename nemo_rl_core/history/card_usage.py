@@ -27,7 +27,7 @@ print(output.outputs[0].text)
 _TURN = '[{"role": "user", "content": prompt}]'
 
 
-def usage(model_folder: Path) -> str:
+def model_usage(model_folder: Path) -> str:
     """Returns the section for a language model; empty for other kinds of models.
 
     Prompts use the chat template that the model was trained with, if there is one. All three then

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.history.database import open_for_writing, transaction
+from nemo_rl_core.history.inserts import insert, insert_artifact
 from nemo_rl_core.history.stored_paths import from_stored, to_stored
-from nemo_rl_core.history.writer import insert, insert_artifact
-from nemo_rl_core.store.manifest import Manifest, recorded_ancestors
+from nemo_rl_core.store.ancestry import recorded_ancestors
+from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.metrics import MetricsFile

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from nemo_rl_core.errors import NotRecordedError, StoreError
 from nemo_rl_core.history import ancestry
-from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained, sweep
+from nemo_rl_core.history.database import open_for_reading, path_of, sqlite_errors_explained
+from nemo_rl_core.history.liveness import mark_all_aborted
 from nemo_rl_core.history.records import (
     AncestryGraph,
     ArtifactRow,
@@ -68,7 +69,7 @@ class History:
     def sweep(self) -> None:
         """Marks runs as aborted whose process has died."""
         with sqlite_errors_explained(path_of(self.store)):
-            sweep(self.store)
+            mark_all_aborted(self.store)
 
     def close(self) -> None:
         """Closes the database."""

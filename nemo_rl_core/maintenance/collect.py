@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_core.history.database import is_alive
+from nemo_rl_core.history.liveness import is_alive
 from nemo_rl_core.maintenance.disk import Snapshot
 from nemo_rl_core.maintenance.leftovers import delete, find_leftovers, find_work, tidy_work
 from nemo_rl_core.maintenance.retention import Kept, RetentionPolicy, choose, shrink, with_ancestors

@@ -65,7 +65,7 @@ class Usage:
     problem: str = ""
 
 
-def measure(store: Store) -> Usage:
+def measure_disk(store: Store) -> Usage:
     """Measures the store; changes nothing."""
     found = survey(store)
     artifacts = _by_label(store, found.artifacts)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.history.database import is_alive, path_of
+from nemo_rl_core.history.database import path_of
+from nemo_rl_core.history.liveness import is_alive
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution
 from nemo_rl_core.maintenance.disk import newest_change

@@ -6,42 +6,23 @@ without a hash (decks, metrics) are not checked. A missing parent is a warning: 
 intact, its lineage is not.
 """
 
-import json
-import re
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from nemo_rl_core.errors import StoreError
-from nemo_rl_core.history.database import open_for_reading, path_of
+from nemo_rl_core.maintenance.verify_records import (
+    Finding,
+    check_history,
+    check_records,
+    check_stage_cache,
+)
 from nemo_rl_core.store import locks
 from nemo_rl_core.store.manifest import Manifest, ParentRef
 from nemo_rl_core.store.store import Store, damage
 
 _RERUN = "`nemo-rl verify --repair` sets it aside; its stage then runs again"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem in a store.
-
-    Attributes:
-        place: Path relative to the store's root.
-        state: "fail" for damage, "warn" for a problem that affects no run.
-        problem: Description of the problem.
-        fix: The fix.
-        repaired: True if it was fixed.
-    """
-
-    place: str
-    state: Literal["warn", "fail"]
-    problem: str
-    fix: str
-    repaired: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +75,7 @@ def verify(
     # A parent is found once for each of its children.
     findings = list(dict.fromkeys(finding for _, found in checked for finding in found))
     if not names:
-        findings += [*_check_records(store), *_check_history(store), *_check_stage_cache(store)]
+        findings += [*check_records(store), *check_history(store), *check_stage_cache(store)]
     return Verdict(len(checked), sum(size for size, _ in checked), tuple(findings))
 
 
@@ -186,68 +167,3 @@ def _check_parent(store: Store, child: str, parent: ParentRef) -> Iterator[Findi
             yield Finding(f"artifacts/{folder.name}", "fail", problem, _RERUN)
         else:
             yield Finding(child, "warn", f"of its parent {name}: {problem}", lost)
-
-
-def _check_records(store: Store) -> Iterator[Finding]:
-    for path in sorted(store.work.glob("[!.]*.done")):
-        place = f"work/{path.name}"
-        try:
-            record = json.loads(path.read_text())
-            name, digest = str(record["artifact"]), str(record["content_hash"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"a damaged record: {error!r}"
-            yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
-            continue
-        if not name.endswith(f"-{digest[:16]}") or not path.name.startswith(name[:-17] + "-"):
-            problem = f"it names {name}, which contradicts its own hash or stage"
-            yield Finding(place, "fail", problem, "`--repair` sets it aside; its stage runs again")
-        elif not (store.artifacts / name).is_dir():
-            yield Finding(
-                place, "warn", f"it names {name}, which is gone", "`nemo-rl gc` removes it"
-            )
-
-
-def _check_history(store: Store) -> Iterable[Finding]:
-    place = path_of(store).name
-    fix = "end all runs, move history.db* away: the next run creates a new one, no artifact is lost"
-    if not path_of(store).exists():
-        return []
-    try:
-        with closing(open_for_reading(store)) as database:
-            return [Finding(place, "fail", each, fix) for each in _history_damage(store, database)]
-    except (StoreError, sqlite3.Error) as error:
-        problem = error.in_one_line if isinstance(error, StoreError) else str(error)
-        return [Finding(place, "fail", problem, fix)]
-
-
-def _check_stage_cache(store: Store) -> Iterator[Finding]:
-    path = store.cache / "flyte" / "cache.db"
-    if not path.is_file():
-        return
-    fix = f"end all runs, move {path.parent} away: finished stages are found in the store again"
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            problems = [row[0] for row in database.execute("PRAGMA integrity_check(1)")]
-    except sqlite3.Error as error:
-        problems = [str(error)]
-    if problems != ["ok"]:
-        yield Finding("cache/flyte/cache.db", "fail", problems[0], fix)
-
-
-def _history_damage(store: Store, database: sqlite3.Connection) -> Iterator[str]:
-    for (message,) in database.execute("PRAGMA integrity_check(100)"):
-        # SQLite up to 3.40 confuses columns of WITHOUT ROWID tables in this check, and reports
-        # NULLs that do not exist; its writers do enforce NOT NULL.
-        if message != "ok" and not message.startswith("NULL value in"):
-            yield re.sub(r"\s+", " ", message)
-    broken = database.execute("PRAGMA foreign_key_check").fetchall()
-    if broken:
-        yield f"{len(broken)} rows refer to missing rows, such as in the table {broken[0][0]}"
-    for row in database.execute("SELECT id, content_hash FROM artifacts"):
-        folder = store.artifacts / row["id"]
-        try:
-            content = Manifest.read(folder).content_hash
-        except StoreError:
-            continue  # removed, or reported as damaged
-        if content != row["content_hash"]:
-            yield f"it records {row['id']} with another content hash"

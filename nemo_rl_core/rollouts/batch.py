@@ -12,8 +12,9 @@ from torch import Tensor
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate, flat_tensor
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
+from nemo_rl_core.functional.kl import kl_generation_trainer
 from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
-from nemo_rl_core.functional.policy_gradient import kl_generation_trainer, sampling_importance_ratio
+from nemo_rl_core.functional.policy_gradient import sampling_importance_ratio
 from nemo_rl_core.types import Rollout
 
 

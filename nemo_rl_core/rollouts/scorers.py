@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.config.single_turn import JudgeModel
+from nemo_rl_core.config.judge import JudgeModel
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids

@@ -83,7 +83,7 @@ def share(path: Path, name: str) -> None:
     _lock_byte(lock, fcntl.F_OFD_SETLKW, fcntl.F_RDLCK, name)
 
 
-def release(path: Path) -> None:
+def unshare(path: Path) -> None:
     """Removes all marks that this process has set by `share` in a file."""
     lock = _shared.pop(path, None)
     if lock is not None:

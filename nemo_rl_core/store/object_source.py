@@ -6,13 +6,12 @@ the values that it closes over, and by the globals that it reads, at any depth. 
 layout do not count, and a helper in another cell does.
 """
 
-import dis
 import functools
 import hashlib
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -20,12 +19,12 @@ from uuid import uuid4
 
 import cloudpickle
 
+from nemo_rl_core.store.code_objects import content_of, globals_read, modules_imported
 from nemo_rl_core.store.source_digest import OWN_PACKAGES, source_digest
 from nemo_rl_core.store.user_source import read_user_source
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), PurePath)
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 class ObjectSource(NamedTuple):
@@ -107,11 +106,11 @@ class _Walk:
         if not is_importable:
             read = {
                 name: function.__globals__[name]
-                for name in sorted(set(_globals_read(function.__code__)))
+                for name in sorted(set(globals_read(function.__code__)))
                 if name in function.__globals__
             }
             self.add_mapping(read)
-        cells = [_content(each) for each in function.__closure__ or ()]
+        cells = [content_of(each) for each in function.__closure__ or ()]
         self.add_all("closes over", cells)
         self.add_all("defaults", function.__defaults__ or ())
         self.add_mapping(function.__kwdefaults__ or {})
@@ -124,7 +123,7 @@ class _Walk:
         self.parts.append(code.co_code.hex())
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         self.add_all("code", (*names, code.co_flags, code.co_exceptiontable, *constants))
-        for module in _modules_imported(code):
+        for module in modules_imported(code):
             self.parts.append(f"import {module} {_source_of_module(module)}")
 
     def add_class(self, cls: type) -> None:
@@ -170,37 +169,6 @@ class _Walk:
         except Exception:  # noqa: BLE001
             self.unknown.append(f"{cls.__module__}.{cls.__qualname__}")
             self.parts.append(uuid4().hex)
-
-
-def _globals_read(code: CodeType) -> Iterator[str]:
-    for each in _codes(code):
-        for instruction in dis.get_instructions(each):
-            if instruction.opname in _READS:
-                yield str(instruction.argval)
-
-
-def _modules_imported(code: CodeType) -> list[str]:
-    found = {
-        str(instruction.argval)
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == "IMPORT_NAME" and instruction.argval
-    }
-    return sorted(found)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code and that of functions within it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 def _is_installed(module: str) -> bool:

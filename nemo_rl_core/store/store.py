@@ -274,7 +274,7 @@ class Store:
 
     def release(self) -> None:
         """Releases everything that this process holds, at the end of a run."""
-        locks.release(self.marks)
+        locks.unshare(self.marks)
 
 
 def artifact_name(stage: str, content_hash: str) -> str:

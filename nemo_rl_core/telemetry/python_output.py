@@ -17,14 +17,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from nemo_rl_core.telemetry.display import (
-    Display,
-    RichDisplay,
-    choose_display,
-    show_on,
-    summary_table,
-)
+from nemo_rl_core.telemetry.display import Display, choose_display, show_on
+from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import StageRecord
+from nemo_rl_core.telemetry.live_display import RichDisplay
 from nemo_rl_core.telemetry.notebook import NotebookDisplay, in_notebook
 from nemo_rl_core.telemetry.run_log import redirect_descriptors
 

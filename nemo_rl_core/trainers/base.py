@@ -8,7 +8,6 @@ folders from whatever a user has at hand and calls `run` too.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 from pydantic import ValidationError
 
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.config.base import describe
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, as_model
 from nemo_rl_core.config.row_format import RowFormat
 from nemo_rl_core.config.tracking import TrackingConfig
@@ -32,14 +31,9 @@ from nemo_rl_core.models.policy.pretrained import PretrainedPolicy
 from nemo_rl_core.telemetry.timer import Timer
 from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.defaults import with_defaults_of
-from nemo_rl_core.trainers.fitting import (
-    FitRequest,
-    FittedTrainer,
-    TrainResult,
-    as_tracking,
-    fit,
-)
-from nemo_rl_core.trainers.loop import Checkpointed, RunResult, StepLoop, StepRange
+from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer
+from nemo_rl_core.trainers.fitting import TrainResult, as_tracking, fit
+from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import hint_of, nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.trainers.peer_calls import TrainerArguments, fit_arguments, in_our_words
@@ -54,48 +48,9 @@ S = TypeVar("S", bound=TrainerSettings)
 C = TypeVar("C", bound=LoopConfig)
 
 _FIT_OPTIONS = (
-    "reward_fn",
-    "reward_weights",
-    "validation",
-    "reference",
-    "callbacks",
-    "name",
-    "tracking",
+    *("reward_fn", "reward_weights", "validation", "reference", "callbacks"),
+    *("name", "tracking"),
 )
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """The folders that a run of a trainer reads and writes.
-
-    Attributes:
-        train: A data set folder.
-        start: The transformers folder whose weights training begins with.
-        work: Where checkpoints and metrics go; an interrupted run in it is continued.
-        validation: A data set folder that is never trained on, or None.
-        reference: The transformers folder of the reference policy or of a teacher, where the
-            algorithm has such.
-        reference_logprobs: A folder of the reference's logprobs of `train`, where they are cached.
-        resume: An artifact whose `trainer/` the optimizer goes on from, or None for a new one.
-        iteration: 1-based; which steps, prompts and seeds are next in a run of several iterations.
-        scorer: Scores completions in place of the environment that the settings name.
-        reward_model: A sequence classifier's folder, for an environment `reward_model` that names
-            no model.
-        replay: A folder of rollouts of each step (see `RolloutRecords`), which are trained on
-            again in place of new ones: no engine runs, and nothing is scored or validated.
-    """
-
-    train: Path
-    start: Path
-    work: Path
-    validation: Path | None = None
-    reference: Path | None = None
-    reference_logprobs: Path | None = None
-    resume: Path | None = None
-    iteration: int = 1
-    scorer: "Scorer | None" = None
-    reward_model: Path | None = None
-    replay: Path | None = None
 
 
 class BaseTrainer(ABC, Generic[S, C]):

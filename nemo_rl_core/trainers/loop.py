@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nemo_rl_core.checkpoints.manager import BackgroundWriter, CheckpointManager, PendingSave
 from nemo_rl_core.config.trainer import KeepBest
@@ -15,6 +15,44 @@ from nemo_rl_core.store import files
 from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
+
+if TYPE_CHECKING:
+    from nemo_rl_core.environments.interfaces import Scorer
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The folders that a run of a trainer reads and writes.
+
+    Attributes:
+        train: A data set folder.
+        start: The transformers folder whose weights training begins with.
+        work: Where checkpoints and metrics go; an interrupted run in it is continued.
+        validation: A data set folder that is never trained on, or None.
+        reference: The transformers folder of the reference policy or of a teacher, where the
+            algorithm has such.
+        reference_logprobs: A folder of the reference's logprobs of `train`, where they are cached.
+        resume: An artifact whose `trainer/` the optimizer goes on from, or None for a new one.
+        iteration: 1-based; which steps, prompts and seeds are next in a run of several iterations.
+        scorer: Scores completions in place of the environment that the settings name.
+        reward_model: A sequence classifier's folder, for an environment `reward_model` that names
+            no model.
+        replay: A folder of rollouts of each step (see `RolloutRecords`), which are trained on
+            again in place of new ones: no engine runs, and nothing is scored or validated.
+    """
+
+    train: Path
+    start: Path
+    work: Path
+    validation: Path | None = None
+    reference: Path | None = None
+    reference_logprobs: Path | None = None
+    resume: Path | None = None
+    iteration: int = 1
+    scorer: "Scorer | None" = None
+    reward_model: Path | None = None
+    replay: Path | None = None
+
 
 OnSave = Callable[[int, Path], None]
 """Called with the step and the folder of a save."""

@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.peer_calls import Hint, python_hint
+from nemo_rl_core.trainers.peer_arguments import python_hint
+from nemo_rl_core.trainers.peer_calls import Hint
 
 
 def nested_overrides(

@@ -6,7 +6,8 @@ from typing import Any
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import GENERATION_SECTIONS
-from nemo_rl_core.config.training import TRAINING_SECTIONS, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import TRAINING_SECTIONS
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.models.interfaces import GenerationInterface, PolicyInterface

@@ -18,8 +18,9 @@ import cloudpickle
 
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.errors import NemoRLError, StoreError
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.records import State, Value
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.manifest import Cost, Manifest, package_versions

@@ -16,7 +16,8 @@ from nemo_rl_core.environments.adapt import as_scorer
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.errors import NemoRLError, StoreError
 from nemo_rl_core.store.object_source import object_source
-from nemo_rl_core.trainers.fitting import FittedTrainer, train_on
+from nemo_rl_core.trainers.fit_request import FittedTrainer
+from nemo_rl_core.trainers.fitting import train_on
 from nemo_rl_core.trainers.loop import RunResult
 from nemo_rl_core.trainers.recording import FitCall, read_reward, recorded_fit
 

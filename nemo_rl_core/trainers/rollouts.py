@@ -27,7 +27,8 @@ from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.rollouts.batch import refuse_too_many_failures, valid_rollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.sections import Gated, samples_per_step
 from nemo_rl_core.types import Prompt, Rollout
 

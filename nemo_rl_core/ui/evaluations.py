@@ -68,8 +68,8 @@ def _compare(name: str, old: ArtifactRow, new: ArtifactRow) -> Compared:
 def _measured(old: str, _old_hash: str, new: str, _new_hash: str) -> "Comparison":
     """Cached, since the bootstrap is slow. Artifacts never change; their hashes are in the key."""
     from nemo_rl_core.evals.comparison import compare
-    from nemo_rl_core.evals.rows import greedy_outcomes, load_rows
+    from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows
 
-    rows = [load_rows(Path(folder) / "rows.parquet") for folder in (old, new)]
+    rows = [load_eval_rows(Path(folder) / "rows.parquet") for folder in (old, new)]
     before, after = (greedy_outcomes(each) for each in rows)
     return compare(before, after, confidence=_CONFIDENCE, seed=_SEED)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from nemo_rl_core.history.card import CardEvaluation, evaluations_behind, model_card
+from nemo_rl_core.history.card import model_card
+from nemo_rl_core.history.card_evaluations import CardEvaluation, evaluations_behind
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
 from nemo_rl_core.store.store import Store

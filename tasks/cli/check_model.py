@@ -20,9 +20,9 @@ def check_model(model: str, only: str | None) -> None:
     fails.
     """
     from nemo_rl_core.models.validation.checks import CHECKS
-    from nemo_rl_core.models.validation.diagnostics import model_folder
+    from nemo_rl_core.models.validation.diagnostics import folder_to_check
 
-    folder = model_folder(model)
+    folder = folder_to_check(model)
     table, passed = Table("check", "result", "measured"), True
     for name in [only] if only else CHECKS:
         try:

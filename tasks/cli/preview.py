@@ -6,8 +6,8 @@ from typing import get_args
 
 import click
 
-from nemo_rl_core.config.data import MaskKind, RowPolicy
 from nemo_rl_core.config.row_format import RowFormat
+from nemo_rl_core.config.row_policy import MaskKind, RowPolicy
 
 
 @click.command()

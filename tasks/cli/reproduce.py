@@ -13,13 +13,12 @@ from nemo_rl_core.history.equality import Equality, compare_artifacts
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow, Execution
 from nemo_rl_core.store.store import Store
+from tasks.cli.differences import Differences, differences_from
 from tasks.cli.reproduction import (
     BITS_FOLLOW_THE_MACHINE,
     ROOT,
-    Differences,
     OutputRef,
     checkout,
-    differences_from,
     is_training,
     output_artifact,
     output_of,

@@ -53,7 +53,7 @@ def run(
     """
     from tasks.platform import starting
 
-    starting.begin()
+    starting.begin_line()
     try:
         from tasks.cli.run_settings import chosen_pipeline, show_dry_run, yaml_of
 

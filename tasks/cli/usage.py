@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from nemo_rl_core.maintenance.disk_usage import Share, measure
+from nemo_rl_core.maintenance.disk_usage import Share, measure_disk
 from nemo_rl_core.store.store import Store
 from tasks.cli.units import show_bytes
 
@@ -22,7 +22,7 @@ def usage(*, as_json: bool) -> None:
     The parts sum to the total.
     """
     store = Store.default()
-    found = measure(store)
+    found = measure_disk(store)
     if as_json:
         click.echo(json.dumps({"store": str(store.root)} | asdict(found), indent=1))
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flytekit import PodTemplate, Resources
 
-from tasks.platform.resources import Nodes, Shape
+from tasks.platform.shapes import Nodes, Shape
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec

@@ -15,11 +15,10 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import PretrainedModel, SmallModel
 from nemo_rl_core.config.single_turn import (
     JsonSchemaMatch,
-    JudgeModel,
-    LLMJudge,
     RegexMatch,
     RewardModelScore,
     SingleEnvironmentConfig,

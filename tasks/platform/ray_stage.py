@@ -29,7 +29,8 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import is_dry_run
 from nemo_rl_core.telemetry.waiting import waiting
 from tasks.platform import pods
-from tasks.platform.resources import Kind, Shape, laptop, shape_of
+from tasks.platform.resources import Kind
+from tasks.platform.shapes import Shape, laptop, shape_of
 
 CLUSTER_GPUS = "NEMO_RL_CLUSTER_GPUS"
 """The variable with the number of GPUs of the cluster, or its maximum."""

@@ -41,7 +41,7 @@ from nemo_rl_core.telemetry.events import (
 from nemo_rl_core.types import StepReport
 from tasks.artifacts import Artifact
 from tasks.platform.stopping import StopPlace
-from tasks.platform.values import artifact_id, described, named_outputs, plain, promises_in
+from tasks.platform.values import artifact_id, described_values, named_outputs, plain, promises_in
 
 _MAX_ERROR_CHARACTERS = 4000
 _MARK = "_nemo_rl_source"
@@ -180,7 +180,7 @@ class Recorder:
             task=entity.name,
             kind=kind,
             parent=self._calls[-1].node if self._calls else None,
-            inputs=described(kwargs, entity.python_interface.inputs),
+            inputs=described_values(kwargs, entity.python_interface.inputs),
             log_from=self._log_bytes(),
         )
         sources = {key: self._sources(value) for key, value in kwargs.items()}
@@ -231,7 +231,7 @@ class Recorder:
             call.node,
             NodeEnd(
                 state,
-                outputs=described(outputs, call.entity.python_interface.outputs),
+                outputs=described_values(outputs, call.entity.python_interface.outputs),
                 made=manifests,
                 deck_path=_deck(made),
                 cost=cost.model_dump(),

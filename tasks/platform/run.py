@@ -28,7 +28,8 @@ from nemo_rl_core.store.manifest import package_versions
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.console import console_on
-from nemo_rl_core.telemetry.display import choose_display, show_on, summary_table
+from nemo_rl_core.telemetry.display import choose_display, show_on
+from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import subscribe
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
@@ -195,7 +196,7 @@ class EndedRun:
         return f"run: {Path(sys.executable).with_name('nemo-rl')} runs {self._execution}"
 
 
-__all__ = ["RunFailed", "RunRefused", "install"]
+__all__ = ["RunFailed", "RunRefused", "install_recording"]
 
 _running: list[NodeRecorder] = []
 """The current run, if there is one."""
@@ -214,7 +215,7 @@ def recording_by(recorder: NodeRecorder) -> Iterator[None]:
         _running.remove(recorder)
 
 
-def install() -> None:
+def install_recording() -> None:
     """Wraps flytekit's local execution; no-op on a cluster and if repeated."""
     if on_cluster() or hasattr(WorkflowBase.local_execute, "__wrapped__"):
         return

@@ -20,8 +20,9 @@ from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over
 from tasks.platform.ray_stage import ray_stage
-from tasks.platform.resources import DECK, PLAIN, Kind, one_gpu
+from tasks.platform.resources import DECK, PLAIN, Kind
 from tasks.platform.retries import retried_on_cluster
+from tasks.platform.shapes import one_gpu
 
 literal_types.register()
 local.use_store()

@@ -69,7 +69,7 @@ _lines: list[StartingLine] = []
 """The line of this process, if it has one."""
 
 
-def begin(*, is_over: Callable[[], bool] = lambda: False) -> None:
+def begin_line(*, is_over: Callable[[], bool] = lambda: False) -> None:
     """Begins the line of this process on stderr, and has Ctrl-C end the process with code 130.
 
     Before a run there is nothing to end in order, and libraries that are being imported would print
@@ -100,7 +100,7 @@ def begin_for_pyflyte() -> None:
     arguments = sys.argv[1:]
     is_run = Path(sys.argv[0]).name == "pyflyte" and "run" in arguments[:3]
     if is_run and "--help" not in arguments:
-        begin(is_over=_pipelines_are_imported)
+        begin_line(is_over=_pipelines_are_imported)
 
 
 def _pipelines_are_imported() -> bool:

@@ -11,8 +11,8 @@ from flytekit.models.literals import Literal, Scalar
 from pydantic import BaseModel
 
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.records import Value
-from nemo_rl_core.history.writer import as_value
 from nemo_rl_core.store.manifest import Manifest
 from tasks.artifacts import Artifact
 
@@ -73,7 +73,7 @@ def artifact_id(value: Any) -> str | None:
     return folder.name
 
 
-def described(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:
+def described_values(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[Value]:
     """The recorded form of a node's inputs or outputs."""
     found = []
     for name, value in values.items():

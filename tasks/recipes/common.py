@@ -19,14 +19,9 @@ from pydantic import (
 )
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
-from nemo_rl_core.config.base import (
-    FrozenConfig,
-    collecting_contradictions,
-    describe,
-    refuse_unknown_keys,
-)
+from nemo_rl_core.config.base import FrozenConfig, collecting_contradictions, refuse_unknown_keys
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.data import ArithmeticData, DataConfig, FileData
+from nemo_rl_core.config.data import DataConfig, FileData
 from nemo_rl_core.config.defaults import (
     LEARNING_RATES,
     DefaultsContext,
@@ -36,7 +31,9 @@ from nemo_rl_core.config.defaults import (
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
+from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
 from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.config.tracking import TrackingConfig

@@ -39,7 +39,8 @@ from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.model import ModelFromConfig
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 

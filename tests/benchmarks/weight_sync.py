@@ -34,7 +34,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
 from nemo_rl_core.config.model import ModelFromConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import join_process_group, rank

@@ -15,8 +15,9 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import GateConfig
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed import session as sessions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession, connect

@@ -9,7 +9,8 @@ import torch
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
-from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import collate
 
 options = json.loads(sys.argv[1])

@@ -11,7 +11,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.model import ModelFromConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids

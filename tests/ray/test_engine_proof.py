@@ -13,7 +13,7 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.config.generation import HuggingFaceGenerationConfig
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession

@@ -14,9 +14,9 @@ from nemo_rl_core.config.environment import (
     ByTask,
     EnvironmentConfig,
     EnvironmentWorkers,
-    GuessNumberGame,
     WeightedSum,
 )
+from nemo_rl_core.config.multi_turn import GuessNumberGame
 from nemo_rl_core.config.single_turn import ExactMatch, RegexMatch, RewardFunction
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments import actor_pool

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from nemo_rl_core.config.environment import EnvironmentConfig
 from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.config.single_turn import LLMJudge
+from nemo_rl_core.config.judge import LLMJudge
 from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids, supervised_example
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer

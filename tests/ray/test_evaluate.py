@@ -90,7 +90,7 @@ def test_a_model_that_was_taught_the_answers_gives_them(
     make_policy: Callable,
     tmp_path: Path,
 ) -> None:
-    from nemo_rl_core.config.training import OptimizerConfig
+    from nemo_rl_core.config.optimizer import OptimizerConfig
 
     policy = make_policy(optimizer=OptimizerConfig(learning_rate=0.01, num_warmup_steps=10))
     batch = sft_batch(load_examples(data, load_tokenizer(tiny_model)))

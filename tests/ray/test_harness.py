@@ -16,7 +16,8 @@ from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.errors import ConfigError, ModelError
-from nemo_rl_core.evals.harness import Adapter, harness_model, until, windows
+from nemo_rl_core.evals.harness import Adapter, harness_model
+from nemo_rl_core.evals.harness_requests import until, windows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_core.config.single_turn import JudgeModel, LLMJudge
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.factory import make_scorer

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.process_group import join_process_group, rank, world_size
 from nemo_rl_core.distributed.session import ClusterSession

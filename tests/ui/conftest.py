@@ -20,8 +20,9 @@ import uvicorn
 from playwright.sync_api import BrowserContext, sync_playwright
 from starlette.testclient import TestClient
 
-from nemo_rl_core.evals.rows import save_rows
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.evals.rows import save_eval_rows
+from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.store.manifest import Cost, Manifest
 from nemo_rl_core.store.store import Store
@@ -160,7 +161,7 @@ def _first_run(made: RecordedStore) -> None:
 
 
 def _evaluation(folder: Path, *, right: int) -> None:
-    save_rows(
+    save_eval_rows(
         [
             {
                 "prompt_id": f"{n}+1",

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution, Node
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Manifest, ParentRef
 from nemo_rl_core.store.store import Store
 

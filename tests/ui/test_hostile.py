@@ -12,7 +12,8 @@ import pytest
 from playwright.sync_api import BrowserContext
 from starlette.testclient import TestClient
 
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.ui.app import create_app

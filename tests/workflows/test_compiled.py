@@ -349,7 +349,7 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
 
     from nemo_rl_core.config.cluster import ClusterConfig
     from tasks.evaluate import evaluate
-    from tasks.platform.resources import laptop, one_gpu, shape_of
+    from tasks.platform.shapes import laptop, one_gpu, shape_of
 
     node = ClusterConfig(shape="node_8gpu")
     nodes = ClusterConfig(shape="cluster", num_workers=1024, accelerator="nvidia-h200")

@@ -18,7 +18,7 @@ from nemo_rl_core.rollouts.batch import (
     valid_rollouts,
 )
 from nemo_rl_core.rollouts.sampler import Sampler
-from nemo_rl_core.trainers.base import RunSpec
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer
 from nemo_rl_core.types import Prompt
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_core.data.chat import SupervisedExample
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pairs import PreferencePair
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 

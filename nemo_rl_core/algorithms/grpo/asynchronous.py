@@ -11,7 +11,7 @@ from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.rollouts.stream import StreamingSampler
-from nemo_rl_core.trainers.base import RunSpec
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.types import Prompt, Rollout
 

@@ -106,8 +106,8 @@ class GRPOLossFn:
         Args:
             next_token_logprobs: `[B, T-1]`.
             batch: `token_mask [B, T-1]`, `sample_mask [B]`, `advantages [B, T-1]`, and `[B, T-1]`
-                each: `prev_logprobs` (unless they are the current ones), `reference_logprobs` with a KL
-                penalty, `generation_logprobs` with an importance correction.
+                each: `prev_logprobs` (unless they are the current ones), `reference_logprobs` with
+                a KL penalty, `generation_logprobs` with an importance correction.
             global_valid_seqs: 0-dim `Z_seq`.
             global_valid_tokens: 0-dim `Z_tok`.
 

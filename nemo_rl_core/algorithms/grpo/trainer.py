@@ -27,7 +27,7 @@ from nemo_rl_core.rollouts.batch import (
     valid_rollouts,
 )
 from nemo_rl_core.rollouts.engine import request_seed
-from nemo_rl_core.trainers.base import RunSpec
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, num_parts, train_in_parts
 from nemo_rl_core.types import Prompt, Rollout
 

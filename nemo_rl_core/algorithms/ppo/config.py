@@ -13,13 +13,13 @@ from pydantic import (
 
 from nemo_rl_core.config.base import Bound, FrozenConfig
 from nemo_rl_core.config.generation import refuse_for_training
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.trainer import (
     GateConfig,
     LoopConfig,
     RolloutSettings,
     refuse_without_scalar_head,
 )
-from nemo_rl_core.config.training import OptimizerConfig
 
 
 class ClippedSurrogate(FrozenConfig):

@@ -4,10 +4,11 @@ from torch import Tensor
 
 from nemo_rl_core.algorithms.ppo.config import KLInReward, PPOConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.functional.advantages import gae, whitened
+from nemo_rl_core.functional.advantages import whitened
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards
+from nemo_rl_core.functional.value import gae
 
 
 def value_columns(values: Tensor, batch: BatchedDataDict) -> dict[str, Tensor]:

@@ -2,13 +2,17 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast
 
 from nemo_rl_core.algorithms.ppo.config import PPOConfig, PPOSettings
 from nemo_rl_core.algorithms.ppo.data import add_advantages, value_columns
 from nemo_rl_core.algorithms.ppo.loss import PPOLossFn, ValueLossFn
+from nemo_rl_core.algorithms.ppo.policy_and_critic import (
+    CRITIC,
+    OwnPolicyAndCritic,
+    PolicyAndCritic,
+)
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
@@ -24,12 +28,9 @@ from nemo_rl_core.rollouts.batch import (
     rollout_metrics,
     valid_rollouts,
 )
-from nemo_rl_core.trainers.base import RunSpec
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
 from nemo_rl_core.types import Prompt
-
-CRITIC = "critic"
-"""The critic's worker group, and its folder in a checkpoint."""
 
 
 class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
@@ -144,60 +145,6 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
 
     def _peak_memory_gib(self) -> float:
         return super()._peak_memory_gib() + self.critic.peak_memory_gib()
-
-
-@dataclass(frozen=True)
-class PolicyAndCritic:
-    """Two models that are saved and restored together."""
-
-    policy: Policy
-    critic: Policy
-
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes the policy into `path`, and the critic into `path/critic`."""
-        self.start_checkpoint(path)
-        self.finish_checkpoint()
-
-    def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, of a copy of both states, part of which is written later."""
-        self.policy.start_checkpoint(path)
-        (path / CRITIC).mkdir()
-        self.critic.start_checkpoint(path / CRITIC)
-
-    def checkpoint_is_written(self) -> bool:
-        """Returns True if `finish_checkpoint` would not wait."""
-        return self.policy.checkpoint_is_written() and self.critic.checkpoint_is_written()
-
-    def finish_checkpoint(self) -> None:
-        """Waits until the folder is complete; raises errors of both writers."""
-        try:
-            self.policy.finish_checkpoint()
-        finally:
-            self.critic.finish_checkpoint()
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Restores both models."""
-        self.policy.load_checkpoint(path)
-        self.critic.load_checkpoint(path / CRITIC)
-
-
-@dataclass(frozen=True)
-class OwnPolicyAndCritic:
-    """The user's policy and critic, which write what they have learnt themselves."""
-
-    policy: OwnPolicy
-    critic: OwnPolicy
-
-    def save_checkpoint(self, path: Path) -> None:
-        """Has the policy write into `path`, and the critic into `path/critic`."""
-        self.policy.save_checkpoint(path)
-        (path / CRITIC).mkdir()
-        self.critic.save_checkpoint(path / CRITIC)
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Has both go on from what they wrote."""
-        self.policy.load_checkpoint(path)
-        self.critic.load_checkpoint(path / CRITIC)
 
 
 def _refuse_half_of_both(policy: PolicyInterface | None, critic: PolicyInterface | None) -> None:

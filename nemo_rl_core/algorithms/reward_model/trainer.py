@@ -9,11 +9,13 @@ from nemo_rl_core.algorithms.reward_model.config import RewardModelConfig, Rewar
 from nemo_rl_core.algorithms.reward_model.loss import PreferenceLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.data.pairs import PreferencePair, load_pairs, pair_batch, refuse_beyond_budget
+from nemo_rl_core.data.pair_files import load_pairs
+from nemo_rl_core.data.pairs import PreferencePair, pair_batch, refuse_beyond_budget
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
 
 

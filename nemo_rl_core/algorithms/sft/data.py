@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.loader import MadeOfRows, load_records, load_tokenized
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.schemas import row_kind
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import DataError

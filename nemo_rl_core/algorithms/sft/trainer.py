@@ -5,11 +5,12 @@ from contextlib import ExitStack
 from nemo_rl_core.algorithms.sft.config import SFTConfig, SFTSettings
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
-from nemo_rl_core.data.chat import SupervisedExample
 from nemo_rl_core.data.loader import PromptLoader
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.packing.plan import plan_microbatches
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
+from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.validation import loss_metrics
 
 

@@ -21,7 +21,8 @@ from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_ranks import join_engine, launcher, unlink_shared_memory
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
-from nemo_rl_core.checkpoints.weights import require_finite, stored_tensors
+from nemo_rl_core.checkpoints.weight_files import stored_tensors
+from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights

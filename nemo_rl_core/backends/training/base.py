@@ -8,10 +8,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import (
     TRAINING_SECTIONS,
     DTensorTraining,
-    OptimizerConfig,
     RegisteredTraining,
     TrainingConfig,
 )

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl_core.config.training import (
+from nemo_rl_core.config.optimizer import (
     ConstantSchedule,
     CosineSchedule,
     LinearSchedule,

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nemo_rl_core.config.data import (
+from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
+from nemo_rl_core.config.generated_data import (
     ArithmeticData,
-    DataConfig,
-    FileData,
     GuessNumberData,
-    HubData,
-    MixtureData,
     ReasoningGymData,
     SlidingPuzzleData,
 )
@@ -77,7 +74,7 @@ def recognised_validation(config: DataConfig, *, seed: int) -> "Recognised":
     if isinstance(config, HubData) and config.validation is not None:
         from nemo_rl_core.data.datasets import hub
 
-        return hub.load_validation(config)
+        return hub.read_validation(config)
     parts = load_parts(config, seed=seed)
     return Recognised(parts.validation or [], parts.read_as)
 

@@ -2,7 +2,7 @@
 
 import random
 
-from nemo_rl_core.config.data import ArithmeticData
+from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.types import Row
 
 

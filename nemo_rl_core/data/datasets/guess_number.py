@@ -3,7 +3,7 @@
 import json
 import random
 
-from nemo_rl_core.config.data import GuessNumberData
+from nemo_rl_core.config.generated_data import GuessNumberData
 from nemo_rl_core.games.guess_number import NumberGuess, best_guess, num_guesses
 from nemo_rl_core.types import Row
 

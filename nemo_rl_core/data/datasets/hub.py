@@ -40,7 +40,7 @@ def load(config: HubData, *, seed: int) -> Parts:
     )
 
 
-def load_validation(config: HubData) -> Recognised:
+def read_validation(config: HubData) -> Recognised:
     """The rows of the validation split, which the config names; no other split is read.
 
     Raises:

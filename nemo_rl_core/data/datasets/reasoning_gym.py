@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from nemo_rl_core.config.data import ReasoningGymData
+from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.types import Row
 

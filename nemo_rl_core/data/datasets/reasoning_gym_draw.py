@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import chain, islice, zip_longest
 from typing import Any
 
-from nemo_rl_core.config.data import ReasoningGymData
+from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.games.reasoning_gym_library import load_reasoning_gym

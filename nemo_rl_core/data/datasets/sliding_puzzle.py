@@ -3,7 +3,7 @@
 import json
 import random
 
-from nemo_rl_core.config.data import SlidingPuzzleData
+from nemo_rl_core.config.generated_data import SlidingPuzzleData
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.games.sliding_puzzle import SlidingPuzzle, best_move, distances
 from nemo_rl_core.types import Row

@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.data import (
+from nemo_rl_core.config.data import FileData, HubData, MixtureData
+from nemo_rl_core.config.generated_data import (
     ArithmeticData,
-    FileData,
     GuessNumberData,
-    HubData,
-    MixtureData,
     ReasoningGymData,
     SlidingPuzzleData,
 )

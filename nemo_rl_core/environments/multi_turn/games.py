@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message
-from nemo_rl_core.environments.multi_turn.replies import Reply, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, joined_replies
 from nemo_rl_core.environments.rewards.reasoning_gym import candidate_answers
 from nemo_rl_core.games import Position
 
@@ -42,7 +42,7 @@ class GameEnvironment:
         A row without a game in its metadata is an error, of that row alone.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
-        return joined([self._reply(log, stored) for log, stored in pairs])
+        return joined_replies([self._reply(log, stored) for log, stored in pairs])
 
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]

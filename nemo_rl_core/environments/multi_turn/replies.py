@@ -124,7 +124,7 @@ def _valid(reply: Reply, log: Sequence[Message], source: str) -> Reply | RewardE
     return replace(reply, reward=reward, truncation_reward=truncation_reward)
 
 
-def joined(replies: Sequence[Reply]) -> EnvironmentReturn:
+def joined_replies(replies: Sequence[Reply]) -> EnvironmentReturn:
     """`B` replies as one batch."""
     import torch
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message
-from nemo_rl_core.environments.multi_turn.replies import Reply, failed, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, failed, joined_replies
 from nemo_rl_core.environments.rewards.awaiting import AsyncCalls
 from nemo_rl_core.errors import ConfigError, RewardError
 
@@ -83,7 +83,7 @@ class VerifiersEnvironment:
             partial(self._turn, log, about)
             for log, about in zip(message_log_batch, metadata, strict=True)
         ]
-        return joined([self._reply(call) for call in self._calls.results(turns)])
+        return joined_replies([self._reply(call) for call in self._calls.results(turns)])
 
     @staticmethod
     def _reply(outcome: Any) -> Reply:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_core.config.single_turn import JudgeEndpoint
+from nemo_rl_core.config.judge import JudgeEndpoint
 from nemo_rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -24,87 +24,28 @@ anything. A piece that first asks, and then fails whatever the reply, is not rec
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.interfaces import Scorer, attempt
+from nemo_rl_core.environments.rewards.unit_tests import (
+    InputOutputTest,
+    UnitTests,
+    extract_program,
+    lines_of,
+    stored_tests,
+)
 from nemo_rl_core.environments.sandbox import Finished, Limits, Sandbox
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
-_FENCE = "```"
-_LANGUAGES = {"", "python", "py", "python3"}
 _FOLDER = "nemo_rl_core/environments/rewards/code_checker"
-
-
-def extract_program(completion: str) -> str:
-    """The last fenced block that is Python or says no language; without one, the whole text.
-
-    A block that is not closed counts: a stop string may have taken its end.
-
-    Example:
-        >>> extract_program("So:\\n```python\\nx = 1\\n```\\nDone.")
-        'x = 1\\n'
-    """
-    blocks: list[list[str]] = []
-    inside = False
-    for line in completion.splitlines(keepends=True):
-        mark = line.strip()
-        if inside and mark == _FENCE:
-            inside = False
-        elif not inside and mark.startswith(_FENCE):
-            inside = True
-            blocks.append([mark.removeprefix(_FENCE).strip().lower()])
-        elif inside:
-            blocks[-1].append(line)
-    programs = [lines for language, *lines in blocks if language in _LANGUAGES]
-    return "".join(programs[-1]) if programs else completion
-
-
-@dataclass(frozen=True, slots=True)
-class InputOutputTest:
-    """What a whole program must print to an input."""
-
-    stdin: str
-    stdout: str
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTests:
-    """What a row demands: either pieces of Python, or exchanges."""
-
-    setup: str
-    pieces: tuple[str, ...]
-    exchanges: tuple[InputOutputTest, ...]
-
-    @classmethod
-    def of(cls, metadata: str) -> "UnitTests":
-        """Reads a row's metadata.
-
-        Raises:
-            RewardError: If it has no tests in the form that the module describes.
-        """
-        stored = json.loads(metadata)
-        tests = stored.get("tests")
-        setup = stored.get("setup", "")
-        if isinstance(tests, list) and tests and isinstance(setup, str):
-            if all(isinstance(each, str) for each in tests):
-                return cls(setup, tuple(tests), ())
-            if all(_is_exchange(each) for each in tests):
-                return cls(setup, (), tuple(InputOutputTest(**each) for each in tests))
-        raise RewardError(
-            "a row has no unit tests that can be run",
-            expected='metadata with "tests": a list of pieces of Python, or of objects with '
-            '"stdin" and "stdout"',
-            got=repr(tests)[:100] if "tests" in stored else f"the keys {sorted(stored) or 'none'}",
-            fix="correct the row's metadata, or leave it out",
-        )
 
 
 class CodeScorer(Scorer):
@@ -163,7 +104,7 @@ class CodeScorer(Scorer):
 
     def _passes(self, program: str, exchange: InputOutputTest) -> bool:
         ended = self._sandbox.run({"main.py": program}, stdin=exchange.stdin)
-        return ended.succeeded and _lines(ended.stdout) == _lines(exchange.stdout)
+        return ended.succeeded and lines_of(ended.stdout) == lines_of(exchange.stdout)
 
     def _passed_pieces(self, program: str, tests: UnitTests) -> list[bool]:
         """Which pieces pass; one that the checker did not come to has not."""
@@ -190,7 +131,7 @@ class CodeScorer(Scorer):
                 )
                 checking = running.enter_context(
                     self._sandbox.start(
-                        {**_harness("checker"), "tests.json": _stored(tests)},
+                        {**_harness("checker"), "tests.json": stored_tests(tests)},
                         stdin=replies[0],
                         stdout=requests[1],
                         limits=_room_for_report(patient, tests),
@@ -207,7 +148,7 @@ class CodeScorer(Scorer):
         first = 0
         while first < len(tests.pieces):
             ended = self._sandbox.run(
-                {**_harness("row"), "tests.json": _stored(tests, first)},
+                {**_harness("row"), "tests.json": stored_tests(tests, first)},
                 limits=_room_for_report(self._limits, tests),
             )
             lines = _report(ended)
@@ -220,10 +161,6 @@ class CodeScorer(Scorer):
             while first in lines:
                 first += 1
         self._whole.add(tests)
-
-
-def _stored(tests: UnitTests, first: int = 0) -> str:
-    return json.dumps({"setup": tests.setup, "tests": tests.pieces, "first": first})
 
 
 def _room_for_report(limits: Limits, tests: UnitTests) -> Limits:
@@ -268,15 +205,3 @@ def _broken(why: str) -> RewardError:
         got=why[:300],
         fix="correct the row's metadata, or leave it out",
     )
-
-
-def _is_exchange(test: Any) -> bool:
-    return (
-        isinstance(test, Mapping)
-        and test.keys() == {"stdin", "stdout"}
-        and all(isinstance(text, str) for text in test.values())
-    )
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,11 +1,9 @@
 """A user's own function as a reward."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from nemo_rl_core.config.names import unknown_names
 from nemo_rl_core.environments.interfaces import (
     EnvironmentReturn,
     Message,
@@ -16,19 +14,11 @@ from nemo_rl_core.environments.interfaces import (
     raise_first,
 )
 from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_async
-from nemo_rl_core.environments.rewards.signatures import (
-    Fields,
-    RewardSignature,
-    Style,
-    fields_of,
-    given_fields,
-)
-from nemo_rl_core.environments.targets import import_module
-from nemo_rl_core.errors import ConfigError, RewardError
+from nemo_rl_core.environments.rewards.loading import RewardCallable, as_list, load_function
+from nemo_rl_core.environments.rewards.row_fields import Fields, fields_of, given_fields
+from nemo_rl_core.environments.rewards.signatures import RewardSignature, Style
+from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Prompt, Rollout, unscored
-
-RewardCallable = Callable[..., Any]
-"""Returns a number, or of lists as many numbers; see `signatures` for what it may take."""
 
 
 class FunctionalRewardWrapper(Scorer):
@@ -155,7 +145,7 @@ class FunctionalRewardWrapper(Scorer):
             (call,) = self._awaiting.results([call])
 
         def fill() -> float:
-            values.extend(_as_list(call()))
+            values.extend(as_list(call()))
             return 0.0
 
         problem = attempt(fill, **first)
@@ -205,42 +195,6 @@ class FunctionalRewardWrapper(Scorer):
     @property
     def _source(self) -> str:
         return f"the reward function {self.name!r}"
-
-
-def load_function(target: str) -> RewardCallable:
-    """The function that `module:function` names; modules of the current directory count.
-
-    Raises:
-        ConfigError: When it cannot be imported or takes no completion.
-    """
-    module_name, _, name = target.partition(":")
-    module = import_module(module_name, of=f"the reward function {target!r}")
-    fn = getattr(module, name, None)
-    if hasattr(fn, "step") and (inspect.isclass(fn) or not callable(fn)):
-        raise ConfigError(
-            f"environment.target: {target!r} is an environment, not a reward function",
-            expected="a function, with kind: function",
-            got=f"{'the class' if inspect.isclass(fn) else 'an object'} {name} with a method step",
-            fix=f'name it as {{kind: python, target: "{target}"}}',
-        )
-    if not callable(fn):
-        names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise unknown_names(
-            f"environment.target: the module {module_name!r} has no function",
-            [name],
-            names,
-            otherwise="name one that it has",
-            expected=None if names else "a function with a parameter completion",
-        )
-    RewardSignature.of(fn, target)
-    checked_fn: RewardCallable = fn
-    return checked_fn
-
-
-def _as_list(result: Any) -> list[Any]:
-    if isinstance(result, str | bytes | dict):
-        raise TypeError(f"a list of rewards was expected, not {type(result).__name__}")
-    return list(result)
 
 
 def _last_exchange(log: Sequence[Message]) -> tuple[str, str]:

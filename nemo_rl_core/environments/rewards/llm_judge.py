@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from nemo_rl_core.config.single_turn import LLMJudge
+from nemo_rl_core.config.judge import LLMJudge
 from nemo_rl_core.environments.interfaces import Scorer, failure, shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.checkpoints.hub import hub_access
-from nemo_rl_core.checkpoints.weights import load_pretrained, unreadable
+from nemo_rl_core.checkpoints.weight_files import unreadable
+from nemo_rl_core.checkpoints.weights import load_pretrained
 from nemo_rl_core.errors import ModelError
 
 SCALAR_HEAD = "score"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from nemo_rl_core.config.environment import CalculatorTool, PythonTool, RetrieverTool, ToolConfig
+from nemo_rl_core.config.multi_turn import CalculatorTool, PythonTool, RetrieverTool, ToolConfig
 from nemo_rl_core.environments.tools.environment import Tool, ToolEnvironment
 
 __all__ = ["Tool", "ToolEnvironment", "make_tools"]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_core.config.environment import ToolUse
+from nemo_rl_core.config.multi_turn import ToolUse
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, Message, Scorer, shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Completion, Prompt, Rollout

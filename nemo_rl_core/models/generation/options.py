@@ -6,12 +6,13 @@ from typing import Any, Final, TypedDict
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
-from nemo_rl_core.config.base import FrozenConfig, describe
+from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.generation import (
     HuggingFaceGenerationConfig,
     MegatronGenerationConfig,
     VllmGenerationConfig,
 )
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession

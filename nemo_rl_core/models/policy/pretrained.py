@@ -9,30 +9,24 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.checkpoints.hub import hub_access, hub_folder
-from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.cluster import ClusterConfig, ShapeName
 from nemo_rl_core.config.generation import (
     HuggingFaceGenerationConfig,
     MegatronGenerationConfig,
     SamplingConfig,
 )
-from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.names import unknown_names
-from nemo_rl_core.config.training import (
-    DTensorTraining,
-    LoRAConfig,
-    MegatronTraining,
-    OptimizerConfig,
-)
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
 from nemo_rl_core.data.pretrained import context_length, load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.resources import count_gpus
@@ -43,71 +37,16 @@ from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import fill, training_columns
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.lm_policy import Policy
+from nemo_rl_core.models.policy.options import UNBOUNDED_CONTEXT, PolicyOptions
 from nemo_rl_core.models.policy.reward_loss import RewardLossFn, as_rewards
 from nemo_rl_core.telemetry.waiting import waiting_for_files
 
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count(1)
-_UNBOUNDED_CONTEXT = 2**31
 _OF_GENERATE = frozenset(
     {"max_new_tokens", "top_p", "top_k", "repetition_penalty", "do_sample", "eos_token_id"}
     | {"pad_token_id"}
 )
-
-
-class PolicyOptions(OptimizerConfig):
-    """The options of a pretrained policy besides the settings of its backend.
-
-    Attributes:
-        dtype: Type of the matrix products; `auto` is bfloat16 on a GPU, else float32.
-        temperature: What logits are divided by.
-        max_new_tokens: The longest completion of `generate`.
-        top_p: `generate` draws from the likeliest tokens that together have this probability.
-        top_k: `generate` draws from so many likeliest tokens; None draws from all.
-        repetition_penalty: `generate` divides the logits of tokens that came before by it.
-        do_sample: False takes the likeliest token at every step, also where `greedy` is not given.
-        eos_token_id: One token or several that end a completion, besides the model's own.
-        pad_token_id: Stands behind the shorter completions of `generate`.
-    """
-
-    @property
-    def dtype_here(self) -> DType:
-        """The type on this machine."""
-        if self.dtype == "auto":
-            return "bfloat16" if count_gpus() else "float32"
-        return self.dtype
-
-    learning_rate: PositiveFloat = 1e-6
-    dtype: DType | Literal["auto"] = "auto"
-    seed: NonNegativeInt = 0
-    temperature: PositiveFloat = 1.0
-    max_tokens_per_microbatch: PositiveInt = 8192
-    max_new_tokens: PositiveInt = 100
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: PositiveInt | None = None
-    repetition_penalty: PositiveFloat = 1.0
-    do_sample: bool = True
-    eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
-    pad_token_id: NonNegativeInt = 0
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Of `eos_token_id`."""
-        ends = self.eos_token_id
-        if ends is None:
-            return ()
-        return (ends,) if isinstance(ends, int) else tuple(ends)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The fields of a `SamplingConfig`."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature if self.do_sample else 0.0,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-        }
 
 
 class PretrainedPolicy(PolicyInterface):
@@ -312,7 +251,7 @@ class PretrainedPolicy(PolicyInterface):
         setup = GenerationSetup(
             model_folder=base,
             config=config,
-            max_model_len=context_length(base) or _UNBOUNDED_CONTEXT,
+            max_model_len=context_length(base) or UNBOUNDED_CONTEXT,
             stop_token_ids=tuple(sorted({*own, *options.stop_token_ids})),
             dtype=options.dtype_here,
             seed=options.seed,

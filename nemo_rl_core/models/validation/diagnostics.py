@@ -42,7 +42,7 @@ def test_max_model_len_respected(model_name: str | Path) -> int:
             or a prompt that alone is too long was taken.
         ModelError: If there is no such model.
     """
-    folder = model_folder(model_name)
+    folder = folder_to_check(model_name)
     longest = min(_MAX_MODEL_LEN, context_length(folder) or _MAX_MODEL_LEN)
     setup = _setup(folder, max_model_len=longest, max_new_tokens=2 * longest)
     prompts = random_prompts(folder, lengths=[1, longest // 2, longest - 1])
@@ -80,7 +80,7 @@ def test_generation_consistency(model_name: str | Path) -> float:
         ConsistencyError: Past `THRESHOLD`.
         ModelError: If there is no such model.
     """
-    folder = model_folder(model_name)
+    folder = folder_to_check(model_name)
     longest = min(_MAX_MODEL_LEN, context_length(folder) or _MAX_MODEL_LEN)
     setup = _setup(folder, max_model_len=longest, max_new_tokens=longest // 2)
     prompts = random_prompts(folder, lengths=[1, 3, longest // 4, longest // 2 - 1] * 4)
@@ -100,7 +100,7 @@ test_max_model_len_respected.__test__ = False  # type: ignore[attr-defined]
 test_generation_consistency.__test__ = False  # type: ignore[attr-defined]
 
 
-def model_folder(model_name: str | Path) -> Path:
+def folder_to_check(model_name: str | Path) -> Path:
     """The folder of a model, in the transformers layout.
 
     Raises:

@@ -13,7 +13,7 @@ from nemo_rl_core.history.records import AncestryGraph, ArtifactRow, Page
 from nemo_rl_core.ui import ancestry, completions, curves, graph
 from nemo_rl_core.ui.charts import Chart, Series, chart
 from nemo_rl_core.ui.costs import total_cost
-from nemo_rl_core.ui.pages.parameters import history_of, number, offset, parameter
+from nemo_rl_core.ui.pages.parameters import history_of, number_parameter, offset, parameter
 from nemo_rl_core.ui.templating import render
 
 _DESCENDANTS_SHOWN, _FILES_SHOWN, _READ_PER_PAGE = 200, 500, 20
@@ -102,8 +102,8 @@ def completions_view(request: Request) -> Response:
     wanted = completions.Filter()
     try:
         wanted = completions.Filter(
-            number(request, "low"),
-            number(request, "high"),
+            number_parameter(request, "low"),
+            number_parameter(request, "high"),
             chosen["text"],
             chosen["only"],
             chosen["order"],

@@ -44,7 +44,7 @@ def offset(request: Request) -> int:
     return min(int(given), 10**9) if given.isdecimal() and len(given) < 12 else 0
 
 
-def number(request: Request, name: str) -> float | None:
+def number_parameter(request: Request, name: str) -> float | None:
     """A number; None if missing.
 
     Raises:

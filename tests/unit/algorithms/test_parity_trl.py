@@ -23,7 +23,7 @@ from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.loading import load_scalar_model
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.data.chat import conversation_example, preference_example
 from nemo_rl_core.data.pairs import PreferencePair, pair_batch
 from nemo_rl_core.data.pretrained import load_tokenizer

@@ -17,7 +17,8 @@ from nemo_rl_core.distributed import session as sessions
 from nemo_rl_core.errors import ConfigError, DataError, NemoRLError
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
+from nemo_rl_core.trainers.loop import RunSpec
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NAMES = ["sft", "dpo", "reward_model", "grpo", "async_grpo", "ppo", "distillation"]

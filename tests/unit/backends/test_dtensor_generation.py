@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 

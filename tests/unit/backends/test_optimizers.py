@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
-from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ConfigError, ResourceError
 
 

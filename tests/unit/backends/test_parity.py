@@ -23,12 +23,8 @@ from nemo_rl_core.backends.training.base import (
     allowed_sharing,
     get_training_backend,
 )
-from nemo_rl_core.config.training import (
-    DTensorTraining,
-    MegatronTraining,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks

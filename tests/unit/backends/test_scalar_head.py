@@ -13,7 +13,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.loading import scoring_pad_token_id
 from nemo_rl_core.backends.training.dtensor.model import ScoreModel
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.errors import ConfigError, DataError, ModelError
 

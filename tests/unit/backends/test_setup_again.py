@@ -9,7 +9,8 @@ import torch
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
 from nemo_rl_core.backends.training.dtensor.packed import Microbatches
-from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.packing.plan import Microbatch

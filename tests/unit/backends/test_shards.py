@@ -26,7 +26,8 @@ from nemo_rl_core.backends.training.dtensor.loading import (
 from nemo_rl_core.backends.training.dtensor.lora import Adapters
 from nemo_rl_core.backends.training.dtensor.shards import allocate, fill_from_folder
 from nemo_rl_core.checkpoints.tensors import load_tensors, save_tensors
-from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ModelError, StoreError
 

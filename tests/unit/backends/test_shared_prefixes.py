@@ -26,7 +26,8 @@ from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
 from nemo_rl_core.backends.training.packed_attention import block_mask
-from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.packing.ranks import plan_shard

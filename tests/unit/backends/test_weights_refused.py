@@ -28,7 +28,8 @@ from nemo_rl_core.config.generation import (
     VllmGenerationConfig,
 )
 from nemo_rl_core.config.model import PretrainedModel
-from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.lora import merge_lora
 from nemo_rl_core.converters.materialize import materialize

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSchedule
 from nemo_rl_core.algorithms.sft.config import SFTConfig
-from nemo_rl_core.config.base import describe
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.data import ArithmeticData, RowPolicy
+from nemo_rl_core.config.generated_data import ArithmeticData
+from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelFromConfig, PretrainedModel
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.errors import ConfigError
 from tasks.recipes.common import PipelineRecipe, RecipeError
 from tasks.recipes.convert import ConvertRecipe

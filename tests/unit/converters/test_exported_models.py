@@ -25,7 +25,7 @@ from nemo_rl_core.converters.export import export_model
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.evals.chat import Chat
-from nemo_rl_core.history.card_usage import usage
+from nemo_rl_core.history.card_usage import model_usage
 
 SUMS = ["12+34=", "7+5=", "99+1=", "1+2=", "50+ 6=", "8*9="]
 CHATML = (
@@ -163,7 +163,7 @@ def test_chat_and_transformers_give_the_same_answers(kind: str, tmp_path: Path) 
 
 def by_the_card(folder: Path, library: str) -> str:
     """The output of the card's program, for the first sum."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", usage(folder), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```$", model_usage(folder), re.M | re.S)
     (program,) = [block for block in blocks if f"from {library} import" in block]
     program = program.replace('".", "your prompt"', repr((str(folder), SUMS[0]))[1:-1])
     printed = io.StringIO()
@@ -177,7 +177,7 @@ def test_the_card_says_how_to_ask_it_in_transformers(kind: str, tmp_path: Path) 
     folder = KINDS[kind](tmp_path)
     answer = Chat(folder, max_new_tokens=64).answer(SUMS[0])
     assert by_the_card(folder, "transformers") == answer
-    assert ("llm.chat(" in usage(folder)) is has_template(folder)
+    assert ("llm.chat(" in model_usage(folder)) is has_template(folder)
 
 
 @pytest.mark.thorough

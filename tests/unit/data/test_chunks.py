@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from nemo_rl_core.config.data import FileData, HubData, MixtureData, RowPolicy
+from nemo_rl_core.config.data import FileData, HubData, MixtureData
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data import chunks
 from nemo_rl_core.data.chunks import ChunkedRows
 from nemo_rl_core.data.datasets import hub, load_parts
@@ -251,7 +252,7 @@ def test_only_the_splits_in_use_are_opened(tmp_path: Path) -> None:
     assert {*hub.fetch(str(tmp_path), subset=None, revision=None)} == {"train", "validation"}
     found = load_parts(HubData(name=str(tmp_path), validation="validation"), seed=0)
     assert (len(found.train), len(found.validation or [])) == (6, 2)
-    alone = hub.load_validation(HubData(name=str(tmp_path), validation="validation"))
+    alone = hub.read_validation(HubData(name=str(tmp_path), validation="validation"))
     assert [row["prompt"] for row in alone.rows] == ["6+1=", "7+1="]
     with pytest.raises(DataError, match=r"no split 'dev'\n.*one of train, validation, test"):
         load_parts(HubData(name=str(tmp_path), validation="dev"), seed=0)

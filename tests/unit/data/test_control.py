@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from nemo_rl_core.config.data import (
+from nemo_rl_core.config.generated_data import (
     ArithmeticData,
     GuessNumberData,
     ReasoningGymData,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.data import ArithmeticData, FileData, ReasoningGymData
+from nemo_rl_core.config.data import FileData
+from nemo_rl_core.config.generated_data import ArithmeticData, ReasoningGymData
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.reasoning_gym_draw import draw
 from nemo_rl_core.data.module import DataModule

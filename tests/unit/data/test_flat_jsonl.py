@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from nemo_rl_core.data.datasets import files
+from nemo_rl_core.data.datasets import file_formats
 from nemo_rl_core.data.datasets.files import read_records
 from nemo_rl_core.data.datasets.jsonl import read_flat_jsonl
 from nemo_rl_core.data.datasets.records import each_record
@@ -79,7 +79,7 @@ def test_a_data_set_is_the_same_by_both_readers(
     path = written(tmp_path / "rows.jsonl", lines)
 
     by_python = DataModule.of(str(path))
-    monkeypatch.setattr(files, "_LARGE", 0)
+    monkeypatch.setattr(file_formats, "_LARGE", 0)
     assert type(read_records(path)).__name__ == "ArrowRecords"
     by_arrow = DataModule.of(str(path))
     pd.testing.assert_frame_equal(by_arrow.train, by_python.train)

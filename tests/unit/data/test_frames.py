@@ -19,7 +19,7 @@ from nemo_rl_core.data.schemas import (
     check_frame,
 )
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.rows import load_rows
+from nemo_rl_core.evals.rows import load_eval_rows
 from nemo_rl_core.rollouts.records import load_rollouts
 
 ROW = {"id": "a", "task": "sums", "metadata": "{}"}
@@ -142,4 +142,4 @@ def test_rollouts_and_evaluations_are_checked_when_read(tmp_path: Path) -> None:
         load_rollouts(tmp_path / "step_000001.parquet")
     pd.DataFrame([EVALUATION | {"mode": "beam"}]).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(DataError, match="mode isin"):
-        load_rows(tmp_path / "rows.parquet")
+        load_eval_rows(tmp_path / "rows.parquet")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl_core.data.chat import (
-    SupervisedExample,
     conversation_example,
     preference_example,
     prompt_token_ids,
@@ -18,6 +17,7 @@ from nemo_rl_core.data.chat import (
     text_example,
     tokenize_row,
 )
+from nemo_rl_core.data.loss_masks import SupervisedExample
 from nemo_rl_core.errors import DataError
 
 Turns = list[dict[str, Any]]

@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.data import ArithmeticData, FileData, HubData, RowPolicy
+from nemo_rl_core.config.data import FileData, HubData
+from nemo_rl_core.config.generated_data import ArithmeticData
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.datasets.split import hold_out
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer

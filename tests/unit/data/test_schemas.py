@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.chat import tokenize_row
 from nemo_rl_core.data.schemas import COLUMNS, check_disjoint, row_kind, validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from nemo_rl_core.config.data import ArithmeticData
+from nemo_rl_core.config.generated_data import ArithmeticData
 from nemo_rl_core.data.chat import (
     conversation_example,
     preference_example,

@@ -6,7 +6,7 @@ from nemo_rl_core.config.single_turn import ExactMatch
 from nemo_rl_core.environments.adapt import EnvironmentScorer, as_environment, as_scorer
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.interfaces import Scorer, raise_first, score_rollouts
-from nemo_rl_core.environments.multi_turn.replies import Reply, joined
+from nemo_rl_core.environments.multi_turn.replies import Reply, joined_replies
 from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
 from nemo_rl_core.errors import ConfigError, RewardError
 
@@ -69,7 +69,7 @@ class QuarantiningEnvironment:
             Reply(error="LookupError: cannot read it") if text == "bad" else Reply(len(text))
             for text in texts
         ]
-        return joined(replies)
+        return joined_replies(replies)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_row_that_cannot_be_scored_costs_no_other_its_score(rollout, reward):
 def test_a_wrong_number_of_replies_is_nobodys_score(rollout):
     class One:
         def step(self, logs, metadata):
-            return joined([Reply(1.0)] * 2)
+            return joined_replies([Reply(1.0)] * 2)
 
     outcomes = as_scorer(One()).score([rollout(text) for text in "abc"])
     assert all(isinstance(each, RewardError) for each in outcomes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.environment import PythonEnvironment
+from nemo_rl_core.config.multi_turn import PythonEnvironment
 from nemo_rl_core.environments import register_environment
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.contents import reward_content

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.environment import CalculatorTool, PythonTool, RetrieverTool, ToolUse
+from nemo_rl_core.config.multi_turn import CalculatorTool, PythonTool, RetrieverTool, ToolUse
 from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.adapt import EnvironmentScorer
 from nemo_rl_core.environments.factory import make_scorer

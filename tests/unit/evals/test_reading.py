@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
-from nemo_rl_core.evals.evaluate import rows_of
-from nemo_rl_core.evals.rows import greedy_outcomes, load_rows, save_rows
+from nemo_rl_core.evals.evaluate import eval_rows
+from nemo_rl_core.evals.rows import greedy_outcomes, load_eval_rows, save_eval_rows
 from nemo_rl_core.types import Completion, Prompt, Rollout
 from tasks.cli import group
 
@@ -25,11 +25,11 @@ def rollout(place: int, text: str, reward: float | None) -> Rollout:
 def saved(folder: Path, rollouts: list[Rollout]) -> Path:
     folder.mkdir()
     rows = [
-        *rows_of(rollouts, "greedy", category="task", extract=str.strip),
-        *rows_of([rollouts[0], rollouts[0]], "sampled", category="task", extract=str.strip),
+        *eval_rows(rollouts, "greedy", category="task", extract=str.strip),
+        *eval_rows([rollouts[0], rollouts[0]], "sampled", category="task", extract=str.strip),
     ]
-    save_rows(rows, folder / "rows.parquet")
-    assert load_rows(folder / "rows.parquet") == rows
+    save_eval_rows(rows, folder / "rows.parquet")
+    assert load_eval_rows(folder / "rows.parquet") == rows
     return folder
 
 
@@ -42,7 +42,7 @@ def evaluation(tmp_path: Path) -> Path:
 
 
 def test_missing_rewards_are_none_again(evaluation: Path) -> None:
-    rows = load_rows(evaluation / "rows.parquet")
+    rows = load_eval_rows(evaluation / "rows.parquet")
     assert greedy_outcomes(rows) == {"row-0": True, "row-1": False, "row-2": None}
     assert [row["sample"] for row in rows if row["mode"] == "sampled"] == [0, 1]
     assert rows[0]["extracted"] == "1"

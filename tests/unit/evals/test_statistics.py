@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_core.errors import DataError
-from nemo_rl_core.evals.statistics import (
-    mcnemar_p_value,
-    mean_pass_at_k,
-    paired_bootstrap,
-    pass_at_k,
-    pass_at_k_interval,
-    wilson_interval,
-)
+from nemo_rl_core.evals.pass_at_k import mean_pass_at_k, pass_at_k, pass_at_k_interval
+from nemo_rl_core.evals.statistics import mcnemar_p_value, paired_bootstrap, wilson_interval
 
 
 def test_wilson_by_hand():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.functional.advantages import (
     decoupled_group_normalized,
-    gae,
     group_centered,
     group_normalized,
     informative_groups,
@@ -20,6 +19,7 @@ from nemo_rl_core.functional.advantages import (
     zero_variance_fraction,
 )
 from nemo_rl_core.functional.rewards import outcome_rewards
+from nemo_rl_core.functional.value import gae
 
 KINDS = [group_normalized, group_centered, leave_one_out]
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from nemo_rl_core.functional.kl import kl_generation_trainer
 from nemo_rl_core.functional.policy_gradient import (
     band_weight,
     importance_weight,
-    kl_generation_trainer,
     sampling_importance_ratio,
     sequence_importance_weight,
     sequence_mask_weight,

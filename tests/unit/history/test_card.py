@@ -10,9 +10,11 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from nemo_rl_core.history.card import evaluations_behind, model_card
+from nemo_rl_core.history.card import model_card
+from nemo_rl_core.history.card_evaluations import evaluations_behind
 from nemo_rl_core.history.equality import TensorDifference, compare_artifacts
-from nemo_rl_core.store.manifest import Cost, Manifest, write_ancestors
+from nemo_rl_core.store.ancestry import write_ancestors
+from nemo_rl_core.store.manifest import Cost, Manifest
 
 FIGURES = {
     "greedy_accuracy": 0.75,

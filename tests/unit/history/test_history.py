@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.migrations import SCRIPTS, VERSION
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.writer import HistoryWriter, NodeEnd, as_value
+from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.run_log import RunLog

@@ -13,9 +13,10 @@ import jsonschema
 import pytest
 
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.openlineage import Event, events_of, send
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.writer import HistoryWriter, NodeEnd, as_value
+from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 

@@ -5,9 +5,10 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
+from nemo_rl_core.history.inserts import as_value
 from nemo_rl_core.history.migrations import SCRIPTS
 from nemo_rl_core.history.queries import History
-from nemo_rl_core.history.writer import HistoryWriter, NodeEnd, as_value
+from nemo_rl_core.history.writer import HistoryWriter, NodeEnd
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.history.database import open_for_writing
-from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd, as_value
+from nemo_rl_core.history.inserts import as_value
+from nemo_rl_core.history.writer import HistoryWriter, NewExecution, NodeEnd
 from nemo_rl_core.store import files
 from nemo_rl_core.store.manifest import Manifest, config_hash
 from nemo_rl_core.store.store import VOLATILE, Store

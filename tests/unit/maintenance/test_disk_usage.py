@@ -9,7 +9,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from nemo_rl_core.maintenance.disk import allocated
-from nemo_rl_core.maintenance.disk_usage import measure
+from nemo_rl_core.maintenance.disk_usage import measure_disk
 from tasks.cli.usage import usage
 
 Small = Any
@@ -29,7 +29,7 @@ def test_every_breakdown_sums_to_du(small: Small, lineage: dict[str, str]) -> No
         file.truncate(50 * 2**20)
     (second / "link").symlink_to("/usr")
     (second / "dangling").symlink_to("nowhere")
-    found = measure(small.store)
+    found = measure_disk(small.store)
     whole = _du(small.store.root)
     assert found.num_bytes == whole
     assert whole < 2 * 2**20, "the sparse file counts by its blocks"
@@ -45,7 +45,7 @@ def test_every_breakdown_sums_to_du(small: Small, lineage: dict[str, str]) -> No
 def test_what_runs_need_and_what_is_theirs_alone(small: Small, lineage: dict[str, str]) -> None:
     size = {name: _du(small.store.artifacts / folder) for name, folder in lineage.items()}
     own = {run: _du(small.store.runs / run) for run in ("run1", "run2", "run3")}
-    newest, middle, oldest = measure(small.store).runs
+    newest, middle, oldest = measure_disk(small.store).runs
     assert (newest.name, middle.name, oldest.name) == ("run3", "run2", "run1")
     assert newest.num_bytes == own["run3"] + size["third"] + size["second"] + size["data"]
     assert newest.only_bytes == own["run3"] + size["third"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_core.config.environment import GuessNumberGame
+from nemo_rl_core.config.multi_turn import GuessNumberGame
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.rollouts.engine import request_seed
 from nemo_rl_core.rollouts.episode import Bounds

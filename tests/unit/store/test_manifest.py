@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.store.ancestry import ancestry, ancestry_of, recorded_ancestors, write_ancestors
 from nemo_rl_core.store.git import GitState, git_state
 from nemo_rl_core.store.machine import Machine, read_cpuinfo
-from nemo_rl_core.store.manifest import (
-    Cost,
-    Manifest,
-    ParentRef,
-    ancestry,
-    ancestry_of,
-    config_hash,
-    package_versions,
-    recorded_ancestors,
-    write_ancestors,
-)
+from nemo_rl_core.store.manifest import Cost, Manifest, ParentRef, config_hash, package_versions
 
 
 def _manifest(stage: str, parents: tuple[ParentRef, ...] = ()) -> Manifest:

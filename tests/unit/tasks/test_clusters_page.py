@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS, shape_of
+from tasks.platform.resources import DATA, GENERATE, PLAIN, SCORE, TRAIN, WEIGHTS
+from tasks.platform.shapes import shape_of
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.config.environment import RetrieverTool, ToolUse
+from nemo_rl_core.config.multi_turn import RetrieverTool, ToolUse
 from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.contents import reward_content
 from nemo_rl_core.store.manifest import config_hash

@@ -11,7 +11,7 @@ from nemo_rl_core.errors import ConfigError, DataError, ResourceError
 from tasks.artifacts import CompareReport
 from tasks.evaluate import evaluate
 from tasks.platform.ray_stage import CLUSTER_GPUS, await_workers, check_offered
-from tasks.platform.resources import Shape, laptop, one_gpu, shape_of
+from tasks.platform.shapes import Shape, laptop, one_gpu, shape_of
 from tasks.refuse_regression import refuse_worse
 
 

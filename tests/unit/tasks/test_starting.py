@@ -46,7 +46,7 @@ def test_ctrl_c_before_a_run_is_no_trace() -> None:
     script = """
 import signal
 from tasks.platform import starting
-starting.begin()
+starting.begin_line()
 signal.raise_signal(signal.SIGINT)
 """
     done = subprocess.run(

@@ -141,7 +141,7 @@ def test_the_table_shows_what_there_is_to_show() -> None:
 
     from rich.console import Console
 
-    from nemo_rl_core.telemetry.display import summary_table
+    from nemo_rl_core.telemetry.display_lines import summary_table
     from nemo_rl_core.telemetry.events import StageRecord
 
     def shown(*costs: Cost) -> str:

@@ -19,13 +19,8 @@ import pytest
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.display import (
-    PlainDisplay,
-    RichDisplay,
-    choose_display,
-    show_on,
-    summary_table,
-)
+from nemo_rl_core.telemetry.display import PlainDisplay, choose_display, show_on
+from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import (
     Event,
     Note,
@@ -35,6 +30,7 @@ from nemo_rl_core.telemetry.events import (
     report,
     subscribe,
 )
+from nemo_rl_core.telemetry.live_display import RichDisplay
 from nemo_rl_core.telemetry.run_log import RunLog
 from nemo_rl_core.types import StepReport
 

@@ -10,7 +10,8 @@ import pytest
 
 from nemo_rl_core.telemetry import display as displays
 from nemo_rl_core.telemetry.console import console_on
-from nemo_rl_core.telemetry.display import PlainDisplay, clock
+from nemo_rl_core.telemetry.display import PlainDisplay
+from nemo_rl_core.telemetry.display_lines import clock
 from nemo_rl_core.telemetry.events import Event, StageRecord, Waiting, subscribe
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 

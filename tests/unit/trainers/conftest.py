@@ -9,8 +9,9 @@ import pytest
 
 from nemo_rl_core.config.trainer import LoopConfig, TrainerSettings
 from nemo_rl_core.data.loader import PromptLoader
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.callbacks import Callback
+from nemo_rl_core.trainers.loop import RunSpec
 
 
 class CountConfig(LoopConfig):

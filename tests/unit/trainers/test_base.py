@@ -11,9 +11,9 @@ from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
 from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.trainers.base import BaseTrainer, RunSpec
+from nemo_rl_core.trainers.base import BaseTrainer
 from nemo_rl_core.trainers.callbacks import Callback
-from nemo_rl_core.trainers.loop import StepRange
+from nemo_rl_core.trainers.loop import RunSpec, StepRange
 
 
 class StopError(Exception):

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.training.dtensor.loading import as_published, called
-from nemo_rl_core.checkpoints.weights import Shape, open_weights, refuse_wrong_weights, weight_files
+from nemo_rl_core.checkpoints.weight_files import open_weights, weight_files
+from nemo_rl_core.checkpoints.weights import Shape, refuse_wrong_weights
 
 BASE_LAYER = ".base_layer."
 """Part of the names of weights with adapters."""

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from nemo_rl_core.backends.training.megatron.step import sum_gradients
-from nemo_rl_core.config.training import OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
 
 
 def wrap(models: list[Any]) -> list[DistributedDataParallel]:

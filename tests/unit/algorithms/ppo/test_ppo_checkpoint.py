@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.algorithms.ppo.trainer import PolicyAndCritic
+from nemo_rl_core.algorithms.ppo.policy_and_critic import PolicyAndCritic
 from nemo_rl_core.trainers.loop import SavesInBackground
 
 

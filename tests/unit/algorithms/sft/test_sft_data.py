@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_core.algorithms.sft.data import load_examples, sft_batch
-from nemo_rl_core.config.data import RowPolicy
+from nemo_rl_core.config.row_policy import RowPolicy
 from nemo_rl_core.data.loader import load_prompts, save_frame
 from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer

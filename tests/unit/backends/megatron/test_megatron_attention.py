@@ -9,7 +9,8 @@ import torch
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training import packed_attention as kernels
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.config.training import MegatronTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from nemo_rl_core.backends.training.base import TrainingSetup
-from nemo_rl_core.config.training import MegatronTraining, OptimizerConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks

@@ -3,8 +3,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from nemo_rl_core.config.data import GuessNumberData, SlidingPuzzleData
-from nemo_rl_core.config.environment import GuessNumberGame, SlidingPuzzleGame
+from nemo_rl_core.config.generated_data import GuessNumberData, SlidingPuzzleData
+from nemo_rl_core.config.multi_turn import GuessNumberGame, SlidingPuzzleGame
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.schemas import validate_rows
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from nemo_rl_core.config.single_turn import CodeTests
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.rewards.code import CodeScorer, UnitTests, extract_program
+from nemo_rl_core.environments.rewards.code import CodeScorer
 from nemo_rl_core.environments.rewards.code_checker.plain import decode, encode
-from nemo_rl_core.environments.sandbox import runner as runner_module
+from nemo_rl_core.environments.rewards.unit_tests import UnitTests, extract_program
+from nemo_rl_core.environments.sandbox import running
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.types import Rollout
 
@@ -236,7 +237,7 @@ def test_nor_in_less_likely_ways(score: Score, name: str) -> None:
 def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_zero(
     score: Score, tests: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(runner_module, "_LAUNCHER", tmp_path / "missing.py")
+    monkeypatch.setattr(running, "_LAUNCHER", tmp_path / "missing.py")
     outcome = score("def add(a, b): return a + b\nprint(3)", tests)
     assert isinstance(outcome, RewardError)
     assert "no sandbox can be built" in str(outcome)

@@ -9,10 +9,8 @@ import torch
 
 from nemo_rl_core.config.single_turn import RewardFunction
 from nemo_rl_core.environments.factory import make_scorer
-from nemo_rl_core.environments.rewards.functional_reward import (
-    FunctionalRewardWrapper,
-    load_function,
-)
+from nemo_rl_core.environments.rewards.functional_reward import FunctionalRewardWrapper
+from nemo_rl_core.environments.rewards.loading import load_function
 from nemo_rl_core.errors import ConfigError, RewardError
 from nemo_rl_core.types import Rollout
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nemo_rl_core.config.single_turn import JudgeEndpoint, LLMJudge
+from nemo_rl_core.config.judge import JudgeEndpoint, LLMJudge
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.rewards.llm_judge import question
 from nemo_rl_core.errors import ConfigError, RewardError

@@ -22,9 +22,10 @@ from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.cli.card import card
+from tasks.cli.differences import differences_from
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
-from tasks.cli.reproduction import differences_from, run_of
+from tasks.cli.reproduction import run_of
 from tasks.cli.runs import runs
 from tasks.platform.run import RunFailed
 from tasks.platform.stage import cached_task, make

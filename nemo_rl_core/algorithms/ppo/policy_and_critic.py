@@ -1,0 +1,64 @@
+"""A policy and its critic, saved and loaded as one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.models.policy.own import OwnPolicy
+
+CRITIC = "critic"
+"""The critic's worker group, and its folder in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class PolicyAndCritic:
+    """Two models that are saved and restored together."""
+
+    policy: Policy
+    critic: Policy
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes the policy into `path`, and the critic into `path/critic`."""
+        self.start_checkpoint(path)
+        self.finish_checkpoint()
+
+    def start_checkpoint(self, path: Path) -> None:
+        """As `save_checkpoint`, of a copy of both states, part of which is written later."""
+        self.policy.start_checkpoint(path)
+        (path / CRITIC).mkdir()
+        self.critic.start_checkpoint(path / CRITIC)
+
+    def checkpoint_is_written(self) -> bool:
+        """Returns True if `finish_checkpoint` would not wait."""
+        return self.policy.checkpoint_is_written() and self.critic.checkpoint_is_written()
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the folder is complete; raises errors of both writers."""
+        try:
+            self.policy.finish_checkpoint()
+        finally:
+            self.critic.finish_checkpoint()
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Restores both models."""
+        self.policy.load_checkpoint(path)
+        self.critic.load_checkpoint(path / CRITIC)
+
+
+@dataclass(frozen=True)
+class OwnPolicyAndCritic:
+    """The user's policy and critic, which write what they have learnt themselves."""
+
+    policy: OwnPolicy
+    critic: OwnPolicy
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Has the policy write into `path`, and the critic into `path/critic`."""
+        self.policy.save_checkpoint(path)
+        (path / CRITIC).mkdir()
+        self.critic.save_checkpoint(path / CRITIC)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Has both go on from what they wrote."""
+        self.policy.load_checkpoint(path)
+        self.critic.load_checkpoint(path / CRITIC)

@@ -1,0 +1,83 @@
+"""Annotations of a config's fields: the classes that read a value, and which of them is meant."""
+
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin
+
+from pydantic import BaseModel, Discriminator, Tag
+from pydantic.fields import FieldInfo
+
+TAGS: Final = ("kind", "backend")
+
+
+def tag_of(kind: type[BaseModel]) -> tuple[str, str] | None:
+    """The field that names a variant, and its only value."""
+    for name in TAGS:
+        values = get_args(kind.model_fields[name].annotation) if name in kind.model_fields else ()
+        if len(values) == 1:
+            return name, str(values[0])
+    return None
+
+
+def annotated(field: FieldInfo) -> Any:
+    """The annotation with what says how its union is discriminated."""
+    return Annotated[field.annotation, field, *field.metadata]
+
+
+def classes_of(annotation: Any) -> list[type[BaseModel]]:
+    """The config classes that a value may be an instance of, those of a list's items left out."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return classes_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for member in get_args(annotation) for kind in classes_of(member)]
+    return []
+
+
+def class_that_reads(
+    annotation: Any, value: Mapping[str, Any], by: str | Discriminator | None = None
+) -> type[BaseModel] | None:
+    """The class that reads a mapping; None where no class does, or the tag is wrong."""
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return class_that_reads(inner, value, _discriminator(metadata) or by)
+    if get_origin(annotation) not in (Union, UnionType):
+        found = next(iter(classes_of(annotation)), None)
+        # A class may stand for others, which are registered under names.
+        class_for = getattr(found, "class_for", None)
+        return class_for(value) if class_for else found
+    members = [member for member in get_args(annotation) if classes_of(member)]
+    if by is not None and len(members) > 1:
+        members = [member for member in members if _has_tag(member, by, value)]
+    return class_that_reads(members[0], value) if len(members) == 1 else None
+
+
+def _discriminator(metadata: list[Any]) -> str | Discriminator | None:
+    for each in metadata:
+        if isinstance(each, Discriminator):
+            return each
+        if isinstance(each, FieldInfo) and each.discriminator is not None:
+            return each.discriminator
+    return None
+
+
+def _has_tag(member: Any, by: str | Discriminator, value: Mapping[str, Any]) -> bool:
+    if isinstance(by, str):
+        (kind,) = classes_of(member)
+        return value.get(by) in get_args(kind.model_fields[by].annotation)
+    assert callable(by.discriminator)
+    tags = [each.tag for each in get_args(member)[1:] if isinstance(each, Tag)]
+    return by.discriminator(value) in tags
+
+
+def item_annotations(annotation: Any, container: type) -> Iterator[Any]:
+    """What the items of a list or the values of a mapping are, as often as a union says it."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from item_annotations(get_args(annotation)[0], container)
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from item_annotations(member, container)
+    elif isinstance(origin, type) and issubclass(container, origin) and origin is not type:
+        yield get_args(annotation)[-1]

@@ -1,0 +1,76 @@
+"""Settings of a language model that judges completions."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.config.model import DType
+
+
+class JudgeEndpoint(FrozenConfig):
+    """A model behind an API like OpenAI's (`POST {url}/chat/completions`).
+
+    Attributes:
+        url: Up to and with `/v1`.
+        model: As the server calls it.
+        api_key_variable: The environment variable that holds the key; None sends none.
+        reply_timeout_seconds: For one reply, all its attempts together.
+        num_retries: Attempts after the first, where the server is busy or fails.
+        max_concurrency: The most requests at a time.
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "reply_timeout_seconds"}
+
+    kind: Literal["endpoint"] = "endpoint"
+    url: str = Field(pattern=r"^https?://\S+$")
+    model: str = Field(min_length=1)
+    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    reply_timeout_seconds: PositiveFloat = 60.0
+    num_retries: NonNegativeInt = 3
+    max_concurrency: PositiveInt = 8
+
+
+class JudgeModel(FrozenConfig):
+    """A model in a vLLM worker of this run; greedy.
+
+    Attributes:
+        model: A transformers folder.
+        max_model_len: Question and reply, in tokens.
+        kv_cache_gib: Of its own, beside that of the policy's engine.
+        dtype: Type of weights and activations.
+    """
+
+    kind: Literal["model"] = "model"
+    model: str = Field(min_length=1)
+    max_model_len: PositiveInt = 4096
+    kv_cache_gib: PositiveInt = 1
+    dtype: DType = "float32"
+
+
+class LLMJudge(FrozenConfig):
+    """What a language model thinks of a completion: its mark, brought to between 0 and 1.
+
+    Attributes:
+        judge: Which model, and where it runs.
+        instruction: What the judge is told to give marks for.
+        highest: The best mark; the worst is 0.
+        max_new_tokens: Of a reply.
+    """
+
+    kind: Literal["llm_judge"] = "llm_judge"
+    judge: Annotated[JudgeEndpoint | JudgeModel, Field(discriminator="kind")]
+    instruction: str = Field(default="Say how well the response answers the prompt.", min_length=1)
+    highest: PositiveInt = 10
+    max_new_tokens: PositiveInt = 512
+
+    @model_validator(mode="after")
+    def _leaves_room_for_questions(self) -> "LLMJudge":
+        judge = self.judge
+        if isinstance(judge, JudgeModel) and judge.max_model_len <= self.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves a question no room within "
+                f"judge.max_model_len {judge.max_model_len}"
+            )
+        return self

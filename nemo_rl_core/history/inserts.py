@@ -1,0 +1,159 @@
+"""Rows written into the runs' database: values in their bounds, artifacts and their makers."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.history.records import Value
+from nemo_rl_core.history.stored_paths import to_stored
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+
+_MAX_VALUE_BYTES = 64 * 1024
+_CUT = "… (cut)"
+
+
+def as_value(name: str, kind: str, value: object, artifact: str | None = None) -> Value:
+    """Returns an input or output as JSON, cut if longer than 64 KiB."""
+    text = as_json(value)
+    if len(text) > _MAX_VALUE_BYTES:
+        text = json.dumps(text[: _MAX_VALUE_BYTES // 2] + _CUT)
+    return Value(name, kind, text, artifact)
+
+
+def as_json(value: object) -> str:
+    # ASCII: a completion may hold lone surrogates, which SQLite cannot store.
+    """JSON with sorted keys."""
+    return json.dumps(value, default=str)
+
+
+def storable(*values: Any) -> tuple[Any, ...]:
+    """Escapes surrogates, which SQLite cannot store; an error may quote a completion."""
+    return tuple(
+        each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each
+        for each in values
+    )
+
+
+def insert(database: sqlite3.Connection, table: str, **values: object) -> int:
+    """Adds a row; returns its id."""
+    columns, marks = ", ".join(values), ", ".join("?" * len(values))
+    done = database.execute(
+        f"INSERT INTO {table} ({columns}) VALUES ({marks})", storable(*values.values())
+    )
+    return done.lastrowid or 0
+
+
+def insert_values(
+    database: sqlite3.Connection, table: str, node: int, values: Sequence[Value]
+) -> None:
+    """Writes the values of a node."""
+    database.executemany(
+        f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?, ?)",
+        [storable(node, each.name, each.type, each.value, each.artifact) for each in values],
+    )
+
+
+def is_maker(database: sqlite3.Connection, manifest: Manifest, node: int) -> bool:
+    """True if a task made the artifact that it returned, False if it passed on an older one.
+
+    A task may make several artifacts, whose manifests name other stages; they are as new as the
+    task.
+    """
+    row = database.execute(
+        "SELECT task, kind, started_at FROM nodes WHERE id = ?", (node,)
+    ).fetchone()
+    if row["kind"] != "task":
+        return False
+    created = datetime.fromisoformat(manifest.created_at).timestamp()  # whole seconds
+    named = row["task"].rpartition(".")[2] == manifest.stage.partition(" ")[0]
+    return named or created >= int(row["started_at"])
+
+
+def insert_artifact(
+    database: sqlite3.Connection,
+    store: Store,
+    folder: Path,
+    manifest: Manifest,
+    maker: int | None,
+) -> None:
+    """Inserts or updates an artifact and its parents.
+
+    The first maker is kept: a later node that returns the artifact passes it on.
+
+    Args:
+        database: The store's database, in a transaction.
+        store: The store; the artifact may be outside of it.
+        folder: Folder of the artifact, which may not exist.
+        manifest: Its manifest.
+        maker: Id of the node that made it; None if that is another node or unknown.
+    """
+    name = manifest.name or folder.name
+    row = (
+        name,
+        manifest.kind,
+        manifest.stage,
+        manifest.format,
+        manifest.content_hash,
+        to_stored(store, folder),
+        manifest.step,
+        manifest.created_at,
+        manifest.model_dump_json(),
+        maker,
+    )
+    database.execute(
+        "INSERT INTO artifacts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) "
+        "DO UPDATE SET path = excluded.path, manifest = excluded.manifest, "
+        "made_by = coalesce(made_by, excluded.made_by)",
+        row,
+    )
+    made_by = database.execute("SELECT made_by FROM artifacts WHERE id = ?", (name,)).fetchone()[
+        "made_by"
+    ]
+    if maker is not None and made_by == maker:
+        # A node that passed it on earlier recorded its parents without the names of the inputs.
+        database.execute("DELETE FROM artifact_parents WHERE child = ?", (name,))
+    elif database.execute("SELECT 1 FROM artifact_parents WHERE child = ?", (name,)).fetchone():
+        return
+    database.executemany(
+        "INSERT OR IGNORE INTO artifact_parents VALUES (?, ?, ?, ?)",
+        [
+            (name, parent.content_hash, parent.name or Path(parent.path).name, role)
+            for parent, role in zip(
+                manifest.parents, _roles(database, maker, manifest), strict=True
+            )
+        ],
+    )
+
+
+def _roles(database: sqlite3.Connection, maker: int | None, manifest: Manifest) -> list[str]:
+    """Names of the maker's inputs that were the artifact's parents."""
+    rows = database.execute(
+        "SELECT artifact, name FROM node_inputs WHERE node = ? AND artifact IS NOT NULL", (maker,)
+    )
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row["artifact"], []).append(row["name"])
+    found = []
+    for parent in manifest.parents:
+        known = names.get(parent.name or Path(parent.path).name, [])
+        found.append(known.pop(0) if known else parent.role)
+    return found
+
+
+def maker_of(database: sqlite3.Connection, node: int) -> int | None:
+    """Id of the last node of the same task that ran and returned the outputs of this cache hit."""
+    row = database.execute(
+        "SELECT earlier.id FROM nodes AS hit JOIN node_outputs AS mine ON mine.node = hit.id "
+        "JOIN node_outputs AS theirs "
+        "ON theirs.artifact = mine.artifact AND theirs.name = mine.name "
+        "JOIN nodes AS earlier ON earlier.id = theirs.node "
+        "WHERE hit.id = ? AND earlier.id < hit.id AND earlier.task = hit.task "
+        "AND earlier.state = 'succeeded' "
+        "GROUP BY earlier.id ORDER BY count(*) DESC, earlier.id DESC LIMIT 1",
+        (node,),
+    ).fetchone()
+    return row["id"] if row else None

@@ -1,0 +1,174 @@
+"""Lines of a run's displays: steps, stages, waits, and the table at the end."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl_core.store.manifest import Cost
+from nemo_rl_core.telemetry.events import (
+    StageRecord,
+    Waiting,
+)
+from nemo_rl_core.types import StepReport
+
+STATE_STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "stopped": "yellow"}
+
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+_COST_COLUMNS: tuple[tuple[str, Callable[[Cost], str]], ...] = (
+    ("CPU s", lambda cost: f"{cost.cpu_seconds:.1f}" if cost.cpu_seconds else ""),
+    ("GPU s", lambda cost: f"{cost.gpu_seconds:.1f}" if cost.gpu_seconds else ""),
+    ("FLOPs", lambda cost: _scaled(cost.flops) if cost.flops else ""),
+    ("MFU", lambda cost: f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else ""),
+    ("money", lambda cost: f"{cost.money:.4f} {cost.currency}" if cost.money is not None else ""),
+)
+
+
+def summary_table(records: Sequence[StageRecord]) -> Table:
+    """Returns the table at the end of a run: one row per stage and the totals, no empty columns.
+
+    Notes are left out: each was printed when its stage ended.
+    """
+    table = Table(title="stages")
+    for heading in ("stage", "state"):
+        table.add_column(heading, no_wrap=True)
+    total = reduce(Cost.plus, (record.cost for record in records), Cost())
+    costs = [total, *(record.cost for record in records)]
+    shown = [column for column in _COST_COLUMNS if any(map(column[1], costs))]
+    for heading in ("seconds", "tokens", "peak GiB", *(name for name, _ in shown)):
+        table.add_column(heading, justify="right")
+    for record in records:
+        table.add_row(
+            Text(record.name),
+            Text(_state_label(record), style=STATE_STYLES[record.state]),
+            f"{record.seconds:.1f}",
+            f"{record.tokens:,}" if record.tokens else "",
+            _gib(record.peak_memory_gib),
+            *(format_cost(record.cost) for _, format_cost in shown),
+        )
+    table.add_section()
+    table.add_row(
+        "total",
+        "",
+        f"{sum(record.seconds for record in records):.1f}",
+        f"{sum(record.tokens for record in records):,}",
+        _gib(max((record.peak_memory_gib for record in records), default=0.0)),
+        *(format_cost(total) for _, format_cost in shown),
+    )
+    return table
+
+
+def _gib(size: float) -> str:
+    return f"{size:.2f}" if size else ""
+
+
+def _scaled(flops: float) -> str:
+    """Three digits with an SI prefix: 159 M, 2.1 T."""
+    rounded = float(f"{flops:.3g}")  # rounded first, so that 999.9 G becomes 1 T and not 1e+03 G
+    power = min(max(int(math.log10(rounded)) // 3, 0), len(_PREFIXES) - 1)
+    return f"{rounded / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
+
+
+def _state_label(record: StageRecord) -> str:
+    return record.state if record.state == "ran" else record.state.upper()
+
+
+def stage_line(record: StageRecord) -> str:
+    """The line of a finished stage."""
+    parts = [f"{record.name}  {_state_label(record)}"]
+    if record.state != "cached":
+        parts.append(f"{record.seconds:.1f} s")
+    return "  ".join([*parts, record.note] if record.note else parts)
+
+
+def step_parts(report: StepReport) -> list[str]:
+    """Reward (or else loss) and speed of a step."""
+    parts = [
+        f"{key} {report.metrics[key]:.3f}" for key in ("reward", "loss") if key in report.metrics
+    ][:1]
+    if "tokens_per_second" in report.timings:
+        parts.append(f"{report.timings['tokens_per_second']:,.0f} tokens/s")
+    return parts
+
+
+class Now:
+    """The stage that runs and what is waited for, each with the time since its start."""
+
+    def __init__(self) -> None:
+        self.stage, self.wait = "", Waiting("")
+        self._stage_began = self._wait_began = time.perf_counter()
+
+    def start(self, stage: str) -> None:
+        """Begins a stage; "" for none."""
+        self.stage, self._stage_began = stage, time.perf_counter()
+
+    def wait_for(self, wait: Waiting) -> None:
+        """Begins a wait, or takes how far the same one has come."""
+        if wait.text != self.wait.text:
+            self._wait_began = time.perf_counter()
+        self.wait = wait
+
+    @property
+    def elapsed(self) -> str:
+        """Time since the stage's start; empty where none runs."""
+        return clock(time.perf_counter() - self._stage_began) if self.stage else ""
+
+    @property
+    def seconds_waited(self) -> float:
+        """Time since the start of the wait."""
+        return time.perf_counter() - self._wait_began
+
+    def waited(self) -> str:
+        """What is waited for, how far it is, and since when; empty for nothing."""
+        if not self.wait.text:
+            return ""
+        parts = [self.wait.text, _amount(self.wait), clock(self.seconds_waited)]
+        return "  ".join(part for part in parts if part)
+
+    def line(self) -> str:
+        """Both in a line; empty where nothing goes on.
+
+        Example: `evaluate  0:12  starting the engine  0:10`
+        """
+        return "  ".join(part for part in (self.stage, self.elapsed, self.waited()) if part)
+
+
+def _amount(wait: Waiting) -> str:
+    """Such as `12.3 of 40.1 MB` or `3 of 7 files`; empty where nothing is counted."""
+    if not wait.unit:
+        return ""
+    if wait.unit == "bytes":
+        scale, unit = (1e9, "GB") if max(wait.done, wait.total or 0) >= 1e9 else (1e6, "MB")
+        done, total = f"{wait.done / scale:,.1f}", f"{(wait.total or 0) / scale:,.1f}"
+    else:
+        unit, done, total = wait.unit, f"{wait.done:,.0f}", f"{wait.total or 0:,.0f}"
+    return f"{done} {unit}" if wait.total is None else f"{done} of {total} {unit}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as `0:05`, `12:34` or `1:02:03`."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    short = f"{minutes}:{whole % 60:02d}"
+    return f"{hours}:{short:0>5}" if hours else short
+
+
+class TimeLeft:
+    """Time left, from the steps seen so far: a resumed stage does not start at step 0."""
+
+    def __init__(self) -> None:
+        self._stage, self._first_step, self._start = "", 0, 0.0
+
+    def time_left(self, report: StepReport) -> str:
+        """Such as `0:42 left`; empty at the first step that is seen."""
+        now = time.monotonic()
+        if report.stage != self._stage or report.step <= self._first_step:
+            self._stage, self._first_step, self._start = report.stage, report.step, now
+            return ""
+        per_step = (now - self._start) / (report.step - self._first_step)
+        return f"{clock(per_step * (report.num_steps - report.step))} left"

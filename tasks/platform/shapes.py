@@ -1,0 +1,112 @@
+"""Shapes of Ray clusters: the machines behind the name in a recipe (`cluster: {shape: node_8gpu}`).
+
+Shapes do not change results and are not part of cache keys (`nemo_rl_core.store.digest_scope`).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from flytekit import Resources
+
+from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
+
+_CORES_PER_GPU, _GIB_PER_GPU = 11, 120
+"""Eight of them leave some for the system on the smallest machine with eight A100 (96, 1,152)."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal machines of a shape: one worker group of its Ray cluster.
+
+    Attributes:
+        count: Number of machines.
+        num_gpus: GPUs of each machine; one worker per GPU.
+        resources: Reserved resources of each machine.
+        shared_memory_gib: The size of /dev/shm, part of the memory. Ray keeps objects there (30 %
+            of the memory), and trainers and engines exchange tensors through it.
+    """
+
+    count: int
+    num_gpus: int
+    resources: Resources
+    shared_memory_gib: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Ray cluster for one stage.
+
+    Attributes:
+        name: Name of the recipe's shape without characters that a shell interprets, since it is an
+            argument of the stage's container: `cluster:12:8:nvidia-h100`.
+        nodes: Groups of equal machines; the head runs no workers.
+        accelerator: The kind of GPU; None takes any.
+    """
+
+    name: str
+    nodes: tuple[Nodes, ...]
+    accelerator: AcceleratorName | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all machines."""
+        return sum(group.count * group.num_gpus for group in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines, without the head."""
+        return sum(group.count for group in self.nodes)
+
+    @property
+    def config(self) -> ClusterConfig:
+        """The recipe's section for this shape; the number of threads is ignored."""
+        name, num_workers, num_gpus_per_node, accelerator = self.name.split(":")
+        return ClusterConfig.model_validate(
+            {
+                "shape": name,
+                "num_workers": num_workers,
+                "num_gpus_per_node": num_gpus_per_node,
+                "accelerator": None if accelerator == "any" else accelerator,
+            }
+        )
+
+
+def laptop(num_workers: int = 1) -> Shape:
+    """No GPU: all workers share the cores of one pod."""
+    return shape_of(ClusterConfig(shape="laptop", num_workers=num_workers))
+
+
+def one_gpu(accelerator: AcceleratorName | None = None) -> Shape:
+    """One worker, on one GPU."""
+    return shape_of(ClusterConfig(shape="one_gpu", accelerator=accelerator))
+
+
+def shape_of(config: ClusterConfig) -> Shape:
+    """Returns the shape of a recipe's `cluster` section.
+
+    Example:
+        >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12))
+        >>> shape.name, [(group.count, group.num_gpus) for group in shape.nodes]
+        ('cluster:12:8:any', [(1, 8), (1, 4)])
+    """
+    name = (
+        f"{config.shape}:{config.num_workers}:{config.num_gpus_per_node}:"
+        f"{config.accelerator or 'any'}"
+    )
+    if config.num_gpus == 0:
+        pod = Nodes(1, 0, Resources(cpu="2", mem="16Gi", ephemeral_storage="50Gi"), 6)
+        return Shape(name, (pod,))
+    machines = Counter(config.bundles_per_node)
+    nodes = tuple(_gpu_nodes(count, num_gpus) for num_gpus, count in machines.items())
+    return Shape(name, nodes, config.accelerator)
+
+
+def _gpu_nodes(count: int, num_gpus: int) -> Nodes:
+    memory = num_gpus * _GIB_PER_GPU
+    resources = Resources(
+        cpu=str(num_gpus * _CORES_PER_GPU),
+        mem=f"{memory}Gi",
+        gpu=str(num_gpus),
+        ephemeral_storage=f"{num_gpus * 100}Gi",
+    )
+    return Nodes(count, num_gpus, resources, shared_memory_gib=memory * 2 // 5)

@@ -1,0 +1,152 @@
+"""One YAML document: its text, its bounds, and the line of each value."""
+
+import stat
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from nemo_rl_core.config.places import PlacedDict, PlacedList
+from nemo_rl_core.errors import ConfigError
+
+_MAX_BYTES: Final = 2**20
+_MAX_NODES: Final = 100_000
+"""With aliases counted as often as they stand: ten lines of them can mean billions."""
+_MAX_DEPTH: Final = 64
+_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+
+
+class Placing(SafeConstructor):
+    """Constructs mappings and lists that know the line of each value."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._name = _called(path)
+
+    def construct_yaml_map(self, node: Any) -> Generator[dict[Any, Any], None, None]:
+        """A mapping with the place of each key."""
+        placed = PlacedDict()
+        yield placed
+        placed.update(self.construct_mapping(node))
+        for key, _ in node.value:
+            # A merge (`<<`) has been replaced by the pairs that it stands for.
+            placed.places[self.construct_object(key)] = self._at(key)
+
+    def construct_yaml_seq(self, node: Any) -> Generator[list[Any], None, None]:
+        """A list with the place of each item."""
+        placed = PlacedList()
+        yield placed
+        placed.extend(self.construct_sequence(node))
+        placed.places = [self._at(item) for item in node.value]
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}"
+
+
+def _called(path: Path) -> str:
+    """The path as a user writes it: from the folder that he is in, where it lies in that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def text_of(path: Path) -> str:
+    """The text of a regular file of at most 1 MiB in UTF-8."""
+    expected = "a YAML file of at most 1 MiB"
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{str(path)[:200]} cannot be read", expected=expected, got=got
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        got = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, pipe or socket"
+        raise ConfigError(f"{path} is no recipe", expected=expected, got=got)
+    if found.st_size > _MAX_BYTES:
+        raise ConfigError(f"{path} is no recipe", expected=expected, got=f"{found.st_size:,} bytes")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", got=error.strerror or str(error)) from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: the file is not in UTF-8",
+            expected="text in UTF-8",
+            got="UTF-16" if data.startswith(_UTF_16) else f"the byte 0x{data[error.start]:02x}",
+            fix="save it as UTF-8, as in `iconv -f ENCODING -t utf-8`",
+        ) from error
+
+
+def refuse_hostile(root: yaml.Node, path: Path) -> None:
+    """Refuses what would be read without an end, or of which a part would be lost."""
+    num_nodes = 0
+    # Entered nodes are those on the way from the root, and are left by the second entry.
+    stack, entered = [(root, False)], set[int]()
+    while stack:
+        node, is_left = stack.pop()
+        if is_left:
+            entered.remove(id(node))
+            continue
+        num_nodes += 1
+        if id(node) in entered or num_nodes > _MAX_NODES:
+            got = "an alias to what it stands in" if id(node) in entered else "aliases of aliases"
+            raise ConfigError(
+                f"{path}, line {node.start_mark.line + 1}: the document has no end",
+                expected=f"at most {_MAX_NODES:,} values, aliases written out",
+                got=got,
+                fix="write the values out instead of the alias",
+            )
+        if isinstance(node, yaml.ScalarNode):
+            continue
+        entered.add(id(node))
+        if len(entered) > _MAX_DEPTH:
+            raise too_deep(path)
+        stack.append((node, True))
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeated(node, path)
+            children = [part for pair in node.value for part in pair]
+        stack.extend((child, False) for child in children)
+
+
+def _refuse_repeated(node: yaml.MappingNode, path: Path) -> None:
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise ConfigError(
+                f"{path}, line {line}: the key {key.value!r} stands twice in one section",
+                expected="each key once",
+                got=f"{key.value!r} in lines {seen[key.value]} and {line}",
+                fix="remove one of them",
+            )
+        seen[key.value] = line
+
+
+def too_deep(path: Path) -> ConfigError:
+    """The error for a document with too many levels."""
+    return ConfigError(
+        f"{path} is nested too deeply", expected=f"at most {_MAX_DEPTH} levels", got="more"
+    )
+
+
+def not_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
+    """The error for text that is no YAML, with its line and the fix."""
+    mark = error.problem_mark or error.context_mark
+    place = f"{path}, line {mark.line + 1}" if mark else str(path)
+    problem = error.problem or str(error)
+    fix = "correct this line, or the one before it"
+    if "'\\t'" in problem:
+        fix = "indent with spaces; YAML has no tabs"
+    elif "another document" in problem:
+        fix = "remove the line ---, or keep one document"
+    elif "could not determine a constructor" in problem:
+        fix = "remove the tag that begins with !"
+    return ConfigError(f"{place}: this is no YAML", got=problem, fix=fix)
