@@ -14,7 +14,7 @@ from nemo_rl_core.config.optimizer import (
     LinearSchedule,
     OptimizerConfig,
 )
-from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.errors import ConfigError, ConsistencyError, ResourceError
 
 
 def build_optimizer(
@@ -62,6 +62,44 @@ def build_optimizer(
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
+
+
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, *, step: int
+) -> float:
+    """Scales gradients in place to a norm of at most `max_norm`; returns the norm before.
+
+    Args:
+        parameters: Those without a gradient do not count. Shards count as wholes.
+        max_norm: Of all gradients together.
+        step: Number of the optimizer step, for the error.
+
+    Raises:
+        ConsistencyError: If the norm is not finite.
+    """
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm([p.grad for p in found if p.grad is not None])
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    norm = float(total.item())
+    require_finite_norm(norm, step=step)
+    torch.nn.utils.clip_grads_with_norm_(found, max_norm, total)
+    return norm
+
+
+def require_finite_norm(norm: float, *, step: int) -> None:
+    """Refuses the gradients of an optimizer step, before the weights take them.
+
+    Raises:
+        ConsistencyError: If their norm is not finite.
+    """
+    if not norm < float("inf"):
+        raise ConsistencyError(
+            f"the gradient of optimizer step {step} is not finite",
+            expected="a finite norm",
+            got=str(norm),
+            fix="lower learning_rate, or check the completions of this step for a reward or "
+            "logprob that is not finite",
+        )
 
 
 def require_bitsandbytes(setting: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
@@ -40,7 +39,11 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
-from nemo_rl_core.backends.training.optimizers import build_optimizer, learning_rate_at
+from nemo_rl_core.backends.training.optimizers import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate_at,
+)
 from nemo_rl_core.checkpoints.weights import refuse_wrong_weights
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
@@ -51,7 +54,7 @@ from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device, world_size
 from nemo_rl_core.distributed.weight_sync import SendsWeights
-from nemo_rl_core.errors import ConfigError, ConsistencyError
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -171,18 +174,14 @@ class DTensorBackend(SendsWeights):
     ) -> tuple[dict[str, float], torch.Tensor | None]:
         """The gradients of a step, in place of those of an earlier call; weights stay as they are.
 
-        Args:
-            batch: As `train_step` takes it.
-            loss_fn: The loss.
-            returns_outputs: Whether the forward pass's logprobs or values are wanted.
-
         Returns:
-            The loss's metrics and `num_valid_tokens`; and `[B, T-1]` logprobs where `token_mask` is
-            set, or `[B, T]` values with a scalar head.
+            The loss's metrics and `num_valid_tokens`; and, if they are wanted, `[B, T-1]` logprobs
+            where `token_mask` is set, or `[B, T]` values with a scalar head.
         """
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
-        global_valid_tokens = self._over_ranks(mask.sum().float())
-        global_valid_seqs = self._over_ranks(batch["sample_mask"].sum().float())
+        counts = torch.stack([mask.sum().float(), batch["sample_mask"].sum().float()])
+        counts = counts if self._mesh is None else self._mesh.data_sum(counts)
+        global_valid_tokens, global_valid_seqs = counts.unbind()
         totals: dict[str, torch.Tensor] = {}
         found: torch.Tensor | None = None
         if returns_outputs:
@@ -220,34 +219,15 @@ class DTensorBackend(SendsWeights):
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
-        norm = self._update()
+        options, step = self._setup.optimizer, self._num_updates + 1
+        norm = clip_gradients(self._policy.model.parameters(), options.max_grad_norm, step=step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, options)
+        self._optimizer.step()
+        self._num_updates = step
         # An engine on the same GPU is to have their memory.
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
-
-    def _over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        return value if self._mesh is None else self._mesh.data_sum(value)
-
-    def _update(self) -> float:
-        options = self._setup.optimizer
-        parameters = [p for p in self._policy.model.parameters() if p.grad is not None]
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        total = total.full_tensor() if isinstance(total, DTensor) else total
-        norm = total.item()
-        if not norm < float("inf"):
-            raise ConsistencyError(
-                f"the gradient of optimizer step {self._num_updates + 1} is not finite",
-                expected="a finite norm",
-                got=str(norm),
-                fix="lower learning_rate, or check the completions of this step for a reward or "
-                "logprob that is not finite",
-            )
-        torch.nn.utils.clip_grads_with_norm_(parameters, options.max_grad_norm, total)
-        self._num_updates += 1
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate_at(self._num_updates, options)
-        self._optimizer.step()
-        return float(norm)
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the weights being trained."""

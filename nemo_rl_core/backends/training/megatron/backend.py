@@ -25,13 +25,13 @@ from nemo_rl_core.backends.training.megatron.topology import (
 )
 from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
 from nemo_rl_core.backends.training.megatron.writing import Writing
-from nemo_rl_core.backends.training.optimizers import learning_rate_at
+from nemo_rl_core.backends.training.optimizers import learning_rate_at, require_finite_norm
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync import SendsWeights
-from nemo_rl_core.errors import ConfigError, ConsistencyError
+from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
@@ -159,7 +159,15 @@ class MegatronBackend(SendsWeights):
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
-        norm = self._update()
+        step = self._num_updates + 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, self._setup.optimizer)
+        # Checked before the step, which clips by the norm without checking it.
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        require_finite_norm(norm, step=step)
+        self._optimizer.step()
+        self._num_updates = step
         return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
 
     def _global_numbers(self, batch: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,24 +178,6 @@ class MegatronBackend(SendsWeights):
             numbers[0], numbers[1] = mask.sum(), batch["sample_mask"].sum()
         dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group())
         return numbers[0], numbers[1]
-
-    def _update(self) -> float:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate_at(self._num_updates + 1, self._setup.optimizer)
-        # Checked before the step, which clips by the norm without checking it.
-        self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        if not norm < float("inf"):
-            raise ConsistencyError(
-                f"the gradient of optimizer step {self._num_updates + 1} is not finite",
-                expected="a finite norm",
-                got=str(norm),
-                fix="lower learning_rate, or check the completions of this step for a reward or "
-                "logprob that is not finite",
-            )
-        self._optimizer.step()
-        self._num_updates += 1
-        return norm
 
     def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """`[B, T-1]` logprobs under the weights being trained, on every rank of the replica."""
