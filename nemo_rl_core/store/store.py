@@ -100,6 +100,11 @@ class Store:
         return self.root / "work"
 
     @property
+    def inputs(self) -> Path:
+        """What stages on a cluster have downloaded, for as long as they run."""
+        return self.root / "inputs"
+
+    @property
     def models(self) -> Path:
         """Models from outside, in the HF layout."""
         return self.root / "models"

@@ -15,10 +15,11 @@ from typing import Any
 
 from flytekit.configuration import SerializationSettings
 from flytekit.core.base_task import TaskResolverMixin
-from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager
+from flytekit.core.context_manager import ExecutionParameters, FlyteContext, FlyteContextManager
 from flytekit.core.python_auto_container import default_task_resolver
 from flytekit.core.tracker import TrackedInstance
 from flytekit.extend import TaskPlugins
+from flytekit.models.literals import LiteralMap
 from flytekitplugins.ray import HeadNodeConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
@@ -29,6 +30,7 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import is_dry_run
 from nemo_rl_core.telemetry.waiting import waiting
 from tasks.platform import pods
+from tasks.platform.inputs import downloaded_to_the_store
 from tasks.platform.resources import Kind
 from tasks.platform.shapes import Shape, laptop, shape_of
 
@@ -128,6 +130,14 @@ class RayStageTask(RayFunctionTask):
             other._name = f"{self.name}.{shape.name.replace(':', '_')}"
             self._others[shape.name] = other
         return self._others[shape.name]
+
+    def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
+        """Runs the stage; on a cluster, on inputs that the workers' pods can read."""
+        state = ctx.execution_state
+        if state is None or state.is_local_execution():
+            return super().dispatch_execute(ctx, input_literal_map)
+        with downloaded_to_the_store(ctx) as shared:
+            return super().dispatch_execute(shared, input_literal_map)
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
         """Starts Ray, or joins the runtime of an earlier stage; on a cluster, the stage's own."""

@@ -1,0 +1,95 @@
+"""Inputs of a Ray stage in a container: downloaded to where its workers read them, then removed."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from flytekit import FlyteContextManager
+from flytekit.bin import entrypoint
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.literals import Literal, LiteralMap
+from flytekit.types.directory import FlyteDirectory
+
+from nemo_rl_core.store import locks
+from tasks.platform.ray_stage import RayStage, RayStageTask
+from tasks.platform.resources import TRAIN
+from tasks.platform.shapes import laptop
+
+REMOTE = "memory://bucket/parent"
+SEEN: list[tuple[Path, str]] = []
+
+
+def read(parent: FlyteDirectory) -> FlyteDirectory:
+    """What a stage does: hands a path to workers, and returns a folder."""
+    folder = Path(parent)
+    SEEN.append((folder, (folder / "model" / "config.json").read_text()))
+    if (folder / "broken").exists():
+        raise KeyError("broken")
+    return FlyteDirectory(str(folder / "model"))
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayStageTask:
+    """Without the wait for pods, of which there are none here."""
+    SEEN.clear()
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "volume"))
+    monkeypatch.setattr(RayStageTask, "pre_execute", lambda self, params: params)
+    return RayStageTask(RayStage(laptop(), TRAIN), read)
+
+
+def run_as_container(stage: RayStageTask, remote: str, outputs: Path) -> None:
+    outputs.mkdir(parents=True)
+    context = FlyteContextManager.current_context()
+    kind = TypeEngine.to_literal_type(FlyteDirectory)
+    value = TypeEngine.to_literal(context, FlyteDirectory(remote), FlyteDirectory, kind)
+    assert isinstance(value, Literal)
+    inputs = outputs / "inputs.pb"
+    inputs.write_bytes(LiteralMap({"parent": value}).to_flyte_idl().SerializeToString())
+    with entrypoint.setup_execution(raw_output_data_prefix="memory://bucket/raw"):
+        entrypoint._dispatch_execute(
+            FlyteContextManager.current_context(), lambda: stage, str(inputs), str(outputs)
+        )
+
+
+def put(**files: str) -> Any:
+    bucket = fsspec.filesystem("memory")
+    bucket.rm("/bucket", recursive=True) if bucket.exists("/bucket") else None
+    for name, text in files.items():
+        bucket.pipe(f"/bucket/parent/{name.replace('__', '/')}", text.encode())
+    return bucket
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_inputs_lie_in_the_store_while_the_stage_runs(
+    stage: RayStageTask, tmp_path: Path, broken: bool
+) -> None:
+    bucket = put(**{"model__config.json": "{}", **({"broken": ""} if broken else {})})
+    run_as_container(stage, REMOTE, tmp_path / "out")
+    ((folder, text),) = SEEN
+    assert text == "{}"
+    assert folder.is_relative_to(tmp_path / "volume" / "inputs")
+    assert not folder.exists()
+    assert list((tmp_path / "volume" / "inputs").iterdir()) == []
+    assert (tmp_path / "out" / "error.pb").exists() == broken
+    uploaded = [path for path in bucket.find("/bucket/raw") if path.endswith("config.json")]
+    assert len(uploaded) == (not broken)
+
+
+def test_what_killed_attempts_left_is_removed_a_day_later(
+    stage: RayStageTask, tmp_path: Path
+) -> None:
+    put(**{"model__config.json": "{}"})
+    inputs = tmp_path / "volume" / "inputs"
+    for name in ("old", "young", "running"):
+        (inputs / name).mkdir(parents=True)
+        (inputs / f"{name}.lock").touch()
+    two_days_ago = time.time() - 48 * 3600
+    with locks.held(inputs / "running.lock", "another stage"):
+        for name in ("old", "running"):
+            os.utime(inputs / f"{name}.lock", (two_days_ago, two_days_ago))
+        run_as_container(stage, REMOTE, tmp_path / "out")
+        left = sorted(path.name for path in inputs.iterdir())
+    assert left == ["running", "running.lock", "young", "young.lock"]
