@@ -30,7 +30,7 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import is_dry_run
 from nemo_rl_core.telemetry.waiting import waiting
 from tasks.platform import pods
-from tasks.platform.inputs import downloaded_to_the_store
+from tasks.platform.cluster_volume import downloaded_to_the_store, remove_uploaded
 from tasks.platform.resources import Kind
 from tasks.platform.shapes import Shape, laptop, shape_of
 
@@ -90,6 +90,7 @@ class RayStageTask(RayFunctionTask):
             **{**options, "container_image": image},
         )
         self._others: dict[str, RayStageTask] = {}
+        self._returned: Any = None
 
     @property
     def shape(self) -> Shape:
@@ -137,7 +138,14 @@ class RayStageTask(RayFunctionTask):
         if state is None or state.is_local_execution():
             return super().dispatch_execute(ctx, input_literal_map)
         with downloaded_to_the_store(ctx) as shared:
-            return super().dispatch_execute(shared, input_literal_map)
+            literals = super().dispatch_execute(shared, input_literal_map)
+        remove_uploaded(self._returned)  # which the conversion to literals has put into the bucket
+        return literals
+
+    def execute(self, **kwargs: Any) -> Any:
+        """Runs the function of the stage."""
+        self._returned = super().execute(**kwargs)
+        return self._returned
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
         """Starts Ray, or joins the runtime of an earlier stage; on a cluster, the stage's own."""

@@ -1,7 +1,7 @@
-"""Where a Ray stage on a cluster downloads its inputs: a folder that its workers read as well.
+"""What a Ray stage on a cluster puts on the volume of the store, and takes away at its end.
 
 The stage's own process runs on the head, its workers on other pods, which have no disk in common
-but the volume of the store. flytekit by itself downloads to the head's own disk.
+but this volume. flytekit by itself downloads inputs to the head's own disk.
 """
 
 import time
@@ -9,12 +9,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
 from nemo_rl_core.store import files, locks
 from nemo_rl_core.store.store import Store
+from tasks.artifacts import Artifact
 
 _ABANDONED_AFTER_SECONDS = 24 * 3600.0
 
@@ -43,6 +45,34 @@ def downloaded_to_the_store(ctx: FlyteContext) -> Iterator[FlyteContext]:
         finally:
             files.discard(folder)
             lock.unlink()
+
+
+def remove_uploaded(outputs: Any) -> None:
+    """Removes the artifacts among a stage's outputs, once the bucket has them.
+
+    What another process uses stays, for `nemo-rl gc`. A stage that is to run again, as
+    `--overwrite-cache` asks, then finds no result of before.
+
+    Args:
+        outputs: What the stage returned: an artifact, or several in a sequence or a mapping.
+    """
+    store = Store.default()
+    store.release()
+    for artifact in _artifacts(outputs):
+        folder = Path(artifact.directory.path)
+        if folder.parent != store.artifacts:
+            continue
+        with locks.exclusive(store.marks, f"artifacts/{folder.name}") as is_free:
+            if is_free:
+                files.discard(folder)
+
+
+def _artifacts(outputs: Any) -> Iterator[Artifact]:
+    if isinstance(outputs, Artifact):
+        yield outputs
+    elif isinstance(outputs, list | tuple | dict):
+        for each in outputs.values() if isinstance(outputs, dict) else outputs:
+            yield from _artifacts(each)
 
 
 def _remove_abandoned(inputs: Path) -> None:

@@ -1,6 +1,8 @@
-"""Inputs of a Ray stage in a container: downloaded to where its workers read them, then removed."""
+"""What a Ray stage in a container puts on the volume of the store, and takes away again."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.store import locks
+from nemo_rl_core.store.store import Store
+from tasks.artifacts import DatasetArtifact
 from tasks.platform.ray_stage import RayStage, RayStageTask
 from tasks.platform.resources import TRAIN
 from tasks.platform.shapes import laptop
@@ -29,6 +33,14 @@ def read(parent: FlyteDirectory) -> FlyteDirectory:
     if (folder / "broken").exists():
         raise KeyError("broken")
     return FlyteDirectory(str(folder / "model"))
+
+
+def made(parent: FlyteDirectory) -> DatasetArtifact:
+    """What a stage publishes, beside an artifact that another process uses."""
+    folder = Store.default().artifacts / "made-1"
+    folder.mkdir(parents=True)
+    (folder / "rows.txt").write_text(Path(parent).joinpath("model", "config.json").read_text())
+    return DatasetArtifact(directory=FlyteDirectory(str(folder)), stage="made", content_hash="1")
 
 
 @pytest.fixture
@@ -93,3 +105,26 @@ def test_what_killed_attempts_left_is_removed_a_day_later(
         run_as_container(stage, REMOTE, tmp_path / "out")
         left = sorted(path.name for path in inputs.iterdir())
     assert left == ["running", "running.lock", "young", "young.lock"]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_is_uploaded_leaves_the_volume(
+    stage: RayStageTask, tmp_path: Path, is_used: bool
+) -> None:
+    bucket = put(**{"model__config.json": "{}"})
+    publishing = RayStageTask(RayStage(laptop(), TRAIN), made)
+    script = "import sys; from pathlib import Path; from nemo_rl_core.store import locks; "
+    script += "locks.share(Path(sys.argv[1]), 'artifacts/made-1'); print(flush=True); input()"
+    marks = Store.default().marks
+    marks.parent.mkdir(parents=True, exist_ok=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, marks], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        if not is_used:
+            other.communicate(b"\n")
+        run_as_container(publishing, REMOTE, tmp_path / "out")
+    assert not (tmp_path / "out" / "error.pb").exists()
+    assert [bucket.cat(p) for p in bucket.find("/bucket/raw") if p.endswith("rows.txt")] == [b"{}"]
+    assert (Store.default().artifacts / "made-1").exists() == is_used
