@@ -28,10 +28,15 @@ while [ $# -gt 0 ]; do
   shift 2
 done
 
+changes() {
+  git diff HEAD
+  git ls-files --others --exclude-standard -z | sort -z | xargs -0 -r sha256sum
+}
+
 # Equal code has an equal version: registering twice changes nothing.
 version=$(git rev-parse --short=12 HEAD)
 if [ -n "$(git status --porcelain)" ]; then
-  version="$version-$(git diff HEAD | sha256sum | cut -c 1-8)"
+  version="$version-$(changes | sha256sum | cut -c 1-8)"
 fi
 # Every task names its own image; flytekit asks for one more, which nothing runs in.
 images=(--image "unused=${NEMO_RL_REGISTRY:+$NEMO_RL_REGISTRY/}nemo-rl-unused:0")
