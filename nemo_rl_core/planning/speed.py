@@ -106,7 +106,8 @@ def plan_speed(load: StageLoad, memory: MemoryPlan, gpu: Accelerator) -> SpeedPl
     transfer = plan_transfer(load, gpu)
     if load.sampling is not None:
         sampled = _sampled_per_second(load, memory, gpu, peak)
-        step += load.sampling.num_sequences * load.completion_tokens / sampled
+        rollouts = load.sampling.num_sequences * load.completion_tokens / sampled
+        step = max(step, rollouts) if load.sampling.is_asynchronous else step + rollouts
         step += transfer.seconds if transfer else 0.0
     return SpeedPlan(trained, utilization, scored, sampled, transfer, step)
 

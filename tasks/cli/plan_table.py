@@ -43,6 +43,7 @@ def as_mapping(plan: RecipePlan) -> dict[str, Any]:
             for stage in plan.stages
         ],
         "is_exact": plan.is_exact,
+        "unplanned": list(plan.unplanned),
         "never_run": plan.untried,
         "fits": not plan.problems,
         "problems": list(plan.problems),
@@ -57,9 +58,10 @@ def as_table(plan: RecipePlan) -> str:
     if not plan.stages:
         return "no stage of this recipe computes on a GPU"
     lines = [_heading(plan), "", *_rows(plan), ""]
-    if not plan.is_exact:
-        kinds = {s.load.sizes.model_type for s in plan.stages if not s.load.sizes.is_exact}
-        lines.append(f"activations are an estimate: {', '.join(sorted(kinds))} is not counted here")
+    if plan.estimates:
+        lines.append(f"activations are an estimate for {', '.join(plan.estimates)}")
+    if plan.unplanned:
+        lines.append(f"not counted: {', '.join(plan.unplanned)}")
     if host := _host_gib(plan):
         lines.append(f"memory of a machine: prepare_model holds {host:,.0f} GiB of float32 weights")
     if plan.untried:
@@ -97,7 +99,7 @@ def _rows(plan: RecipePlan) -> Iterator[str]:
     yield from _row(plan, "MFU, %", _percent)
     yield from _row(plan, "scored tokens/s", _speed("scored"))
     yield from _row(plan, "sampled tokens/s", _speed("sampled"))
-    yield from _row(plan, "seconds a step, at most", _speed("step_seconds"), ".0f")
+    yield from _row(plan, "seconds a step, at most", _step, ".0f")
     for stage in plan.stages:
         if stage.speed and (transfer := stage.speed.transfer):
             yield (
@@ -109,6 +111,11 @@ def _rows(plan: RecipePlan) -> Iterator[str]:
 def _percent(stage: StagePlan) -> float | None:
     share = stage.speed.utilization if stage.speed else None
     return None if share is None else 100 * share
+
+
+def _step(stage: StagePlan) -> float | None:
+    is_trained = stage.load.training is not None
+    return stage.speed.step_seconds if stage.speed and is_trained else None
 
 
 def _speed(name: str) -> _Figure:

@@ -8,12 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.environment import single_environments
 from nemo_rl_core.config.model import (
     ModelConfig,
     ModelFromWheel,
     PretrainedModel,
     TextModelFromConfig,
 )
+from nemo_rl_core.config.single_turn import JudgeModel, LLMJudge, RewardModelScore
+from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
 from nemo_rl_core.planning.load import StageLoad, layout_problem, untried
@@ -53,12 +56,14 @@ class RecipePlan:
         stages: In the order in which they run.
         problems: Why it does not fit, one sentence each; empty if it does.
         change: The smallest change with which it fits; None if it fits, or no known one does.
+        unplanned: What takes memory of a GPU besides, and is not counted.
     """
 
     gpu: Accelerator
     stages: tuple[StagePlan, ...]
     problems: tuple[str, ...]
     change: tuple[Setting, ...] | None
+    unplanned: tuple[str, ...] = ()
 
     @property
     def untried(self) -> list[str]:
@@ -78,8 +83,19 @@ class RecipePlan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every model is of a type whose activations are counted, not estimated."""
-        return all(stage.load.sizes.is_exact for stage in self.stages)
+        """Whether all activations are counted: of known model types, trained by dtensor."""
+        return not self.estimates
+
+    @property
+    def estimates(self) -> list[str]:
+        """What has activations that are an estimate."""
+        loads = [stage.load for stage in self.stages]
+        found = [f"the model type {each.sizes.model_type}" for each in loads
+                 if not each.sizes.is_exact]  # fmt: skip
+        backends = [each.training.config for each in loads if each.training]
+        found += [f"the backend {each.backend}" for each in backends
+                  if not isinstance(each, DTensorTraining)]  # fmt: skip
+        return list(dict.fromkeys(found))
 
 
 def plan_recipe(
@@ -100,7 +116,19 @@ def plan_recipe(
     stages = tuple(_planned(load, gpu) for load in loads)
     problems = tuple(text for stage in stages for text in _problems(stage, gpu))
     change = smallest_change(loads, gpu.memory_gib) if problems else None
-    return RecipePlan(gpu, stages, problems, change)
+    return RecipePlan(gpu, stages, problems, change, unplanned=tuple(_scoring_models(recipe)))
+
+
+def _scoring_models(recipe: PipelineRecipe) -> list[str]:
+    """Models that score, which run in actors of their own."""
+    found = []
+    for reward in recipe.rewards:
+        for each in single_environments(reward):
+            if isinstance(each, RewardModelScore):
+                found.append(f"the reward model {each.model or 'of the run'}")
+            if isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel):
+                found.append(f"the judge {each.judge.model}")
+    return list(dict.fromkeys(found))
 
 
 def _reader(

@@ -258,3 +258,29 @@ def test_what_is_not_certain_is_a_warning(
     caplog.clear()
     refuse_what_does_not_fit(unknown)
     assert caplog.text == ""
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "planning.md").read_text()
+    model = ["--model-config", CONFIGS["qwen2.5-7b"]]
+    assert invoked("grpo_7b_8gpu", *model).output.strip() in page
+    larger = ["training.activation_checkpointing=false", "grpo.max_tokens_per_microbatch=16384"]
+    *_, problem, fix = invoked("grpo_7b_8gpu", *larger, *model).output.splitlines()
+    assert f"{problem}\n{fix}\n" in page
+    seventy = invoked("grpo_70b_8nodes", "--model-config", CONFIGS["llama-3.1-70b"]).output
+    assert "235.2 s by gloo; goal 10.0 s, bound of the links 0.59 s" in seventy
+    assert "| 70 B on eight machines | gloo | 235 s | 10 s | 0.6 s |" in page
+
+
+def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
+    other = {**json.loads(CONFIGS["qwen2.5-1.5b"].read_text()), "model_type": "gemma2"}
+    (tmp_path / "config.json").write_text(json.dumps({**other, "head_dim": 128}))
+    rewarded = ["environment={kind: reward_model, model: org/rm}"]
+    environment = ["evaluation.environment={kind: exact}", *rewarded]
+    arguments = ["grpo_1.5b_1gpu", *environment, "--model-config", tmp_path / "config.json"]
+    shown = invoked(*arguments).output
+    assert "activations are an estimate for the model type gemma2" in shown
+    assert "not counted: the reward model org/rm" in shown
+    megatron = invoked("grpo_1.5b_1gpu", "training={backend: megatron}", *arguments[3:]).output
+    assert "for the model type gemma2, the backend megatron" in megatron
+    assert "training.backend: megatron does not know the model type gemma2" in megatron
