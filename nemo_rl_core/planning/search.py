@@ -1,13 +1,13 @@
 """The smallest change of a recipe that fits its GPUs, found by search.
 
 Each knob has levels in the order of what they cost: first what costs speed alone, then what needs
-more GPUs, last what trains something else. All combinations are tried in the order of their cost,
-each by the arithmetic that refused the recipe.
+more GPUs, last what trains something else. Combinations of up to four are tried in the order of their
+cost, each by the arithmetic that refused the recipe.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +23,8 @@ HEADROOM = 0.93
 HOST_GIB = 96.0
 """Of a machine's memory for each GPU, what offloaded weights may fill: the shapes of
 `tasks/platform/resources.py` have 120."""
+_MOST_CHANGES, _MOST_TRIED = 4, 20_000
+"""A recipe that needs more is another recipe. The second bounds the seconds of a search."""
 _NODE = 8
 _SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 _FACTORS = (2, 4, 8, 16)
@@ -57,9 +59,6 @@ class _Level:
     apply: _Apply
 
 
-_UNCHANGED = _Level(0.0, (), lambda load: load)
-
-
 def fits(load: StageLoad, memory_gib: float) -> bool:
     """Whether a stage can run on GPUs of so much memory."""
     if layout_problem(load):
@@ -77,9 +76,15 @@ def smallest_change(loads: Sequence[StageLoad], memory_gib: float) -> tuple[Sett
         memory_gib: Of each of its GPUs.
     """
     refused = [load for load in loads if not fits(load, memory_gib)]
-    knobs = [[_UNCHANGED, *levels] for levels in _knobs(refused)]
-    choices = sorted(product(*knobs), key=lambda chosen: sum(level.cost for level in chosen))
-    for chosen in choices:
+    knobs = [levels for levels in _knobs(refused) if levels]
+    choices = [
+        chosen
+        for number in range(1, _MOST_CHANGES + 1)
+        for turned in combinations(knobs, number)
+        for chosen in product(*turned)
+    ]
+    choices.sort(key=lambda chosen: sum(level.cost for level in chosen))
+    for chosen in choices[:_MOST_TRIED]:
         changed = _applied(chosen, loads)
         if changed is not None and all(fits(load, memory_gib) for load in changed):
             return tuple(setting for level in chosen for setting in level.settings)
@@ -167,7 +172,7 @@ def _wider_engines(path: str, config: SplitEngine, num_workers: int) -> Iterator
             if engines != config.num_engines:
                 settings.append(Setting(f"{path}.num_engines", engines))
             change = _of_engine(path, tensor_parallel_size=size, num_engines=engines)
-            yield _Level(3 + step, tuple(settings), change)
+            yield _Level(12 + step, tuple(settings), change)
 
 
 def _more_ranks(loads: Sequence[StageLoad]) -> list[_Level]:

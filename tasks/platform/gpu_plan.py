@@ -293,4 +293,6 @@ def fix_of(change: Sequence[Setting] | None) -> str:
     """What to do about a recipe that does not fit."""
     if change is None:
         return "no change that plans know makes it fit: take a smaller model, or larger GPUs"
-    return "the smallest change that fits: " + " ".join(map(str, change))
+    splits_engine = any(setting.path.endswith("tensor_parallel_size") for setting in change)
+    caveat = " (engines over several GPUs have never run)" if splits_engine else ""
+    return "the smallest change that fits: " + " ".join(map(str, change)) + caveat
