@@ -1,8 +1,8 @@
 """The smallest change of a recipe that fits its GPUs, found by search.
 
 Each knob has levels in the order of what they cost: first what costs speed alone, then what needs
-more GPUs, last what trains something else. Combinations of up to four are tried in the order of their
-cost, each by the arithmetic that refused the recipe.
+more GPUs, last what trains something else. Combinations of up to four are tried in the order of
+their cost, each by the arithmetic that refused the recipe.
 """
 
 from collections.abc import Callable, Iterator, Sequence
