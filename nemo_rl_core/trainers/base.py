@@ -369,10 +369,9 @@ class BaseTrainer(ABC, Generic[S, C]):
                 for step in left:
                     self._run_step(step, steps, loop, called, validation)
             called.call("on_fit_end")
-            return loop.finish(
-                peak_memory_gib=self._peak_memory_gib(),
-                choices=self._choices(),
-            )
+            # A trainer of a user's may have no policy, and a policy of theirs no choices.
+            choices = getattr(getattr(self, "policy", None), "choices", {})
+            return loop.finish(peak_memory_gib=self._peak_memory_gib(), choices=choices)
 
     def _run_step(
         self,
@@ -448,11 +447,6 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _trained(self) -> Checkpointed:
         """What a checkpoint holds."""
         return self.policy
-
-    def _choices(self) -> Mapping[str, str]:
-        """What settings that may be `auto` were; a trainer of its own kind may have no policy."""
-        policy = getattr(self, "policy", None)
-        return policy.choices if isinstance(policy, Policy) else {}
 
     def _peak_memory_gib(self) -> float:
         return self.policy.peak_memory_gib()
