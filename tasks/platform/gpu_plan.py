@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.environment import single_environments
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import (
     ModelConfig,
     ModelFromWheel,
     PretrainedModel,
     TextModelFromConfig,
 )
-from nemo_rl_core.config.single_turn import JudgeModel, LLMJudge, RewardModelScore
+from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
