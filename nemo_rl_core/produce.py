@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,6 +44,7 @@ class StageResult:
         step: Training step of the artifact; 0 before any.
         deck: HTML for Flyte's deck, and for `deck.html` in the artifact.
         figures: Measured values by name, for the manifest.
+        choices: What settings that may be `auto` were on this machine, for the manifest.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class StageResult:
     step: int = 0
     deck: str = ""
     figures: dict[str, float] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,7 @@ def _manifest(
         parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
         cost=cost,
         figures=made.figures,
+        choices=dict(made.choices),
         machine=Machine.current(cluster.num_threads if cluster else None),
         run=run,
     )

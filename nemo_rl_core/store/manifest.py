@@ -53,7 +53,7 @@ _PACKAGES = (
 _CHECKSUM = "checksum"
 
 _VARYING_FIELDS = frozenset(
-    {"cost", "created_at", "git_commit", "git_dirty", "machine", "packages", "run"}
+    {"choices", "cost", "created_at", "git_commit", "git_dirty", "machine", "packages", "run"}
 )
 """Fields about when and where an artifact was made, which differ when it is made again."""
 
@@ -169,6 +169,8 @@ class Manifest(_Record):
         parents: The artifacts that the stage read.
         cost: The cost of making it.
         figures: Results of an evaluation or comparison, by name.
+        choices: What settings that may be `auto` were on the machine that made it, by their paths
+            in a recipe: `{"training.attention": "varlen"}`.
         run: The run on a cluster that made it; None for local runs, which the history records.
         created_at: UTC, ISO 8601.
         machine: The machine that made it.
@@ -197,6 +199,7 @@ class Manifest(_Record):
     parents: tuple[ParentRef, ...] = ()
     cost: Cost = Cost()
     figures: dict[str, float] = {}
+    choices: dict[str, str] = {}
     run: StageRun | None = None
     created_at: str = Field(default_factory=_now)
     machine: Machine = Field(default_factory=Machine.current)

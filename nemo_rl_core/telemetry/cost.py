@@ -34,8 +34,11 @@ _PEAKS: dict[str, dict[str, float]] = {
     "H100": {"bfloat16": 989e12, "float32": 67e12},
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
+    "RTX 4090": {"bfloat16": 165e12, "float32": 82.6e12},
     "L4": {"bfloat16": 121e12, "float32": 30.3e12},
+    "A10G": {"bfloat16": 70e12, "float32": 35e12},
     "A10": {"bfloat16": 125e12, "float32": 31.2e12},
+    "T4": {"float32": 8.1e12},
 }
 """Dense peaks in FLOP/s from data sheets, by a part of the device's name. CPUs are not listed, as
 their peak would have to be measured."""

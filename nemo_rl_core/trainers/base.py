@@ -369,7 +369,9 @@ class BaseTrainer(ABC, Generic[S, C]):
                 for step in left:
                     self._run_step(step, steps, loop, called, validation)
             called.call("on_fit_end")
-            return loop.finish(peak_memory_gib=self._peak_memory_gib())
+            # A trainer of a user's may have no policy, and a policy of theirs no choices.
+            choices = getattr(getattr(self, "policy", None), "choices", {})
+            return loop.finish(peak_memory_gib=self._peak_memory_gib(), choices=choices)
 
     def _run_step(
         self,

@@ -1,9 +1,9 @@
 """A loop of steps that is reported, saved, and resumed where the last save left off."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -98,12 +98,14 @@ class RunResult:
         step: Number of the last step.
         num_tokens: Tokens trained on in all steps, also those before a resume.
         peak_memory_gib: The most memory that the workers have held.
+        choices: What settings that may be `auto` were, by their paths in a recipe.
     """
 
     folder: Path
     step: int
     num_tokens: int
     peak_memory_gib: float
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     def made(self, *, summary: str = "", deck: str = "") -> StageResult:
         """The folder as the content of a checkpoint artifact.
@@ -118,6 +120,7 @@ class RunResult:
             summary,
             num_tokens=self.num_tokens,
             peak_memory_gib=self.peak_memory_gib,
+            choices=self.choices,
             step=self.step,
             deck=deck,
         )
@@ -247,14 +250,18 @@ class StepLoop:
     def _marker(self) -> Path:
         return self._work / "finished.json"
 
-    def finish(self, *, peak_memory_gib: float = 0.0) -> RunResult:
+    def finish(
+        self, *, peak_memory_gib: float = 0.0, choices: Mapping[str, str] | None = None
+    ) -> RunResult:
         """Moves the last checkpoint to where an artifact has it; goes on if killed in the middle.
 
         Args:
             peak_memory_gib: Of the workers; ignored where an earlier call has written its own.
+            choices: As `RunResult.choices`; ignored likewise.
         """
         if not self.is_finished:
-            files.write_atomic(self._marker, json.dumps({"peak_memory_gib": peak_memory_gib}))
+            found = {"peak_memory_gib": peak_memory_gib, "choices": dict(choices or {})}
+            files.write_atomic(self._marker, json.dumps(found))
         self._keep_best_model()
         checkpoint = self._checkpoints.path(self._range.last)
         parts = [part for part in checkpoint.glob("*") if part.is_dir()]  # none: moved already
@@ -262,11 +269,13 @@ class StepLoop:
             part.rename(self._work / part.name)
         files.discard(self._checkpoints.root)
         lines = self._metrics.read()
+        found = json.loads(self._marker.read_text())
         return RunResult(
             folder=self._work,
             step=self._range.last,
             num_tokens=int(sum(line.metrics.get("num_valid_tokens", 0.0) for line in lines)),
-            peak_memory_gib=json.loads(self._marker.read_text())["peak_memory_gib"],
+            peak_memory_gib=found["peak_memory_gib"],
+            choices=found.get("choices", {}),  # what an earlier version wrote has none
         )
 
     def _keep_best_model(self) -> None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "export": ("tasks.cli.export:export_command", "Export a model to GGUF, or to the hub."),
     "gc": ("tasks.cli.gc:gc", "Free disk: remove artifacts that no kept run needs."),
     "lineage": ("tasks.cli.lineage:lineage", "Show the ancestry of an artifact."),
+    "plan": ("tasks.cli.plan:plan", "Plan memory and speed of a recipe on its GPUs."),
     "preview": ("tasks.cli.preview:preview", "Show the trained tokens of a row of data."),
     "reproduce": ("tasks.cli.reproduce:reproduce", "Run an earlier execution again, and compare."),
     "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),

@@ -37,6 +37,7 @@ from nemo_rl_core.environments.needs import (
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.telemetry.cost import num_parameters
 from nemo_rl_core.types import Prompt
+from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LOG = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def _check(experiment: PipelineRecipe) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(model.name)
+    refuse_what_does_not_fit(experiment)
     _warn_of_the_rates(experiment)
     for data in (experiment.data, experiment.evaluation.data):
         if data is not None:

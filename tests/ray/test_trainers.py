@@ -160,6 +160,7 @@ def test_a_trainer_trains_on_a_list_of_dicts(
     manifest = Manifest.read(result.folder)
     assert result.lineage_id == result.folder.name
     assert result.manifest == manifest
+    assert manifest.choices == {"training.attention": "sdpa"}  # auto, on a CPU
     parents = {(parent.kind, parent.stage) for parent in manifest.parents}
     data = {("dataset", "prepare_data train"), ("dataset", "prepare_data validation")}
     # The teacher was trained here, and is the artifact itself.

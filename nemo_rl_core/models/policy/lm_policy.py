@@ -48,6 +48,7 @@ class Policy(PolicyInterface):
     Attributes:
         session: Where the workers run.
         workers: Whose backend is a `SendsWeights`; a `WeightLink` leads from them.
+        choices: What settings that may be `auto` are in the workers, by their paths in a recipe.
 
     Raises:
         ConfigError: If the cluster's workers do not hold whole copies of the model.
@@ -83,6 +84,9 @@ class Policy(PolicyInterface):
         self._shape = model_shape(setup.model_folder)
         with waiting(f"loading the model into the workers of {name}"):
             self.workers.run_all_workers_single_data("setup", setup)
+        self.choices: dict[str, str] = (
+            self.workers.run_single_worker("choices") if hasattr(backend, "choices") else {}
+        )
         self._sharing: PrefixSharing | None = None
         if self._num_copies > 1 and hasattr(backend, "prefix_sharing"):
             self._sharing = self.workers.run_single_worker("prefix_sharing")

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -203,3 +204,10 @@ def test_the_halves_of_a_step_are_the_step(tiny_model: Path) -> None:
         assert {**metrics, **halved.optimizer_step()} == whole.train_step(batch, loss)
     for ours, theirs in zip(whole.named_weights(), halved.named_weights(), strict=True):
         assert torch.equal(ours[1], theirs[1])
+
+
+def test_the_kernel_that_attention_auto_is_can_be_asked_for(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model)
+    assert backend.choices() == {"training.attention": "sdpa"}  # on a CPU
+    backend._policy.attention = PackedAttention(backend._policy.model, "flex")
+    assert backend.choices() == {"training.attention": "flex"}

@@ -59,6 +59,13 @@ def test_manifest_round_trip_and_no_host_name(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_what_auto_was_is_recorded_and_makes_no_other_artifact(tmp_path: Path) -> None:
+    """Another kind of GPU may take another kernel: as the machine, it is no part of the lineage."""
+    on_gpu = _fields().model_copy(update={"choices": {"training.attention": "varlen"}})
+    assert Manifest.read(on_gpu.write(tmp_path).parent).choices == {"training.attention": "varlen"}
+    assert on_gpu.lasting_hash == _fields().lasting_hash
+
+
 def test_a_manifest_older_than_figures_is_read(tmp_path: Path) -> None:
     path = _manifest("evaluate").write(tmp_path / "artifact")
     older = json.loads(path.read_text())

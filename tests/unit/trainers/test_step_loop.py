@@ -53,7 +53,9 @@ def lines(work: Path) -> list[dict]:
 def test_all_steps_run_and_the_last_is_saved(tmp_path: Path) -> None:
     loop, policy = make_loop(tmp_path), CountingPolicy()
     assert run(loop, policy) == [1, 2, 3, 4, 5]
-    result = loop.finish(peak_memory_gib=1.5)
+    result = loop.finish(peak_memory_gib=1.5, choices={"training.attention": "flex"})
+    assert result.made().choices == {"training.attention": "flex"}
+    assert make_loop(tmp_path).finish(choices={"training.attention": "sdpa"}) == result
     assert (result.step, result.num_tokens, result.peak_memory_gib) == (5, 50, 1.5)
     assert json.loads((tmp_path / "model" / "value.json").read_text()) == 5
     assert json.loads((tmp_path / "trainer" / "value.json").read_text()) == 5
@@ -106,7 +108,7 @@ def test_a_kill_while_finishing_is_made_good(tmp_path: Path, moved: list[str]) -
     again = make_loop(tmp_path)
     assert again.is_finished
     result = again.finish(peak_memory_gib=99.0)
-    assert result.peak_memory_gib == 2.5
+    assert (result.peak_memory_gib, result.choices) == (2.5, {})
     assert {path.name for path in tmp_path.iterdir()} == {
         "model",
         "trainer",

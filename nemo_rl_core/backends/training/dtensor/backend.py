@@ -140,6 +140,11 @@ class DTensorBackend(SendsWeights):
         """How the trained model shares prefixes, so that a plan for several ranks does as well."""
         return self._policy.sharing
 
+    def choices(self) -> dict[str, str]:
+        """What a setting that may be `auto` is on this machine, by its path in the recipe."""
+        attention = self._policy.attention
+        return {"training.attention": attention.kernel if attention else "sdpa"}
+
     def _attention_of(self, model: Any) -> PackedAttention | None:
         return packed_attention(
             model, self._training, dtype=self._setup.dtype, device=local_device()

@@ -87,6 +87,12 @@ class MegatronBackend(SendsWeights):
         self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
         refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
 
+    def choices(self) -> dict[str, str]:
+        """What a setting that may be `auto` is on this machine, by its path in the recipe."""
+        kernel = "varlen" if self._models[0].takes_boundaries else "sdpa"
+        fused = has_transformer_engine()
+        return {"training.attention": "transformer_engine" if fused else kernel}
+
     def _finish_earlier(self) -> None:
         """Waits for a save of an earlier set-up."""
         if "_writing" in self.__dict__:

@@ -1,0 +1,1 @@
+"""What a recipe takes of its GPUs, computed before anything runs: memory, speed, what would fit."""

@@ -1,0 +1,208 @@
+"""What one stage of a recipe asks of its GPUs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.generation import GenerationConfig, SplitEngine, VllmGenerationConfig
+from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class TrainingLoad:
+    """What a stage trains.
+
+    Attributes:
+        config: The section `training`.
+        max_tokens_per_microbatch: The budget of a forward and backward pass.
+        path: Of that budget in the recipe, such as `grpo.max_tokens_per_microbatch`.
+        moments: Type of the optimizer's moments.
+        num_sequences: Of one optimizer step.
+        has_head: Whether it has the head of a language model; else a scalar one.
+        has_critic: Whether a second model of the same size is trained beside it.
+        reference: The model whose logprobs are computed besides; None without one.
+        is_trained_base: Whether the reference is what LoRA's adapters are trained over.
+        num_scorings: Forward passes over what a step samples besides those of training: for
+            logprobs of the policy, of the reference, or of a teacher, and for values.
+        num_epochs: Passes that train, a critic's among them.
+    """
+
+    config: TrainingConfig
+    max_tokens_per_microbatch: int
+    path: str
+    num_sequences: int
+    moments: Literal["float32", "8bit"] = "float32"
+    has_head: bool = True
+    has_critic: bool = False
+    reference: ModelSizes | None = None
+    is_trained_base: bool = True
+    num_scorings: int = 0
+    num_epochs: int = 1
+
+
+@dataclass(frozen=True)
+class SamplingLoad:
+    """What a stage samples.
+
+    Attributes:
+        config: The section `generation`.
+        path: Of that section in the recipe.
+        num_sequences: Completions of a step.
+        is_asynchronous: Whether the engine goes on while the model is trained.
+    """
+
+    config: GenerationConfig
+    path: str
+    num_sequences: int
+    is_asynchronous: bool = False
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """A stage that computes on the GPUs of a recipe.
+
+    Attributes:
+        name: Of the stage.
+        sizes: Of its model.
+        cluster: The section `cluster`.
+        dtype: Type of the matrix products.
+        prompt_tokens: Of the longest prompt.
+        completion_tokens: The most that stand behind it.
+        training: What it trains; None if it only samples.
+        sampling: What it samples; None if it only trains.
+    """
+
+    name: str
+    sizes: ModelSizes
+    cluster: ClusterConfig
+    dtype: DType
+    prompt_tokens: int
+    completion_tokens: int
+    training: TrainingLoad | None = None
+    sampling: SamplingLoad | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks.
+
+    Attributes:
+        tensor: Ranks of tensor parallelism.
+        pipeline: Ranks that share the layers.
+        context: Ranks that share the tokens of a row.
+        expert: Ranks that share the experts, out of those with other rows.
+        data: Copies of the model, each with its own rows.
+        shards: Ranks over which weights, gradients and moments of a tensor rank are divided.
+        is_wrapped: Whether there are several ranks, or weights on the host: FSDP2 then.
+    """
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+    shards: int
+    is_wrapped: bool
+
+
+def layout_of(training: TrainingConfig, num_workers: int) -> Layout:
+    """The layout of a section `training` over the workers of a cluster.
+
+    Raises:
+        ConfigError: If the axes do not divide the ranks.
+    """
+    data = training.data_parallel_size(num_workers)
+    tensor, context = training.tensor_parallel_size, training.context_parallel_size
+    pipeline = expert = replicas = 1
+    is_offloaded = False
+    if isinstance(training, MegatronTraining):
+        pipeline, expert = training.pipeline_parallel_size, training.expert_parallel_size
+    if isinstance(training, DTensorTraining):
+        replicas, is_offloaded = training.data_parallel_replicas, training.cpu_offload
+    if data % replicas:
+        raise ConfigError(
+            "the copies of HSDP do not divide the data ranks",
+            expected=f"training.data_parallel_replicas that divides {data}",
+            got=str(replicas),
+            fix="lower training.data_parallel_replicas, or change cluster.num_workers",
+        )
+    return Layout(
+        tensor,
+        pipeline,
+        context,
+        expert,
+        data,
+        shards=data * context // replicas,
+        is_wrapped=num_workers > 1 or is_offloaded,
+    )
+
+
+def ranks_of_engine(config: GenerationConfig) -> int:
+    """GPUs over which one copy of the engine's weights is spread."""
+    return config.ranks_per_engine if isinstance(config, SplitEngine) else 1
+
+
+def share_of_engine(config: GenerationConfig) -> float | None:
+    """The share of a GPU that the engine reserves; None for one that reserves nothing."""
+    return config.gpu_memory_utilization if isinstance(config, VllmGenerationConfig) else None
+
+
+def transport_of(load: StageLoad) -> Literal["cuda_ipc", "shared_memory", "gloo"]:
+    """What `weight_sync.transport.choose_transport` takes for engines on the trainer's GPUs."""
+    assert load.sampling is not None
+    workers = load.sampling.config.num_engines * ranks_of_engine(load.sampling.config)
+    if workers > load.cluster.bundles_per_node[0]:
+        return "gloo"
+    return "cuda_ipc" if workers == 1 else "shared_memory"
+
+
+def layout_problem(load: StageLoad) -> str | None:
+    """What keeps the code from running a stage's layout at all; None if nothing does."""
+    sizes = load.sizes
+    if load.training is not None:
+        training = load.training.config
+        size = training.tensor_parallel_size
+        if size > 1 and sizes.num_experts and isinstance(training, DTensorTraining):
+            return (
+                "training.tensor_parallel_size: dtensor has no tensor parallelism for experts; "
+                "set it to 1 (FSDP2 shards experts as other weights), or backend: megatron with "
+                "expert_parallel_size"
+            )
+        if size > 1 and (sizes.num_heads % size or sizes.num_kv_heads % size):
+            return _indivisible("training.tensor_parallel_size", size, sizes)
+        if isinstance(training, MegatronTraining) and not sizes.is_exact:
+            return f"training.backend: megatron does not know the model type {sizes.model_type}"
+    if load.sampling is not None and isinstance(load.sampling.config, SplitEngine):
+        size = load.sampling.config.tensor_parallel_size
+        if sizes.num_heads % size:
+            return _indivisible(f"{load.sampling.path}.tensor_parallel_size", size, sizes)
+    return None
+
+
+def untried(load: StageLoad) -> list[str]:
+    """What of a stage's layout has never run on GPUs, as the README's table has it."""
+    found = []
+    if load.training is not None and load.cluster.num_gpus > 1:
+        found.append("several ranks over NCCL")
+    if len(load.cluster.bundles_per_node) > 1:
+        found.append("several machines")
+    if load.sampling is not None and ranks_of_engine(load.sampling.config) > 1:
+        found.append(
+            "an engine over several GPUs (vLLM's custom all-reduce asks for the GPUs of its other "
+            "ranks, which a worker of Ray does not see)"
+        )
+    if load.training is not None and getattr(load.training.config, "weights", "full") != "full":
+        found.append("8 and 4 bit weights")
+    return found
+
+
+def _indivisible(path: str, size: int, sizes: ModelSizes) -> str:
+    return f"{path}: {size} does not divide {sizes.num_heads} heads, {sizes.num_kv_heads} of keys"

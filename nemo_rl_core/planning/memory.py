@@ -1,0 +1,401 @@
+"""GiB of a GPU that a stage takes, by arithmetic.
+
+The formulas follow what the backends do: weights and moments in float32, sharded; matrix products
+in 16 bits; one layer gathered while the next is fetched, embedding and head for a whole pass;
+logits in chunks. `tests/unit/planning/` holds them to torch's own counts, over its fake process
+group and by its hooks of saved tensors, and to what one H100 has shown.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
+from nemo_rl_core.planning.load import (
+    Layout,
+    StageLoad,
+    layout_of,
+    ranks_of_engine,
+    share_of_engine,
+    transport_of,
+)
+from nemo_rl_core.planning.sizes import ModelSizes
+
+GIB = 2**30
+_FLOAT32, _MOMENTS = 4, 8
+_CHUNK_TOKENS, _CHUNK_COPIES = 1024, 4
+"""Rows of logits at once, and the float32 tensors of that size: `functional/logprobs.py`."""
+_QUANTIZED = {"8bit": 1.0, "4bit": 0.52}
+"""Bytes of a weight; 4 bits with their constants, which are quantized as well (QLoRA)."""
+_CONTEXT_GIB = 1.0
+"""CUDA's context and libraries of one process. Assumed; an H100 showed 2 to 3 with an engine."""
+_ENGINE_BATCHED_TOKENS = 8192
+_ENGINE_GRAPHS_GIB = 1.0
+"""vLLM's CUDA graphs and workspaces. Assumed."""
+_IPC_COPIES = 1
+"""Copies of the whole weights, in the engine's type, that CUDA IPC holds while it transfers."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """GiB of one GPU.
+
+    Attributes:
+        parts: By name: weights, gradients, moments, reference, critic, gathered weights, gathered
+            gradients, activations, logits, transfer, engine weights, KV cache, engine workspace,
+            contexts. Not all of them are there at one time.
+        training: The most at a time while the model is trained; 0 if it is not.
+        sampling: The most at a time while the engine is awake; 0 without one.
+        kv_tokens: Tokens that fit the KV cache of one engine.
+        host: GiB of the machine's memory for each GPU, of weights that are offloaded.
+    """
+
+    parts: Mapping[str, float]
+    training: float
+    sampling: float
+    kv_tokens: float
+    host: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        """The most at a time."""
+        return max(self.training, self.sampling)
+
+
+def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
+    """What a stage takes of one GPU.
+
+    Args:
+        load: The stage.
+        memory_gib: Of the GPU, of which an engine takes a share.
+    """
+    trained = _TrainedModel(load) if load.training else None
+    resident = trained.resident if trained else {}
+    engine, kv_tokens = _engine(load, memory_gib)
+    contexts = _CONTEXT_GIB * ((trained is not None) + 2 * bool(engine))
+    base = sum(resident.values()) + contexts
+    transfer = _transfer_gib(load) if trained and engine else 0.0
+    in_passes = trained.peak if trained else 0.0
+    awake = sum(engine.values())
+    training = base + in_passes if trained else 0.0
+    if load.sampling and load.sampling.is_asynchronous:
+        training += awake
+    parts = resident | (trained.parts if trained else {})
+    parts |= {"transfer": transfer} if transfer else {}
+    return MemoryPlan(
+        parts={**parts, **engine, "contexts": contexts},
+        training=training,
+        sampling=base + transfer + awake if engine else 0.0,
+        kv_tokens=kv_tokens,
+        host=trained.host if trained else 0.0,
+    )
+
+
+class _TrainedModel:
+    """The arithmetic of one rank of a trainer; all in GiB."""
+
+    def __init__(self, load: StageLoad) -> None:
+        assert load.training is not None
+        self._load, self._training, self._sizes = load, load.training, load.sizes
+        self._config = load.training.config
+        self._layout = layout_of(self._config, load.cluster.num_workers)
+        self._is_half = load.dtype == "bfloat16"
+        lora = self._config.lora if isinstance(self._config, DTensorTraining) else None
+        self._own = _weights_of_rank(self._sizes, self._layout)
+        self._trained = _adapter_weights(self._sizes, lora) if lora else self._own
+        self._has_lora = lora is not None
+        self._on_gpu = not (isinstance(self._config, DTensorTraining) and self._config.cpu_offload)
+
+    @property
+    def _shard(self) -> float:
+        return 1 / self._layout.shards / GIB * self._on_gpu
+
+    @property
+    def _gradients(self) -> float:
+        if isinstance(self._config, MegatronTraining):  # whole, in a float32 buffer
+            return self._own * _FLOAT32 / GIB
+        return self._trained * _FLOAT32 * self._shard
+
+    @property
+    def resident(self) -> dict[str, float]:
+        """What stays between steps."""
+        moments = 2 if self._training.moments == "8bit" else _MOMENTS
+        parts = {"weights": self._weights(), "moments": moments * self._trained * self._shard}
+        if isinstance(self._config, MegatronTraining):
+            parts["gradients"] = self._gradients
+        parts["reference"] = self._reference
+        if self._training.has_critic:
+            parts["critic"] = self._weights() + moments * self._trained * self._shard
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def _reference(self) -> float:
+        reference = self._training.reference
+        is_base = self._has_lora and self._training.is_trained_base
+        # Megatron's backend keeps it on the host.
+        if reference is None or is_base or isinstance(self._config, MegatronTraining):
+            return 0.0
+        return _FLOAT32 * _weights_of_rank(reference, self._layout) * self._shard
+
+    @property
+    def host(self) -> float:
+        """Weights, gradients and moments that `cpu_offload` keeps on the machine."""
+        if self._on_gpu:
+            return 0.0
+        trained = (_FLOAT32 + _MOMENTS) * self._trained
+        return (self._own * _FLOAT32 + trained) / self._layout.shards / GIB
+
+    def _weights(self) -> float:
+        config = self._config
+        if isinstance(config, MegatronTraining):
+            main = _FLOAT32 / self._layout.shards if self._is_half else 0
+            return self._own * ((2 if self._is_half else _FLOAT32) + main) / GIB
+        if isinstance(config, DTensorTraining) and config.weights != "full":
+            layers = self._sizes.num_layers * self._sizes.linear_weights
+            packed = layers * _QUANTIZED[config.weights]
+            return (packed + (self._own - layers) * _FLOAT32 + self._trained * _FLOAT32) / GIB
+        adapters = self._trained if self._has_lora else 0
+        return (self._own + adapters) * _FLOAT32 * self._shard
+
+    @property
+    def _layer(self) -> float:
+        """Weights of a layer on this tensor rank."""
+        sizes, layout = self._sizes, self._layout
+        split = sizes.layer_weights - sizes.whole_weights - sizes.expert_weights
+        experts = sizes.expert_weights / layout.expert
+        return sizes.whole_weights + (split + experts) / layout.tensor
+
+    @property
+    def _outer(self) -> float:
+        return self._sizes.outer_weights / self._layout.tensor
+
+    @property
+    def _width(self) -> int:
+        return 2 if self._is_half else _FLOAT32
+
+    def _gathered(self, num_layers: int, *, outer: bool = True) -> float:
+        """Weights in the type of matrix products: gathered by FSDP2, or cast by autocast."""
+        if isinstance(self._config, MegatronTraining):
+            return 0.0
+        if not self._layout.is_wrapped and not self._is_half:
+            return 0.0
+        return (num_layers * self._layer + self._outer * outer) * self._width / GIB
+
+    @property
+    def _is_cast_whole(self) -> bool:
+        """One rank in 16 bits keeps the copies that autocast has made, for the backward pass."""
+        return self._is_half and not self._layout.is_wrapped
+
+    @property
+    def _tokens(self) -> float:
+        return self._training.max_tokens_per_microbatch / self._layout.context
+
+    @property
+    def _layers_of_rank(self) -> float:
+        return self._sizes.num_layers / self._layout.pipeline
+
+    @property
+    def _layer_activations(self) -> float:
+        return self._tokens * layer_bytes(self._load, self._layout) / GIB
+
+    @property
+    def _activations(self) -> float:
+        last = self._tokens * self._sizes.hidden * 8 / GIB  # of the last norm
+        if not self._config_recomputes:
+            return self._layers_of_rank * self._layer_activations + last
+        split = self._layout.tensor if self._config.sequence_parallel else 1
+        kept = self._tokens * self._sizes.hidden * self._residual_width / split
+        return self._layers_of_rank * kept / GIB + last
+
+    @property
+    def _config_recomputes(self) -> bool:
+        return bool(getattr(self._config, "activation_checkpointing", False))
+
+    @property
+    def _residual_width(self) -> int:
+        return 2 if self._is_half and self._layout.is_wrapped else _FLOAT32
+
+    @property
+    def _temporaries(self) -> float:
+        """Gradients of activations within a layer, counted by torch's tracker."""
+        wide = 2 * self._sizes.mlp_width / self._layout.tensor + 3.5 * self._sizes.hidden
+        return self._tokens * wide * self._width / GIB
+
+    @property
+    def _logits(self) -> float:
+        if not self._training.has_head:
+            return 0.0
+        rows = min(_CHUNK_TOKENS, self._tokens)
+        vocabulary = self._sizes.vocabulary / self._layout.tensor
+        return _CHUNK_COPIES * rows * vocabulary * _FLOAT32 / GIB
+
+    @property
+    def _head_gradient(self) -> float:
+        if self._has_lora or not self._training.has_head:
+            return 0.0
+        width = self._width if self._layout.is_wrapped else _FLOAT32
+        return self._sizes.vocabulary * self._sizes.hidden / self._layout.tensor * width / GIB
+
+    @property
+    def _gathered_gradients(self) -> float:
+        if not self._layout.is_wrapped or self._has_lora:
+            return 0.0
+        if isinstance(self._config, MegatronTraining):
+            return 0.0
+        return (self._layer + self._outer) * _FLOAT32 / GIB
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What is there during a step alone."""
+        whole = self._is_cast_whole and not self._config_recomputes
+        found = {
+            "gradients": self._gradients,
+            "gathered weights": self._gathered(self._sizes.num_layers if whole else 2),
+            "gathered gradients": self._gathered_gradients,
+            "activations": self._activations,
+            "logits": self._logits,
+        }
+        return {name: size for name, size in found.items() if size}
+
+    @property
+    def _is_one_microbatch(self) -> bool:
+        rows = -(-self._training.num_sequences // self._layout.data)
+        return rows * self._load.longest <= self._training.max_tokens_per_microbatch
+
+    @property
+    def peak(self) -> float:
+        """The most that a step has beside what stays, over its moments."""
+        is_megatron = isinstance(self._config, MegatronTraining)
+        gradients = 0.0 if is_megatron else self._gradients
+        before = 0.0 if self._is_one_microbatch else gradients
+        all_layers, is_whole = self._sizes.num_layers, self._is_cast_whole
+        kept = all_layers if is_whole and not self._config_recomputes else 1
+        # Autocast remembers casts of weights that are trained until the end of the forward pass.
+        cast = is_whole and not (self._has_lora and self._config_recomputes)
+        forward = self._activations + self._gathered(all_layers if cast else 2)
+        head = self._activations + self._logits + self._head_gradient + self._gathered(kept)
+        last = self._layer_activations + self._temporaries + self._gathered(2)
+        last += self._head_gradient * self._layout.is_wrapped
+        if self._gathered_gradients:
+            last += self._layer * _FLOAT32 / GIB
+        # FSDP2 reduces embedding and head at the very end, in float32.
+        end = self._gathered(0) + self._gathered_gradients
+        # Those of embedding and head, which belong to the whole model, come after the layers'.
+        inner = gradients * (1 - self._outer / self._own * bool(self._gathered_gradients))
+        return max(before + forward, before + head, inner + last, gradients + end)
+
+
+def layer_bytes(load: StageLoad, layout: Layout) -> float:
+    """Bytes a token that a layer keeps for its backward pass.
+
+    Counted of transformers' layers by the hooks of saved tensors; see the tests. `varlen` and
+    `flex` keep grouped keys as they are, while `sdpa` with a mask repeats them for every head.
+    """
+    assert load.training is not None
+    sizes, config = load.sizes, load.training.config
+    half = load.dtype == "bfloat16"
+    width = 2 if half else _FLOAT32
+    keys = sizes.queries if _repeats_keys(load) else sizes.keys
+    inner = 2.0 * width * (sizes.queries + keys)
+    if sizes.has_head_norms:
+        inner += (_FLOAT32 + (width if half else _FLOAT32)) * (sizes.queries + sizes.keys)
+        inner += _FLOAT32 * (sizes.num_heads + sizes.num_kv_heads)
+    inner += _mlp_bytes(sizes, width, is_wrapped=layout.is_wrapped)
+    if isinstance(config, MegatronTraining) and _repeats_keys(load):
+        # Megatron's own attention keeps scores, their float32 softmax, and weights of all pairs.
+        inner += sizes.num_heads * load.longest * (2 * width + _FLOAT32)
+    split = layout.tensor
+    outer = _norm_bytes(sizes, half=half, is_wrapped=layout.is_wrapped) * sizes.hidden + 8
+    return inner / split + outer / (split if config.sequence_parallel else 1)
+
+
+def _norm_bytes(sizes: ModelSizes, *, half: bool, is_wrapped: bool) -> int:
+    """A token and unit of the residual stream: both norms, and the inputs of projections."""
+    if half and is_wrapped:
+        return 16
+    return 26 if half and not sizes.num_experts else 24
+
+
+def _mlp_bytes(sizes: ModelSizes, width: int, *, is_wrapped: bool) -> float:
+    if not sizes.num_experts:
+        return 4.0 * width * sizes.mlp_width
+    # Experts of one rank compute in float32: autocast knows no grouped products.
+    width = width if is_wrapped else _FLOAT32
+    per_token = sizes.experts_per_token
+    routed = 4.0 * width * sizes.mlp_width + 2 * width * per_token * sizes.hidden
+    return routed + 40 * per_token + _FLOAT32 * sizes.num_experts
+
+
+def _repeats_keys(load: StageLoad) -> bool:
+    assert load.training is not None
+    attention = getattr(load.training.config, "attention", "sdpa")
+    is_split = load.training.config.context_parallel_size > 1
+    if attention == "auto":
+        return load.dtype == "float32" or is_split
+    return bool(attention == "sdpa")
+
+
+def _weights_of_rank(sizes: ModelSizes, layout: Layout) -> float:
+    """Weights of a rank of tensor, pipeline and expert parallelism, all its shards together."""
+    split = sizes.layer_weights - sizes.whole_weights - sizes.expert_weights
+    layer = sizes.whole_weights + (split + sizes.expert_weights / layout.expert) / layout.tensor
+    # The first stage of a pipeline has the embedding, the last one the head.
+    ends = sizes.outer_weights / layout.tensor / min(layout.pipeline, 2)
+    return sizes.num_layers * layer / layout.pipeline + ends
+
+
+def _adapter_weights(sizes: ModelSizes, lora: LoRAConfig) -> float:
+    hidden, queries, keys = sizes.hidden, sizes.queries, sizes.keys
+    shapes = {"q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys}
+    shapes["o_proj"] = queries + hidden
+    if not sizes.num_experts:  # whose weights are no linear layers, which adapters need
+        names = ("gate_proj", "up_proj", "down_proj")
+        shapes |= dict.fromkeys(names, hidden + sizes.mlp_width)
+    wanted = lora.target_modules
+    chosen = [size for name, size in shapes.items() if wanted == "all-linear" or name in wanted]
+    return float(sizes.num_layers * lora.rank * sum(chosen))
+
+
+def _engine(load: StageLoad, memory_gib: float) -> tuple[dict[str, float], float]:
+    """What the engine takes of a GPU, and the tokens that its KV cache holds."""
+    if load.sampling is None:
+        return {}, 0.0
+    config, sizes = load.sampling.config, load.sizes
+    width = 2 if load.dtype == "bfloat16" else _FLOAT32
+    ranks = ranks_of_engine(config)
+    weights = sizes.num_parameters * width / ranks / GIB
+    workspace = _ENGINE_GRAPHS_GIB + _ENGINE_BATCHED_TOKENS * width / GIB * (
+        2 * sizes.hidden + 2 * sizes.mlp_width / ranks
+    )
+    token = kv_bytes_of_rank(load)
+    share = share_of_engine(config)
+    if share is None:
+        cache = load.longest * load.sampling.num_sequences * token / GIB
+        return {"engine weights": weights, "KV cache": cache}, load.longest
+    cache = share * memory_gib - weights - workspace
+    parts = {"engine weights": weights, "engine workspace": workspace, "KV cache": max(cache, 0.0)}
+    return parts, cache * GIB / token
+
+
+def kv_bytes_of_rank(load: StageLoad) -> float:
+    """Bytes of a token in the KV cache of one rank of an engine, all its layers."""
+    assert load.sampling is not None
+    config, sizes = load.sampling.config, load.sizes
+    width = 2 if load.dtype == "bfloat16" else _FLOAT32
+    tensor = getattr(config, "tensor_parallel_size", 1)
+    heads = -(-sizes.num_kv_heads // tensor)  # more ranks than heads have copies
+    layers = sizes.num_layers * tensor / ranks_of_engine(config)
+    return 2.0 * layers * heads * sizes.head_size * width
+
+
+def _transfer_gib(load: StageLoad) -> float:
+    """What the trainer holds while it sends its weights."""
+    width = 2 if load.dtype == "bfloat16" else _FLOAT32
+    largest = load.sizes.largest_weight * (_FLOAT32 + width) / GIB
+    if transport_of(load) == "cuda_ipc":  # whose buffers stay until the end
+        return largest + _IPC_COPIES * load.sizes.num_parameters * width / GIB
+    return largest
+
+
+def missing_cache(load: StageLoad, plan: MemoryPlan) -> bool:
+    """Whether the engine has no room for even one sequence of the full length."""
+    return load.sampling is not None and plan.kv_tokens < load.longest

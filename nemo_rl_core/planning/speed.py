@@ -1,0 +1,225 @@
+"""Seconds of a stage's work by a roofline: the time of products, memory and links.
+
+Products take a share of the peak, element-wise work the time that its bytes take, and what is sent
+overlaps with both. The shares were fitted to one H100 and a model of 1.5 B (docs/results.md), which
+they give within 10 %; for other models, GPUs and any communication they are estimates.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.planning.accelerators import Accelerator
+from nemo_rl_core.planning.load import (
+    Layout,
+    StageLoad,
+    layout_of,
+    ranks_of_engine,
+    transport_of,
+)
+from nemo_rl_core.planning.memory import MemoryPlan, kv_bytes_of_rank, layer_bytes
+
+PRODUCT_SHARE = 0.7
+"""Of peak FLOP/s in matrix products. Fitted."""
+_ATTENTION_SHARE = 0.28
+"""Of peak FLOP/s in attention, forward and backward, over rows of 8192 tokens. Measured."""
+_MEGATRON_SHARE = 0.86
+"""Speed of Megatron's layers without Transformer Engine, over that of dtensor. Measured."""
+_LAYER_PASSES = 2.6
+"""Bytes that a forward pass of a layer moves, over those that it keeps. Fitted."""
+_LOGIT_PASSES = 23
+"""Times that a forward pass moves the float32 logits of a token. Fitted."""
+_SECONDS_PER_SAMPLE = 55e-6
+"""Of vLLM for each sequence and token: scheduler, and a draw with a seed of its own. Fitted."""
+_LINK_SHARE = 0.6
+"""Of a link's peak in a collective. Assumed."""
+_REDUCE_SECONDS = 15e-6
+"""Of an all-reduce of a few KB between GPUs of a machine. Assumed."""
+_UPDATE_BYTES = 40
+"""That AdamW and the norm of gradients move for each weight."""
+
+_TRANSPORT_BYTES: dict[str, float] = {
+    "cuda_ipc": 19e9,  # measured: 3.2 GB in 0.17 s on an H100
+    "shared_memory": 2.7e9,  # measured: 3.2 GB in 1.2 s
+    "gloo": 1e9,  # assumed: one thread of TCP
+}
+_LOAD_BYTES = 1.5e9
+"""Bytes a second that an engine checks and loads. Measured: 3.1 GB in 2 s, transport aside."""
+_GOAL_BYTES = {False: 7.6e9, True: 14.1e9}
+"""What the project aims at: 7B on one machine in 2 s, 70B on eight machines in 10 s."""
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The transfer of new weights from the trainer to all engines.
+
+    Attributes:
+        transport: What carries the bytes.
+        seconds: Expected.
+        goal_seconds: What this project aims at for as many bytes.
+        least_seconds: If every GPU got its part at once over the fastest link.
+    """
+
+    transport: str
+    seconds: float
+    goal_seconds: float
+    least_seconds: float
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """Expected speed of a stage on all GPUs together.
+
+    Attributes:
+        trained: Tokens a second of optimizer steps; None if nothing is trained.
+        utilization: MFU of them, 0 to 1.
+        scored: Tokens a second of logprobs; None if there are none.
+        sampled: New tokens a second; None without an engine.
+        transfer: Of weights to the engines; None if there is none.
+        step_seconds: Of a whole step, every sequence at its full length.
+    """
+
+    trained: float | None
+    utilization: float | None
+    scored: float | None
+    sampled: float | None
+    transfer: TransferPlan | None
+    step_seconds: float
+
+
+def plan_speed(load: StageLoad, memory: MemoryPlan, gpu: Accelerator) -> SpeedPlan | None:
+    """The expected speed of a stage; None if the GPU's peak is not known for its type."""
+    peak = gpu.flops(load.dtype)
+    if peak is None:
+        return None
+    trained = scored = sampled = utilization = None
+    step = 0.0
+    if (training := load.training) is not None:
+        trained = _tokens_per_second(load, gpu, peak, passes="training")
+        flops = load.sizes.flops.flops("training", [load.longest]) / load.longest
+        utilization = trained * flops / peak / load.cluster.num_workers
+        tokens = load.longest * _sequences(load)
+        step += tokens / trained * training.num_epochs
+        if training.num_scorings:
+            scored = _tokens_per_second(load, gpu, peak, passes="scoring")
+            step += tokens / scored * training.num_scorings
+    transfer = plan_transfer(load, gpu)
+    if load.sampling is not None:
+        sampled = _sampled_per_second(load, memory, gpu, peak)
+        rollouts = load.sampling.num_sequences * load.completion_tokens / sampled
+        step = max(step, rollouts) if load.sampling.is_asynchronous else step + rollouts
+        step += transfer.seconds if transfer else 0.0
+    return SpeedPlan(trained, utilization, scored, sampled, transfer, step)
+
+
+def _sequences(load: StageLoad) -> int:
+    if load.sampling is not None:
+        return load.sampling.num_sequences
+    return load.training.num_sequences if load.training else 0
+
+
+def _tokens_per_second(
+    load: StageLoad, gpu: Accelerator, peak: float, *, passes: Literal["training", "scoring"]
+) -> float:
+    """Of all ranks together, one micro-batch after the other."""
+    assert load.training is not None
+    config, sizes = load.training.config, load.sizes
+    layout = layout_of(config, load.cluster.num_workers)
+    tokens = load.training.max_tokens_per_microbatch
+    is_training = passes == "training"
+    # A backward pass is two forward passes; layers and logits may be computed once more.
+    recomputes = bool(getattr(config, "activation_checkpointing", False))
+    layer_passes = 3 + recomputes if is_training else 1
+    head_passes = 4 if is_training else 1
+    ranks = layout.tensor * layout.context * layout.pipeline
+    head = 2.0 * sizes.vocabulary * sizes.hidden
+    layers = 2.0 * sizes.flops.num_multiplied - head
+    products = (layers * layer_passes + head * head_passes) / (peak * PRODUCT_SHARE)
+    pairs = 2.0 * sizes.num_layers * sizes.queries * (load.longest + 1)
+    products += pairs * layer_passes / (peak * _ATTENTION_SHARE)
+    kept = sizes.num_layers * layer_bytes(load, layout) * layout.tensor
+    moved = _LAYER_PASSES * kept * layer_passes + _LOGIT_PASSES * 4 * sizes.vocabulary * head_passes
+    seconds = tokens / ranks * (products + moved / (gpu.memory_gb_per_second * 1e9))
+    if isinstance(config, MegatronTraining):
+        seconds /= _MEGATRON_SHARE
+    seconds += _tensor_seconds(load, layout, gpu) * layer_passes
+    sent = _gather_seconds(load, layout, gpu, is_training=is_training)
+    per_microbatch = max(seconds, sent)
+    if not is_training:
+        return layout.data * tokens / per_microbatch
+    update = _UPDATE_BYTES * sizes.num_parameters / (layout.shards * layout.tensor)
+    rows = max(load.training.num_sequences * load.longest / (layout.data * tokens), 1.0)
+    per_microbatch += update / (gpu.memory_gb_per_second * 1e9) / rows
+    return layout.data * tokens / per_microbatch
+
+
+def _busy_link(load: StageLoad, gpu: Accelerator, num_ranks: int) -> float:
+    """Bytes a second of each rank in a ring; over machines, each has a port for each GPU."""
+    nodes = load.cluster.bundles_per_node
+    link = gpu.link_gb_per_second
+    if num_ranks > max(nodes):
+        link = min(link, gpu.network_gb_per_second * max(nodes))
+    return link * 1e9 * _LINK_SHARE
+
+
+def _gather_seconds(
+    load: StageLoad, layout: Layout, gpu: Accelerator, *, is_training: bool
+) -> float:
+    """What FSDP2 sends for a micro-batch: weights twice, and gradients in float32."""
+    if layout.shards == 1:
+        return 0.0
+    width = 2 if load.dtype == "bfloat16" else 4
+    sent = (2 * width + 4 if is_training else width) * load.sizes.num_parameters / layout.tensor
+    ring = (layout.shards - 1) / layout.shards
+    return sent * ring / _busy_link(load, gpu, layout.shards * layout.tensor)
+
+
+def _tensor_seconds(load: StageLoad, layout: Layout, gpu: Accelerator) -> float:
+    """What tensor parallelism sends for a forward pass of a micro-batch, which waits for it."""
+    if layout.tensor == 1:
+        return 0.0
+    assert load.training is not None
+    width = 2 if load.dtype == "bfloat16" else 4
+    tokens = load.training.max_tokens_per_microbatch / layout.context
+    sent = 2 * load.sizes.num_layers * tokens * load.sizes.hidden * width
+    return sent * 2 * (layout.tensor - 1) / layout.tensor / _busy_link(load, gpu, layout.tensor)
+
+
+def _sampled_per_second(
+    load: StageLoad, memory: MemoryPlan, gpu: Accelerator, peak: float
+) -> float:
+    """New tokens a second of all engines, which read their weights and cache for each."""
+    assert load.sampling is not None
+    config, sizes = load.sampling.config, load.sizes
+    ranks, engines = ranks_of_engine(config), config.num_engines
+    wanted = -(-load.sampling.num_sequences // engines)
+    room = max(memory.kv_tokens // load.longest, 1)
+    at_once = min(wanted, getattr(config, "max_num_seqs", wanted), room)
+    width = 2 if load.dtype == "bfloat16" else 4
+    # Enough tokens meet every expert of a mixture.
+    meant = load.prompt_tokens + load.completion_tokens / 2
+    read = sizes.num_parameters * width / ranks + at_once * meant * kv_bytes_of_rank(load)
+    products = at_once * 2 * sizes.flops.num_multiplied / ranks / (peak * PRODUCT_SHARE)
+    seconds = max(read / (gpu.memory_gb_per_second * 1e9), products)
+    seconds += at_once * _SECONDS_PER_SAMPLE
+    seconds += 2 * sizes.num_layers * _REDUCE_SECONDS * (ranks > 1)
+    prefill = load.prompt_tokens / load.completion_tokens * products
+    return engines * at_once / (seconds + prefill)
+
+
+def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
+    """The transfer of weights before a step; None if nothing is trained, or nothing sampled."""
+    if load.training is None or load.sampling is None:
+        return None
+    width = 2 if load.dtype == "bfloat16" else 4
+    whole = load.sizes.num_parameters * width
+    transport = transport_of(load)
+    over_machines = len(load.cluster.bundles_per_node) > 1
+    link = gpu.network_gb_per_second if over_machines else gpu.link_gb_per_second
+    link = gpu.memory_gb_per_second if load.cluster.num_gpus == 1 else link
+    return TransferPlan(
+        transport,
+        whole / _TRANSPORT_BYTES[transport] + whole / _LOAD_BYTES,
+        whole / _GOAL_BYTES[over_machines],
+        whole / ranks_of_engine(load.sampling.config) / (link * 1e9 * _LINK_SHARE),
+    )

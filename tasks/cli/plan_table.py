@@ -1,0 +1,133 @@
+"""A plan as a table, and as a mapping for JSON."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from nemo_rl_core.planning.memory import GIB
+from tasks.platform.gpu_plan import RecipePlan, StagePlan, fix_of
+
+_PARTS = (
+    "weights",
+    "gradients",
+    "moments",
+    "reference",
+    "critic",
+    "gathered weights",
+    "gathered gradients",
+    "activations",
+    "logits",
+    "transfer",
+    "engine weights",
+    "engine workspace",
+    "KV cache",
+    "contexts",
+)
+_Figure = Callable[[StagePlan], float | None]
+
+
+def as_mapping(plan: RecipePlan) -> dict[str, Any]:
+    """The plan for JSON."""
+    return {
+        "accelerator": asdict(plan.gpu),
+        "stages": [
+            {
+                "name": stage.load.name,
+                "num_parameters": stage.load.sizes.num_parameters,
+                "gib": dict(stage.memory.parts),
+                "training_gib": stage.memory.training,
+                "sampling_gib": stage.memory.sampling,
+                "kv_cache_tokens": stage.memory.kv_tokens,
+                "speed": asdict(stage.speed) if stage.speed else None,
+            }
+            for stage in plan.stages
+        ],
+        "is_exact": plan.is_exact,
+        "unplanned": list(plan.unplanned),
+        "never_run": plan.untried,
+        "fits": not plan.problems,
+        "problems": list(plan.problems),
+        "change": None
+        if plan.change is None
+        else {setting.path: setting.value for setting in plan.change},
+    }
+
+
+def as_table(plan: RecipePlan) -> str:
+    """The plan for a reader."""
+    if not plan.stages:
+        return "no stage of this recipe computes on a GPU"
+    lines = [_heading(plan), "", *_rows(plan), ""]
+    if plan.estimates:
+        lines.append(f"activations are an estimate for {', '.join(plan.estimates)}")
+    if plan.unplanned:
+        lines.append(f"not counted: {', '.join(plan.unplanned)}")
+    if host := _host_gib(plan):
+        lines.append(f"memory of a machine: prepare_model holds {host:,.0f} GiB of float32 weights")
+    if plan.untried:
+        lines.append(f"never run so far: {', '.join(plan.untried)}")
+    lines += [*plan.problems, fix_of(plan.change)] if plan.problems else ["fits"]
+    return "\n".join(lines)
+
+
+def _heading(plan: RecipePlan) -> str:
+    load = plan.stages[0].load
+    count = load.cluster.num_gpus
+    return (
+        f"{load.sizes.model_type}, {load.sizes.num_parameters / 1e9:.2f} B parameters, {load.dtype}"
+        f" on {count} x {plan.gpu.name} of {plan.gpu.memory_gib:.1f} GiB"
+    )
+
+
+def _host_gib(plan: RecipePlan) -> float:
+    """Of whole weights in float32; named where no small machine has as much."""
+    largest = max(stage.load.sizes.num_parameters for stage in plan.stages) * 4 / GIB
+    return largest if largest > 64 else 0.0
+
+
+def _rows(plan: RecipePlan) -> Iterator[str]:
+    names = [stage.load.name for stage in plan.stages]
+    yield _line("GiB a GPU", names)
+    for part in _PARTS:
+        yield from _row(plan, part, lambda stage, part=part: stage.memory.parts.get(part), ".1f")  # type: ignore[misc]
+    yield from _row(plan, "most while training", lambda stage: stage.memory.training or None, ".1f")
+    yield from _row(plan, "most while sampling", lambda stage: stage.memory.sampling or None, ".1f")
+    yield ""
+    yield _line("expected", names)
+    yield from _row(plan, "tokens in the KV cache", lambda stage: stage.memory.kv_tokens or None)
+    yield from _row(plan, "trained tokens/s", _speed("trained"))
+    yield from _row(plan, "MFU, %", _percent)
+    yield from _row(plan, "scored tokens/s", _speed("scored"))
+    yield from _row(plan, "sampled tokens/s", _speed("sampled"))
+    yield from _row(plan, "seconds a step, at most", _step, ".0f")
+    for stage in plan.stages:
+        if stage.speed and (transfer := stage.speed.transfer):
+            yield (
+                f"weights to the engine: {transfer.seconds:.1f} s by {transfer.transport}; goal "
+                f"{transfer.goal_seconds:.1f} s, bound of the links {transfer.least_seconds:.2f} s"
+            )
+
+
+def _percent(stage: StagePlan) -> float | None:
+    share = stage.speed.utilization if stage.speed else None
+    return None if share is None else 100 * share
+
+
+def _step(stage: StagePlan) -> float | None:
+    is_trained = stage.load.training is not None
+    return stage.speed.step_seconds if stage.speed and is_trained else None
+
+
+def _speed(name: str) -> _Figure:
+    return lambda stage: getattr(stage.speed, name) if stage.speed else None
+
+
+def _row(plan: RecipePlan, name: str, figure: _Figure, form: str = ",.0f") -> Iterator[str]:
+    """A line, unless no stage has the figure."""
+    figures = [figure(stage) for stage in plan.stages]
+    if any(value is not None for value in figures):
+        yield _line(name, ["" if value is None else format(value, form) for value in figures])
+
+
+def _line(name: str, values: Sequence[str]) -> str:
+    return f"{name:<24}" + "".join(f"{value:>20}" for value in values).rstrip()

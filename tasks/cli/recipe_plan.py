@@ -1,0 +1,78 @@
+"""From the arguments of `nemo-rl plan` to the plan of a recipe."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.accelerators import Accelerator, accelerator
+from tasks.cli.run import PIPELINES
+from tasks.cli.run_settings import chosen_pipeline
+from tasks.platform.gpu_plan import (
+    ASSUMED,
+    RecipePlan,
+    accelerator_of,
+    plan_recipe,
+    read_model_config,
+)
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.recipe_file import RECIPES, read_recipe
+
+
+def planned(
+    recipe: str,
+    settings: Sequence[str],
+    *,
+    pipeline: str | None,
+    accelerator_name: str | None,
+    model_config: Path | None,
+) -> RecipePlan:
+    """The plan of a recipe with changes; of a sweep, that of its first point.
+
+    Raises:
+        NemoRLError: If the recipe, the GPU or the model's config is not known, or the recipe has no
+            GPU.
+    """
+    name = pipeline or pipeline_of(recipe)
+    chosen = chosen_pipeline(name, [recipe, *settings], pipelines=PIPELINES)
+    experiments = [each for each in chosen.recipe.experiments if isinstance(each, PipelineRecipe)]
+    experiment = experiments[0]
+    if not experiment.cluster.num_gpus:
+        raise ConfigError(
+            "the recipe uses no GPU, so that there is none to plan for",
+            expected="cluster.shape: one_gpu, node_8gpu or cluster",
+            got=f"cluster.shape: {experiment.cluster.shape}",
+            fix=f"say which: nemo-rl plan {recipe} cluster.shape=one_gpu",
+        )
+    config = read_model_config(model_config) if model_config else None
+    return plan_recipe(experiment, _gpu(experiment, accelerator_name), model_config=config)
+
+
+def _gpu(recipe: PipelineRecipe, name: str | None) -> Accelerator:
+    return accelerator(name) if name else accelerator_of(recipe) or ASSUMED
+
+
+def pipeline_of(recipe: str) -> str:
+    """The pipeline of a recipe, by its name or by that of the recipe that it begins with.
+
+    Raises:
+        ConfigError: If neither is called after a pipeline.
+    """
+    named, seen = recipe, set()
+    while named not in seen:
+        seen.add(named)
+        stem = Path(named).stem
+        fitting = [name for name in PIPELINES if stem == name or stem.startswith(f"{name}_")]
+        if fitting:
+            return max(fitting, key=len)
+        path = Path(named) if named.endswith((".yaml", ".yml")) else RECIPES / f"{named}.yaml"
+        values = read_recipe(path) if path.is_file() else {}
+        named = str(values.get("recipe", named))
+        sections = [name for name in PIPELINES if name in values]
+        if named in seen and len(sections) == 1:
+            return sections[0]
+    raise ConfigError(
+        f"it is not clear which pipeline the recipe {recipe!r} is for",
+        expected=f"a recipe called after one of {', '.join(PIPELINES)}",
+        got=recipe,
+        fix=f"name the pipeline: nemo-rl plan {recipe} --pipeline grpo",
+    )

@@ -1,0 +1,299 @@
+"""Plans of whole recipes: memory and speed of each stage, and the refusal of what does not fit."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.config.environment import single_environments
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.model import (
+    ModelConfig,
+    ModelFromWheel,
+    PretrainedModel,
+    TextModelFromConfig,
+)
+from nemo_rl_core.config.single_turn import RewardModelScore
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.errors import ModelError, NemoRLError, ResourceError
+from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
+from nemo_rl_core.planning.load import StageLoad, layout_problem, untried
+from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
+from nemo_rl_core.planning.search import HEADROOM, HOST_GIB, Setting, fits, smallest_change
+from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
+from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
+from tasks.recipes.common import PipelineRecipe
+from tasks.recipes.loads import loads_of
+
+_LOG = logging.getLogger(__name__)
+ASSUMED = ACCELERATORS["nvidia-h100"]
+"""Planned for where neither the recipe nor this machine says which GPU there is."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage on one kind of GPU.
+
+    Attributes:
+        load: What it asks for.
+        memory: What it takes.
+        speed: What is expected of it; None if the peak of the GPU is not known.
+    """
+
+    load: StageLoad
+    memory: MemoryPlan
+    speed: SpeedPlan | None
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """All stages of a recipe on one kind of GPU.
+
+    Attributes:
+        gpu: The kind.
+        stages: In the order in which they run.
+        problems: Why it does not fit, one sentence each; empty if it does.
+        change: The smallest change with which it fits; None if it fits, or no known one does.
+        unplanned: What takes memory of a GPU besides, and is not counted.
+    """
+
+    gpu: Accelerator
+    stages: tuple[StagePlan, ...]
+    problems: tuple[str, ...]
+    change: tuple[Setting, ...] | None
+    unplanned: tuple[str, ...] = ()
+
+    @property
+    def untried(self) -> list[str]:
+        """What of its layouts has never run on GPUs."""
+        return list(dict.fromkeys(text for stage in self.stages for text in untried(stage.load)))
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether it does not fit even if every byte of the GPUs could be filled."""
+        return any(
+            stage.memory.peak > self.gpu.memory_gib
+            or stage.memory.host > HOST_GIB
+            or layout_problem(stage.load) is not None
+            or missing_cache(stage.load, stage.memory)
+            for stage in self.stages
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all activations are counted: of known model types, trained by dtensor."""
+        return not self.estimates
+
+    @property
+    def estimates(self) -> list[str]:
+        """What has activations that are an estimate."""
+        loads = [stage.load for stage in self.stages]
+        found = [f"the model type {each.sizes.model_type}" for each in loads
+                 if not each.sizes.is_exact]  # fmt: skip
+        backends = [each.training.config for each in loads if each.training]
+        found += [f"the backend {each.backend}" for each in backends
+                  if not isinstance(each, DTensorTraining)]  # fmt: skip
+        return list(dict.fromkeys(found))
+
+
+def plan_recipe(
+    recipe: PipelineRecipe, gpu: Accelerator, *, model_config: Mapping[str, Any] | None = None
+) -> RecipePlan:
+    """Plans every stage of a recipe that computes on GPUs.
+
+    Args:
+        recipe: Whose `cluster` has GPUs.
+        gpu: Their kind.
+        model_config: The config.json of `model`; by default that which its section names.
+
+    Raises:
+        ModelError: If a model's config cannot be read.
+        ConfigError: If the layout does not divide the ranks.
+    """
+    loads = loads_of(recipe, _reader(recipe.model, model_config))
+    stages = tuple(_planned(load, gpu) for load in loads)
+    problems = tuple(text for stage in stages for text in _problems(stage, gpu))
+    change = smallest_change(loads, gpu.memory_gib) if problems else None
+    return RecipePlan(gpu, stages, problems, change, unplanned=tuple(_scoring_models(recipe)))
+
+
+def _scoring_models(recipe: PipelineRecipe) -> list[str]:
+    """Models that score, which run in actors of their own."""
+    found = []
+    for reward in recipe.rewards:
+        for each in single_environments(reward):
+            if isinstance(each, RewardModelScore):
+                found.append(f"the reward model {each.model or 'of the run'}")
+            if isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel):
+                found.append(f"the judge {each.judge.model}")
+    return list(dict.fromkeys(found))
+
+
+def _reader(
+    own: ModelConfig, model_config: Mapping[str, Any] | None
+) -> Callable[[ModelConfig], ModelSizes]:
+    def read(model: ModelConfig) -> ModelSizes:
+        if model == own and model_config is not None:
+            return sizes_of(model_config)
+        return _sizes_of_section(model)
+
+    return read
+
+
+@cache
+def _sizes_of_section(model: ModelConfig) -> ModelSizes:
+    return sizes_of(config_of(model))
+
+
+def _planned(load: StageLoad, gpu: Accelerator) -> StagePlan:
+    memory = plan_memory(load, gpu.memory_gib)
+    return StagePlan(load, memory, plan_speed(load, memory, gpu))
+
+
+def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:
+    load, memory = stage.load, stage.memory
+    found = []
+    if problem := layout_problem(load):
+        found.append(f"{load.name}: {problem}")
+    for doing, needed in (("training", memory.training), ("sampling", memory.sampling)):
+        if needed > HEADROOM * gpu.memory_gib:
+            found.append(
+                f"{load.name}: {doing} takes {needed:.1f} GiB a GPU, of {gpu.memory_gib:.1f} GiB, "
+                f"of which {HEADROOM:.0%} can be filled"
+            )
+    if missing_cache(load, memory):
+        found.append(
+            f"{load.name}: the KV cache holds {max(memory.kv_tokens, 0):,.0f} tokens, fewer than "
+            f"the {load.longest:,} of one sequence"
+        )
+    if memory.host > HOST_GIB:
+        found.append(
+            f"{load.name}: training.cpu_offload takes {memory.host:.0f} GiB of a machine for each "
+            f"GPU, of which plans fill {HOST_GIB:.0f}"
+        )
+    assert bool(found) is not fits(load, gpu.memory_gib)
+    return found
+
+
+def accelerator_of(recipe: PipelineRecipe) -> Accelerator | None:
+    """The kind of GPU that a recipe asks for, else that of this machine; None if unknown."""
+    named = recipe.cluster.accelerator
+    return ACCELERATORS[named] if named else own_accelerator()
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a section `model`: of its folder, of the hub, or what would be made.
+
+    Raises:
+        ModelError: If it cannot be read.
+    """
+    match model:
+        case PretrainedModel():
+            return _pretrained_config(model.name)
+        case ModelFromWheel():
+            raise ModelError(
+                "the config.json of a model from a wheel is not known before it is installed",
+                got=f"model.kind: wheel, {model.name}",
+                fix="plan with a config.json of your own: --model-config FILE",
+            )
+    return {
+        "model_type": "qwen2",
+        "vocab_size": _vocabulary(text=isinstance(model, TextModelFromConfig)),
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "tie_word_embeddings": True,
+    }
+
+
+def _vocabulary(*, text: bool) -> int:
+    from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
+
+    return len(build_byte_tokenizer() if text else build_arithmetic_tokenizer())
+
+
+def _pretrained_config(name: str) -> dict[str, Any]:
+    folder = Path(name).expanduser()
+    path = folder / "config.json" if folder.is_dir() else _of_hub(name)
+    return read_model_config(path)
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Reads a config.json.
+
+    Raises:
+        ModelError: If there is none, or it is no JSON object.
+    """
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "the config.json of the model cannot be read", got=f"{path}: {error}"
+        ) from error
+    if not isinstance(read, dict):
+        raise ModelError(
+            "the config.json of the model is no JSON object", got=f"{path}: {str(read)[:80]}"
+        )
+    return read
+
+
+def _of_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from nemo_rl_core.checkpoints.hub import hub_access
+
+    with hub_access(name) as problem:
+        try:
+            return Path(hf_hub_download(name, "config.json"))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise ModelError(
+                f"the config.json of {name!r} cannot be had",
+                expected="the hub, a copy in its cache, or a folder of this machine",
+                got=problem or str(error).splitlines()[0],
+                fix="name a folder in model.name, or plan with --model-config FILE",
+            ) from error
+
+
+def refuse_what_does_not_fit(recipe: PipelineRecipe) -> None:
+    """Refuses a recipe whose stages do not fit the GPUs that it runs on.
+
+    The log warns, and nothing is refused, where the model's config is not known, where activations
+    are an estimate, and where all would fit if every byte could be filled.
+
+    Raises:
+        ResourceError: Names the stages and the smallest change.
+    """
+    gpu = accelerator_of(recipe) if recipe.cluster.num_gpus else None
+    if gpu is None:
+        return
+    try:
+        plan = plan_recipe(recipe, gpu)
+    except NemoRLError as error:
+        _LOG.warning("memory was not planned: %s", error.in_one_line)
+        return
+    if not plan.problems:
+        return
+    refusal = ResourceError(
+        f"the recipe does not fit {recipe.cluster.num_gpus} x {gpu.name}",
+        expected=f"at most {gpu.memory_gib:.1f} GiB a GPU",
+        got="; ".join(plan.problems),
+        fix=fix_of(plan.change),
+    )
+    if plan.is_exact and plan.is_impossible:
+        raise refusal
+    _LOG.warning("by an estimate, %s", refusal)
+
+
+def fix_of(change: Sequence[Setting] | None) -> str:
+    """What to do about a recipe that does not fit."""
+    if change is None:
+        return "no change that plans know makes it fit: take a smaller model, or larger GPUs"
+    splits_engine = any(setting.path.endswith("tensor_parallel_size") for setting in change)
+    caveat = " (engines over several GPUs have never run)" if splits_engine else ""
+    return "the smallest change that fits: " + " ".join(map(str, change)) + caveat

@@ -1,0 +1,243 @@
+"""GiB of a GPU: published models by hand, one H100 as it was measured, and torch's own counts."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
+from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
+from tests.unit.planning.layouts import CONFIGS, stage
+
+H100 = 79.0
+REPOSITORY = Path(__file__).parents[3]
+RECOMPUTED = DTensorTraining(activation_checkpointing=True)
+
+
+def planned(name: str, num_ranks: int = 1, **options: Any) -> MemoryPlan:
+    return plan_memory(stage(name, num_ranks, **options), H100)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "training", "parts"),
+    [
+        # weights, gradients, moments, reference; gathered in 16 bits, their float32 gradients;
+        # layer inputs of 8192 tokens, a chunk of logits. Over torch's fake process group.
+        ("qwen2.5-7b", 8, {}, [3.5, 3.5, 7.1, 3.5, 2.9, 4.9, 1.5, 2.3]),
+        ("llama-3.1-8b", 8, {}, [3.7, 3.7, 7.5, 3.7, 2.8, 4.7, 2.0, 2.0]),
+        ("llama-3.1-8b", 16, {}, [1.9, 1.9, 3.7, 1.9, 2.8, 4.7, 2.0, 2.0]),
+        ("llama-3.1-70b", 64, {}, [4.1, 4.1, 8.2, 4.1, 7.1, 11.0, 10.0, 2.0]),
+        (
+            "llama-3.1-70b",
+            64,
+            {"tensor_parallel_size": 8},
+            [4.1, 4.1, 8.2, 4.1, 0.9, 1.4, 10.0, 0.2],
+        ),
+        ("qwen3-30b-a3b", 8, {}, [14.2, 14.2, 28.4, 14.2, 3.5, 4.6, 1.5, 2.3]),
+        ("qwen3-30b-a3b", 64, {}, [1.8, 1.8, 3.6, 1.8, 3.5, 4.6, 1.5, 2.3]),
+    ],
+)
+def test_published_models(
+    name: str, num_ranks: int, training: dict[str, Any], parts: list[float]
+) -> None:
+    config = DTensorTraining(activation_checkpointing=True, **training)
+    found = planned(name, num_ranks, training=config, has_reference=True).parts
+    last = stage(name).sizes.hidden * 8 * 8192 / 2**30  # of the last norm
+    got = [
+        found["weights"],
+        found["gradients"],
+        found["moments"],
+        found["reference"],
+        found["gathered weights"],
+        found["gathered gradients"],
+        found["activations"] - last,
+        found["logits"],
+    ]
+    assert got == pytest.approx(parts, abs=0.06)
+
+
+def test_hybrid_shards_hold_a_copy_a_machine() -> None:
+    training = DTensorTraining(data_parallel_replicas=8, activation_checkpointing=True)
+    found = planned("llama-3.1-70b", 64, training=training, has_reference=True).parts
+    states = [found[name] for name in ("weights", "gradients", "moments", "reference")]
+    assert states == pytest.approx([33, 33, 66, 33], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("qwen2.5-7b", 51), ("llama-3.1-8b", 52), ("llama-3.1-70b", 260)]
+)
+def test_activations_of_whole_layers(name: str, gib: float) -> None:
+    found = planned(name, 8, training=DTensorTraining(attention="sdpa")).parts["activations"]
+    assert found == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("training", "dtype", "gib"),
+    [
+        # docs/results.md, "One H100": peaks of torch's allocator, 8 x 1024 tokens.
+        ({"activation_checkpointing": True}, "bfloat16", 24),
+        ({}, "bfloat16", 49),
+        ({"activation_checkpointing": True}, "float32", 26),
+        ({"backend": "megatron", "activation_checkpointing": True}, "bfloat16", 32),
+        ({"backend": "megatron", "activation_checkpointing": True}, "float32", 29),
+    ],
+)
+def test_one_h100_as_measured(training: dict[str, Any], dtype: str, gib: float) -> None:
+    kind = MegatronTraining if training.get("backend") == "megatron" else DTensorTraining
+    config = kind.model_validate({**training, "attention": "sdpa"})
+    found = planned("qwen2.5-1.5b", training=config, dtype=dtype, longest=1024)
+    assert found.training - found.parts["contexts"] == pytest.approx(gib, rel=0.06)
+
+
+def test_what_ran_out_of_memory_does_not_fit() -> None:
+    config = MegatronTraining(attention="sdpa")
+    assert planned("qwen2.5-1.5b", training=config, longest=1024).training > 75
+
+
+def test_more_than_one_microbatch_keeps_gradients_beside_activations() -> None:
+    one = stage("qwen2.5-1.5b", longest=1024)
+    assert one.training is not None
+    # 8 of 1024 tokens fill the budget; the ninth begins another micro-batch.
+    nine = replace(one, training=replace(one.training, num_sequences=9))
+    grown = plan_memory(nine, H100).training - plan_memory(one, H100).training
+    assert grown == pytest.approx(4 * one.sizes.num_parameters / 2**30, rel=1e-6)
+
+
+def test_an_engine_reserves_its_share_and_caches_what_is_left() -> None:
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.5)
+    load = stage("qwen2.5-7b", 8, training=RECOMPUTED, generation=generation)
+    found = plan_memory(load, H100)
+    engine = ("engine weights", "engine workspace", "KV cache")
+    assert sum(found.parts[name] for name in engine) == pytest.approx(0.5 * H100)
+    # 28 layers x 2 x 4 heads x 128 x 2 bytes = 57,344 a token.
+    assert found.kv_tokens == pytest.approx(found.parts["KV cache"] * 2**30 / 57344)
+    # What stays of the trainer, its largest tensor while weights are sent, three contexts.
+    stays = found.parts["weights"] + found.parts["moments"] + found.parts["transfer"] + 3
+    assert found.sampling == pytest.approx(stays + 0.5 * H100)
+
+
+def test_an_engine_over_two_gpus_has_half_of_weights_and_cache_on_each() -> None:
+    one, two = (
+        planned(
+            "qwen2.5-7b",
+            8,
+            training=RECOMPUTED,
+            generation=VllmGenerationConfig(tensor_parallel_size=size),
+        )
+        for size in (1, 2)
+    )
+    assert two.parts["engine weights"] == pytest.approx(one.parts["engine weights"] / 2)
+    per_token = [plan.parts["KV cache"] / plan.kv_tokens for plan in (one, two)]
+    assert per_token[1] == pytest.approx(per_token[0] / 2)
+
+
+def test_an_engine_that_is_too_small_for_one_sequence_is_found() -> None:
+    # 14.2 GiB of weights and 1.7 of workspace leave nothing of 0.2 x 79.
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.2)
+    load = stage("qwen2.5-7b", 8, training=RECOMPUTED, generation=generation)
+    assert missing_cache(load, plan_memory(load, H100))
+
+
+def test_one_gpu_holds_a_second_copy_of_weights_while_it_sends_them() -> None:
+    generation = VllmGenerationConfig()
+    found = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
+    copy = 2 * stage("qwen2.5-1.5b").sizes.num_parameters / 2**30
+    largest = 151936 * 1536 * 6 / 2**30  # in float32 and 16 bits
+    assert found.parts["transfer"] == pytest.approx(copy + largest)
+
+
+def test_adapters_leave_the_base_without_gradients_and_reference() -> None:
+    training = DTensorTraining(lora=LoRAConfig(rank=64), activation_checkpointing=True)
+    load = stage("llama-3.1-8b", training=training, has_reference=True)
+    found = plan_memory(load, H100).parts
+    # Of a layer: q and o 4096 + 4096, k and v 4096 + 1024, gate, up and down 4096 + 14336.
+    adapters = 32 * 64 * (2 * 8192 + 2 * 5120 + 3 * 18432)
+    assert found["moments"] == pytest.approx(8 * adapters / 2**30)
+    assert found["gradients"] == pytest.approx(4 * adapters / 2**30)
+    assert found["weights"] == pytest.approx(4 * (load.sizes.num_parameters + adapters) / 2**30)
+    assert "reference" not in found
+
+
+def test_adapters_are_those_that_peft_makes() -> None:
+    from accelerate import init_empty_weights
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = json.loads(CONFIGS["qwen2.5-7b"].read_text()) | {"num_hidden_layers": 2}
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+            lora = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
+            inject_adapter_in_model(lora, model)
+        made = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+        training = DTensorTraining(lora=LoRAConfig(rank=8, target_modules=targets))
+        found = planned("qwen2.5-7b", training=training, num_hidden_layers=2).parts
+        assert found["moments"] == pytest.approx(8 * made / 2**30)
+
+
+def test_offloaded_weights_are_not_on_the_gpu() -> None:
+    training = DTensorTraining(cpu_offload=True, activation_checkpointing=True)
+    found = planned("qwen2.5-7b", training=training).parts
+    assert "weights" not in found
+    assert "moments" not in found
+    assert found["gathered weights"] > 2.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        (
+            8,
+            [
+                ("qwen2.5-7b", 6, 8192, {}),
+                ("qwen2.5-7b", 6, 8192, {"activation_checkpointing": True}),
+                ("llama-3.1-8b", 12, 4096, {}),
+                ("qwen3-30b-a3b", 2, 0, {}),
+            ],
+        ),
+        (
+            64,
+            [
+                ("llama-3.1-70b", 80, 0, {}),
+                ("llama-3.1-70b", 80, 0, {"tensor_parallel_size": 8}),
+                ("llama-3.1-70b", 80, 0, {"data_parallel_replicas": 8}),
+                ("qwen2.5-7b", 28, 0, {"tensor_parallel_size": 4, "context_parallel_size": 2}),
+                ("qwen3-30b-a3b", 48, 0, {}),
+            ],
+        ),
+    ],
+)
+def test_torch_counts_the_same_over_its_fake_process_group(
+    num_ranks: int, cases: list[tuple[str, int, int, dict[str, Any]]]
+) -> None:
+    """Shards of rank 0, and the peak of a pass by FSDP2's memory tracker."""
+    asked = [
+        {"config": str(CONFIGS[name]), "layers": layers, "tokens": tokens, "training": training}
+        for name, layers, tokens, training in cases
+    ]
+    script = Path(__file__).parent / "torch_counts.py"
+    done = subprocess.run(
+        [sys.executable, script, str(num_ranks), json.dumps(asked)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    for (name, layers, tokens, training), count in zip(cases, counts, strict=True):
+        config = DTensorTraining(**training)
+        found = planned(
+            name, num_ranks, training=config, tokens=tokens or 8192, num_hidden_layers=layers
+        )
+        assert found.parts["weights"] == pytest.approx(count["weights"], rel=0.01)
+        if tokens:
+            moments = found.parts["moments"] + found.parts["contexts"]  # neither is tracked
+            assert found.training - moments == pytest.approx(count["peak"], rel=0.04)

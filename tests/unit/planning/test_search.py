@@ -1,0 +1,109 @@
+"""The smallest change: which one is taken, and that it fits by the same arithmetic."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
+from nemo_rl_core.planning.load import layout_problem, untried
+from nemo_rl_core.planning.search import fits, smallest_change
+from tests.unit.planning.layouts import stage
+
+H100 = 79.0
+
+
+def change(name: str, num_ranks: int = 1, *, memory: float = H100, **options: Any) -> list[str]:
+    load = stage(name, num_ranks, **options)
+    assert not fits(load, memory)
+    found = smallest_change([load], memory)
+    assert found is not None
+    return list(map(str, found))
+
+
+def test_recomputation_comes_first() -> None:
+    training = DTensorTraining(attention="sdpa")
+    found = change("qwen2.5-7b", 8, training=training, tokens=16384)
+    assert found == ["training.activation_checkpointing=true"]
+
+
+def test_then_smaller_microbatches() -> None:
+    training = DTensorTraining(activation_checkpointing=True)
+    lora = training.replace(lora=LoRAConfig().model_dump())
+    found = change("qwen2.5-1.5b", training=lora, tokens=65536, longest=8192, memory=22.0)
+    assert found == ["grpo.max_tokens_per_microbatch=32768"]
+
+
+def test_an_engine_that_asks_for_too_much_gets_less() -> None:
+    training = DTensorTraining(activation_checkpointing=True)
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.9, num_engines=8)
+    found = change("qwen2.5-7b", 8, training=training, generation=generation)
+    assert found == ["generation.gpu_memory_utilization=0.7"]
+
+
+def test_an_engine_without_room_for_a_sequence_is_spread_or_gets_more() -> None:
+    training = DTensorTraining(activation_checkpointing=True)
+    generation = VllmGenerationConfig(num_engines=16)
+    found = change("qwen3-30b-a3b", 16, training=training, generation=generation)
+    assert found == ["generation.tensor_parallel_size=2", "generation.num_engines=8"]
+
+
+def test_weights_that_are_too_many_for_the_gpus_take_more_of_them() -> None:
+    training = DTensorTraining(activation_checkpointing=True)
+    # On the machine's memory 70 B would take 131 GiB for each of eight GPUs, 66 of sixteen; on the
+    # GPUs themselves they fit 32.
+    assert change("llama-3.1-70b", 8, training=training) == ["cluster.num_workers=32"]
+    assert change("qwen2.5-7b", 1, training=training) == ["cluster.num_workers=2"]
+
+
+def test_a_pair_of_changes_is_found() -> None:
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.8, num_engines=8)
+    training = DTensorTraining(attention="sdpa")
+    found = change("qwen2.5-7b", 8, training=training, generation=generation, has_reference=True)
+    assert found == [
+        "training.activation_checkpointing=true",
+        "generation.gpu_memory_utilization=0.6",
+    ]
+
+
+def test_nothing_is_named_that_does_not_fit() -> None:
+    load = stage("llama-3.1-70b", 1)
+    assert smallest_change([load], memory_gib=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "qwen3-30b-a3b",
+            {"training": DTensorTraining(tensor_parallel_size=4)},
+            "no tensor parallelism for experts",
+        ),
+        (
+            "qwen2.5-7b",
+            {"training": DTensorTraining(tensor_parallel_size=8)},
+            "8 does not divide 28 heads, 4 of keys",
+        ),
+        (
+            "qwen2.5-7b",
+            {"generation": VllmGenerationConfig(tensor_parallel_size=8)},
+            "generation.tensor_parallel_size: 8 does not divide 28 heads",
+        ),
+    ],
+)
+def test_a_layout_that_the_code_cannot_run_does_not_fit(
+    name: str, options: dict[str, Any], words: str
+) -> None:
+    load = stage(name, 8, **options)
+    assert words in str(layout_problem(load))
+    assert not fits(load, memory_gib=1e6)
+
+
+def test_what_has_never_run_is_said() -> None:
+    assert untried(stage("qwen2.5-7b", 1, generation=VllmGenerationConfig())) == []
+    many = stage("llama-3.1-70b", 64, generation=VllmGenerationConfig(tensor_parallel_size=8))
+    assert [text.split(" (")[0] for text in untried(many)] == [
+        "several ranks over NCCL",
+        "several machines",
+        "an engine over several GPUs",
+    ]

@@ -1,0 +1,173 @@
+"""Expected speeds, held to what one H100 has shown, and the transports that the code chooses."""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from nemo_rl_core.config.cluster import AcceleratorName
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
+from nemo_rl_core.distributed.weight_sync.transport import Location, choose_transport
+from nemo_rl_core.planning.accelerators import (
+    ACCELERATORS,
+    Accelerator,
+    accelerator,
+    accelerator_of_device,
+)
+from nemo_rl_core.planning.load import transport_of
+from nemo_rl_core.planning.memory import plan_memory
+from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
+from nemo_rl_core.telemetry.cost import peak_flops
+from tests.unit.planning.layouts import stage
+
+H100 = ACCELERATORS["nvidia-h100"]
+
+
+def planned(name: str, num_ranks: int = 1, *, gpu: Accelerator = H100, **options: Any) -> SpeedPlan:
+    load = stage(name, num_ranks, **options)
+    found = plan_speed(load, plan_memory(load, gpu.memory_gib), gpu)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("training", "options", "tokens_per_second"),
+    [
+        # docs/results.md, "One H100", deterministic kernels where they are the default.
+        ({"activation_checkpointing": True}, {"longest": 1024}, 20_800),
+        ({"attention": "sdpa"}, {"longest": 1024}, 24_300),
+        ({"activation_checkpointing": True}, {"longest": 8192}, 16_800),
+        ({"activation_checkpointing": True}, {"longest": 1024, "dtype": "float32"}, 3_500),
+        (
+            {"backend": "megatron", "activation_checkpointing": True, "attention": "sdpa"},
+            {"longest": 1024},
+            15_100,
+        ),
+    ],
+)
+def test_trained_tokens_of_one_h100(
+    training: dict[str, Any], options: dict[str, Any], tokens_per_second: float
+) -> None:
+    kind = MegatronTraining if training.get("backend") == "megatron" else DTensorTraining
+    found = planned("qwen2.5-1.5b", training=kind.model_validate(training), **options)
+    assert found.trained == pytest.approx(tokens_per_second, rel=0.11)
+
+
+def test_rollouts_and_logprobs_of_one_h100() -> None:
+    # 256 prompts of 128 tokens with 512 new ones: 131,000 tokens in 7.7 to 8.9 s, and logprobs of
+    # 164,000 tokens in 1.8 to 1.9 s.
+    training = DTensorTraining(activation_checkpointing=True, attention="sdpa")
+    load = stage("qwen2.5-1.5b", training=training, longest=640, generation=VllmGenerationConfig())
+    assert load.sampling is not None
+    assert load.training is not None
+    load = replace(
+        load,
+        training=replace(load.training, num_scorings=1),
+        prompt_tokens=128,
+        completion_tokens=512,
+        sampling=replace(load.sampling, num_sequences=256),
+    )
+    found = plan_speed(load, plan_memory(load, 79.0), H100)
+    assert found is not None
+    assert found.sampled == pytest.approx(16_000, rel=0.1)
+    assert found.scored == pytest.approx(88_000, rel=0.1)
+
+
+def test_mfu_is_that_of_the_formula_that_runs_are_measured_by() -> None:
+    load = stage("qwen2.5-1.5b", training=DTensorTraining(activation_checkpointing=True))
+    found = planned("qwen2.5-1.5b", training=DTensorTraining(activation_checkpointing=True))
+    flops = load.sizes.flops.flops("training", [8192]) / 8192
+    assert found.trained is not None
+    assert found.utilization == pytest.approx(found.trained * flops / 989e12)
+
+
+def test_recomputation_and_slow_links_lower_the_speed() -> None:
+    plain, recomputed = (
+        planned("qwen2.5-7b", 8, training=DTensorTraining(activation_checkpointing=on))
+        for on in (False, True)
+    )
+    assert plain.trained is not None
+    assert recomputed.trained is not None
+    assert 0.7 < recomputed.trained / plain.trained < 0.85
+    slow = planned("qwen2.5-7b", 8, gpu=ACCELERATORS["nvidia-l40s"])
+    # 8 bytes a weight and 7/8 of a ring over 32 GB/s of PCIe, of which 60 % are had.
+    seconds = 8 * 7.6156e9 * 7 / 8 / (32e9 * 0.6)
+    assert slow.trained == pytest.approx(8 * 8192 / seconds, rel=0.03)  # and an update
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "engines", "ranks"), [(1, 1, 1), (8, 8, 1), (8, 1, 1), (8, 2, 4), (64, 8, 8)]
+)
+def test_the_transport_is_the_one_that_the_code_chooses(
+    num_ranks: int, engines: int, ranks: int
+) -> None:
+    generation = VllmGenerationConfig(num_engines=engines, tensor_parallel_size=ranks)
+    places = [Location(f"machine {rank // 8}", f"GPU {rank}") for rank in range(engines * ranks)]
+    load = stage("llama-3.1-70b", num_ranks, generation=generation)
+    assert transport_of(load) == choose_transport(places[0], places)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "generation", "transport", "goal"),
+    [
+        ("qwen2.5-7b", 8, {"num_engines": 8}, "shared_memory", 2.0),
+        ("llama-3.1-70b", 64, {"num_engines": 8, "tensor_parallel_size": 8}, "gloo", 10.0),
+    ],
+)
+def test_transfers_are_far_from_their_goals(
+    name: str, num_ranks: int, generation: dict[str, Any], transport: str, goal: float
+) -> None:
+    found = planned(name, num_ranks, generation=VllmGenerationConfig(**generation)).transfer
+    assert found is not None
+    assert found.transport == transport
+    assert found.goal_seconds == pytest.approx(goal, rel=0.02)
+    assert found.least_seconds < found.goal_seconds < found.seconds / 5
+
+
+def test_a_transfer_on_one_gpu_as_measured() -> None:
+    # 3.2 GB take 0.17 s by CUDA IPC, and 5.5 to 6.1 s with loading while checksums took 3.6 to 4.0.
+    found = planned("qwen2.5-1.5b", generation=VllmGenerationConfig()).transfer
+    assert found is not None
+    assert found.seconds == pytest.approx(5.8 - 3.8, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "gib"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559", "nvidia-h100", 79.1),
+        ("NVIDIA H200, 143771", "nvidia-h200", 139.9),
+        ("NVIDIA A100-SXM4-40GB, 40960", "nvidia-tesla-a100", 39.5),
+        ("NVIDIA A100-SXM4-80GB, 81920", "nvidia-a100-80gb", 79.5),
+        ("NVIDIA L40S, 46068", "nvidia-l40s", 44.5),
+        ("NVIDIA L4, 23034", "nvidia-l4", 22.0),
+        ("NVIDIA A10G, 23028", "nvidia-a10g", 22.0),
+        ("NVIDIA GeForce RTX 4090, 24564", "nvidia-rtx-4090", 23.5),
+        ("Tesla T4, 15360", "nvidia-tesla-t4", 14.5),
+        ("NVIDIA B200, 183359", "nvidia-b200", 178.6),
+    ],
+)
+def test_a_gpu_is_known_by_what_its_driver_calls_it(line: str, name: str, gib: float) -> None:
+    found = accelerator_of_device(line)
+    assert found is not None
+    assert found.name == name
+    assert found.memory_gib == pytest.approx(gib, abs=0.1)
+    assert found.memory_gib == pytest.approx(ACCELERATORS[name].memory_gib, abs=1.0)
+
+
+def test_another_gpu_is_unknown() -> None:
+    assert accelerator_of_device("AMD Instinct MI300X, 196608") is None
+    assert accelerator_of_device("") is None
+    with pytest.raises(Exception, match="there is no accelerator 'nvidia-h1000'") as refused:
+        accelerator("nvidia-h1000")
+    assert "nvidia-h100" in str(refused.value)
+
+
+def test_every_kind_that_a_recipe_may_name_is_in_the_table() -> None:
+    assert set(get_args(AcceleratorName)) <= set(ACCELERATORS)
+    # The part of the name finds that device's peak, and none of another.
+    assert {name for name, each in ACCELERATORS.items() if each.flops("bfloat16") is None} == {
+        "nvidia-tesla-t4"
+    }
+    assert ACCELERATORS["nvidia-l4"].flops("bfloat16") == peak_flops("NVIDIA L4", "bfloat16")
+    assert ACCELERATORS["nvidia-l40s"].flops("bfloat16") == 362e12

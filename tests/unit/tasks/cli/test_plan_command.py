@@ -1,0 +1,286 @@
+"""`nemo-rl plan`, its recipes, and the refusal before a run."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from huggingface_hub import constants
+
+from nemo_rl_core.config.model import ModelFromConfig, ModelFromWheel, TextModelFromConfig
+from nemo_rl_core.errors import ConfigError, ModelError, ResourceError
+from nemo_rl_core.planning.accelerators import ACCELERATORS, OWN
+from tasks import cli
+from tasks.cli.recipe_plan import pipeline_of
+from tasks.platform import gpu_plan
+from tasks.platform.gpu_plan import config_of, plan_recipe, refuse_what_does_not_fit
+from tasks.platform.preflight import preflight
+from tasks.recipes.dpo import DPORecipe
+from tasks.recipes.grpo import GRPORecipe
+from tasks.recipes.post_train import PostTrainRecipe
+from tasks.recipes.ppo import PPORecipe
+from tests.unit.planning.layouts import CONFIGS
+
+GPU_RECIPES = {
+    "grpo_1.5b_1gpu": "qwen2.5-1.5b",
+    "grpo_7b_8gpu": "qwen2.5-7b",
+    "dpo_8b_lora_1gpu": "llama-3.1-8b",
+    "grpo_moe_30b_a3b_2nodes": "qwen3-30b-a3b",
+    "grpo_70b_8nodes": "llama-3.1-70b",
+}
+H100 = ACCELERATORS["nvidia-h100"]
+
+
+def invoked(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.group, ["plan", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(("recipe", "model"), GPU_RECIPES.items())
+def test_recipes_for_gpus_fit(recipe: str, model: str) -> None:
+    result = invoked(recipe, "--model-config", CONFIGS[model])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "fits"
+    assert "trained tokens/s" in result.output
+
+
+def test_what_does_not_fit_fits_with_the_change_that_is_named(tmp_path: Path) -> None:
+    """The settings, given to the same command, are those of a recipe that fits."""
+    recipe = tmp_path / "grpo_mine.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "recipe": "grpo_7b_8gpu",
+                "training": {"activation_checkpointing": False},
+                "grpo": {"max_tokens_per_microbatch": 16384},
+                "generation": {"gpu_memory_utilization": 0.9},
+            }
+        )
+    )
+    model = ["--model-config", CONFIGS["qwen2.5-7b"]]
+    refused = invoked(recipe, *model)
+    assert refused.exit_code == 1
+    *_, training, sampling, fix = refused.output.splitlines()
+    assert training.startswith("grpo_iteration: training takes 1")
+    assert "of 79.0 GiB, of which 93% can be filled" in training
+    assert sampling.startswith("grpo_iteration: sampling takes ")
+    changes = fix.removeprefix("the smallest change that fits: ").split(" ")
+    assert changes == [
+        "training.activation_checkpointing=true",
+        "generation.gpu_memory_utilization=0.7",
+    ]
+    assert invoked(recipe, *changes, *model).output.splitlines()[-1] == "fits"
+    # Neither does alone.
+    assert all(invoked(recipe, each, *model).exit_code == 1 for each in changes)
+
+
+def test_json_has_every_figure() -> None:
+    model = CONFIGS["qwen2.5-7b"]
+    result = invoked("grpo_7b_8gpu", "--model-config", model, "--json")
+    found = json.loads(result.output)
+    assert [stage["name"] for stage in found["stages"]] == ["grpo_iteration", "evaluate"]
+    stage = found["stages"][0]
+    assert stage["gib"]["weights"] == pytest.approx(3.55, abs=0.01)
+    assert stage["speed"]["transfer"]["goal_seconds"] == pytest.approx(2.0, rel=0.01)
+    assert (found["fits"], found["change"], found["accelerator"]["name"]) == (
+        True,
+        None,
+        "nvidia-h100",
+    )
+    assert found["never_run"] == ["several ranks over NCCL"]
+
+
+def test_another_accelerator_may_be_planned_for() -> None:
+    arguments = ["grpo_7b_8gpu", "--model-config", CONFIGS["qwen2.5-7b"], "--accelerator"]
+    small = invoked(*arguments, "nvidia-rtx-4090")
+    assert small.exit_code == 1
+    assert "8 x nvidia-rtx-4090 of 23.5 GiB" in small.output
+    unknown = invoked(*arguments, "nvidia-h1000")
+    assert unknown.exit_code == 2
+    assert "there is no accelerator 'nvidia-h1000'" in unknown.output
+
+
+def test_this_machines_gpu_is_asked_of_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA L40S, 46068'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    model = CONFIGS["qwen2.5-1.5b"]
+    result = invoked("grpo_1.5b_1gpu", "--model-config", model, "--accelerator", OWN)
+    assert "1 x nvidia-l40s of 44.5 GiB" in result.output
+
+
+def test_a_recipe_without_a_gpu_has_none_to_plan() -> None:
+    result = invoked("grpo_arithmetic")
+    assert result.exit_code == 2
+    assert "nemo-rl plan grpo_arithmetic cluster.shape=one_gpu" in result.output
+    assert invoked("grpo_arithmetic", "cluster.shape=one_gpu").exit_code == 0
+
+
+def test_the_pipeline_is_that_of_the_name_of_the_base_or_of_the_section(tmp_path: Path) -> None:
+    based, bare, unclear = (tmp_path / name for name in ("mine.yaml", "own.yaml", "no.yaml"))
+    based.write_text("recipe: post_train_arithmetic\n")
+    bare.write_text("dpo: {num_pairs_per_step: 4}\n")
+    unclear.write_text("seed: 1\n")
+    assert pipeline_of("reward_model_arithmetic") == "reward_model"
+    assert pipeline_of(str(based)) == "post_train"
+    assert pipeline_of(str(bare)) == "dpo"
+    with pytest.raises(ConfigError, match="not clear which pipeline"):
+        pipeline_of(str(unclear))
+    assert invoked(unclear, "cluster.shape=one_gpu", "--pipeline", "sft").exit_code == 0
+
+
+def recipe(kind: Any, **sections: Any) -> Any:
+    gpus = {"shape": "one_gpu", "accelerator": "nvidia-h100"}
+    values = {"model": {"name": "org/model"}, "cluster": gpus, **sections}
+    return kind.model_validate(values)
+
+
+def named(kind: Any, **sections: Any) -> dict[str, Any]:
+    config = json.loads(CONFIGS["qwen2.5-1.5b"].read_text())
+    plan = plan_recipe(recipe(kind, **sections), H100, model_config=config)
+    return {stage.load.name: stage for stage in plan.stages}
+
+
+def test_every_stage_of_a_pipeline_is_planned() -> None:
+    assert list(named(PostTrainRecipe)) == [
+        "train_reward_model",
+        "dpo_iteration",
+        "grpo_iteration",
+        "sample_pairs",
+        "evaluate",
+    ]
+    assert list(named(GRPORecipe, sft={})) == ["train_sft", "grpo_iteration", "evaluate"]
+
+
+def test_references_and_critics_are_where_the_algorithm_has_them() -> None:
+    parts = {
+        "kl": named(GRPORecipe)["grpo_iteration"].memory.parts,
+        "no kl": named(GRPORecipe, grpo={"loss": {"kl": None}})["grpo_iteration"].memory.parts,
+        "ppo": named(PPORecipe)["ppo_iteration"].memory.parts,
+        "dpo": named(DPORecipe)["dpo_iteration"].memory.parts,  # cached by a stage before
+        "kto": named(DPORecipe, dpo={"loss": {"kind": "kto"}})["dpo_iteration"].memory.parts,
+        "sft": named(GRPORecipe, sft={})["train_sft"].memory.parts,
+    }
+    assert {name for name, found in parts.items() if "reference" in found} == {"kl", "ppo", "kto"}
+    assert {name for name, found in parts.items() if "critic" in found} == {"ppo"}
+    assert "KV cache" in parts["ppo"]
+    assert "KV cache" not in parts["dpo"]
+
+
+def test_the_scalar_head_has_no_logits() -> None:
+    stages = named(PostTrainRecipe)
+    assert "logits" not in stages["train_reward_model"].memory.parts
+    assert "logits" in stages["dpo_iteration"].memory.parts
+
+
+def test_sections_without_a_folder_have_the_config_that_would_be_made(tmp_path: Path) -> None:
+    from nemo_rl_core.converters.materialize import materialize
+
+    for model in (ModelFromConfig(), TextModelFromConfig(hidden_size=64, num_heads=4)):
+        made = tmp_path / model.kind
+        number = materialize(model, made, seed=0)
+        found = config_of(model)
+        written = json.loads((made / "config.json").read_text())
+        assert {name: written[name] for name in found} == found
+        assert gpu_plan.sizes_of(found).num_parameters == number
+    wheel = ModelFromWheel(kind="wheel", name="m", package="m==1")
+    with pytest.raises(ModelError, match="before it is installed"):
+        config_of(wheel)
+
+
+def test_a_hub_name_is_read_from_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--org--model"
+    snapshot = folder / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    (snapshot / "config.json").write_text(CONFIGS["qwen2.5-7b"].read_text())
+    from huggingface_hub import hf_hub_download
+
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download",
+        lambda name, file: hf_hub_download(name, file, cache_dir=tmp_path),
+    )
+    assert config_of(recipe(GRPORecipe).model)["hidden_size"] == 3584
+    with pytest.raises(ModelError, match="'org/other' cannot be had") as refused:
+        config_of(recipe(GRPORecipe, model={"name": "org/other"}).model)
+    assert "--model-config FILE" in str(refused.value)
+
+
+def on_gpus(folder: Path, **sections: Any) -> GRPORecipe:
+    """A recipe of a 7 B whose folder has its config alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(CONFIGS["qwen2.5-7b"].read_text())
+    base = {"recipe": "grpo_7b_8gpu", "model": {"name": str(folder), "dtype": "bfloat16"}}
+    return GRPORecipe.model_validate({**base, **sections})
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
+    refuse_what_does_not_fit(on_gpus(tmp_path / "a"))
+    alone = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
+    with pytest.raises(ResourceError, match="does not fit 1 x nvidia-h100") as refused:
+        refuse_what_does_not_fit(alone)
+    assert "training takes 1" in str(refused.value.got)
+    assert "cluster.num_workers=" in str(refused.value.fix)
+
+
+def test_preflight_asks_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_rl_core.distributed import resources
+    from tasks.platform import preflight as module
+
+    monkeypatch.setattr(resources, "_count_here", lambda _: 64)  # of GPUs, too
+    monkeypatch.setattr(module, "check_pretrained", lambda _: None)  # there is no tokenizer
+    alone = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
+    with pytest.raises(ResourceError, match="does not fit"):
+        preflight({"config": alone})
+
+
+def test_what_is_not_certain_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = on_gpus(tmp_path / "a", cluster={"num_workers": 1}, generation={"num_engines": 1})
+    with caplog.at_level(logging.WARNING):
+        (tmp_path / "a" / "config.json").unlink()
+        gpu_plan._sizes_of_section.cache_clear()
+        refuse_what_does_not_fit(alone)
+    assert "memory was not planned: the config.json of the model cannot be read" in caplog.text
+    monkeypatch.setattr(gpu_plan, "own_accelerator", lambda: None)
+    unknown = alone.replace(cluster={"shape": "one_gpu"})
+    caplog.clear()
+    refuse_what_does_not_fit(unknown)
+    assert caplog.text == ""
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "planning.md").read_text()
+    model = ["--model-config", CONFIGS["qwen2.5-7b"]]
+    assert invoked("grpo_7b_8gpu", *model).output.strip() in page
+    larger = ["training.activation_checkpointing=false", "grpo.max_tokens_per_microbatch=16384"]
+    *_, problem, fix = invoked("grpo_7b_8gpu", *larger, *model).output.splitlines()
+    assert f"{problem}\n{fix}\n" in page
+    seventy = invoked("grpo_70b_8nodes", "--model-config", CONFIGS["llama-3.1-70b"]).output
+    assert "235.2 s by gloo; goal 10.0 s, bound of the links 0.59 s" in seventy
+    assert "| 70 B on eight machines | gloo | 235 s | 10 s | 0.6 s |" in page
+
+
+def test_estimates_and_what_is_not_counted_are_said(tmp_path: Path) -> None:
+    other = {**json.loads(CONFIGS["qwen2.5-1.5b"].read_text()), "model_type": "gemma2"}
+    (tmp_path / "config.json").write_text(json.dumps({**other, "head_dim": 128}))
+    rewarded = ["environment={kind: reward_model, model: org/rm}"]
+    environment = ["evaluation.environment={kind: exact}", *rewarded]
+    arguments = ["grpo_1.5b_1gpu", *environment, "--model-config", tmp_path / "config.json"]
+    shown = invoked(*arguments).output
+    assert "activations are an estimate for the model type gemma2" in shown
+    assert "not counted: the reward model org/rm" in shown
+    megatron = invoked("grpo_1.5b_1gpu", "training={backend: megatron}", *arguments[3:]).output
+    assert "for the model type gemma2, the backend megatron" in megatron
+    assert "training.backend: megatron does not know the model type gemma2" in megatron
