@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_core.functional.logprobs import (
+    LOGITS_BYTES,
     logprobs_from_logits,
+    rows_at_once,
     token_logprobs_from_hidden,
     topk_logprobs_from_hidden,
 )
@@ -223,3 +225,14 @@ def test_whole_logits_never_exist_for_several_tokens_either():
             hidden, weight, k=5, num_ids=vocab, temperature=0.5, chunk_size=chunk_size
         )
     assert mode.peak <= 6 * chunk_size * vocab + weight.numel()
+
+
+def test_rows_at_once_by_hand():
+    # 256 MiB hold four float32 tensors of 110 x 151,936 (267,407,360 bytes), and none of 111 rows.
+    assert 110 * 151_936 * 4 * 4 == 267_407_360 <= LOGITS_BYTES == 268_435_456
+    assert rows_at_once(151_936) == 110
+    assert rows_at_once(16_384) == 1024 == LOGITS_BYTES // (16_384 * 4 * 4)
+    # Small heads keep 1,024 rows, with which every figure of the small models was taken.
+    assert rows_at_once(19) == rows_at_once(16_383) == 1024
+    assert rows_at_once(16_385) == 1023
+    assert rows_at_once(2**30) == 1  # one row is more than the budget
