@@ -5,10 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_BYTES = 256 * 2**20
+LOGITS_BYTES = 192 * 2**20
 """The budget of the logits that exist at once, in float32, with what their gradient needs.
 
-Beside full logits of 4,096 tokens and a vocabulary of 151,936 a step takes less than a 16th.
+With a vocabulary of 151,936 a step on 4,096 tokens takes 0.30 GiB more than it has, a 23rd of what
+full logits take. Fewer rows at once cost more CPU time (64 rows 10 % more), and more rows none less.
 """
 _TENSORS_A_CHUNK = 4
 _MOST_ROWS = 1024
@@ -25,7 +26,7 @@ def rows_at_once(vocab_size: int) -> int:
 
     Example:
         >>> rows_at_once(32), rows_at_once(49_152), rows_at_once(151_936)
-        (1024, 341, 110)
+        (1024, 256, 82)
     """
     return max(1, min(_MOST_ROWS, LOGITS_BYTES // (_TENSORS_A_CHUNK * 4 * vocab_size)))
 

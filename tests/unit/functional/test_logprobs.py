@@ -228,11 +228,11 @@ def test_whole_logits_never_exist_for_several_tokens_either():
 
 
 def test_rows_at_once_by_hand():
-    # 256 MiB hold four float32 tensors of 110 x 151,936 (267,407,360 bytes), and none of 111 rows.
-    assert 110 * 151_936 * 4 * 4 == 267_407_360 <= LOGITS_BYTES == 268_435_456
-    assert rows_at_once(151_936) == 110
-    assert rows_at_once(16_384) == 1024 == LOGITS_BYTES // (16_384 * 4 * 4)
+    # 192 MiB hold four float32 tensors of 82 x 151,936 (199,340,032 bytes), and none of 83 rows.
+    assert 82 * 151_936 * 4 * 4 == 199_340_032 <= LOGITS_BYTES == 201_326_592
+    assert rows_at_once(151_936) == 82
+    assert rows_at_once(12_288) == 1024 == LOGITS_BYTES // (12_288 * 4 * 4)
     # Small heads keep 1,024 rows, with which every figure of the small models was taken.
-    assert rows_at_once(19) == rows_at_once(16_383) == 1024
-    assert rows_at_once(16_385) == 1023
+    assert rows_at_once(19) == rows_at_once(12_287) == 1024
+    assert rows_at_once(12_289) == 1023
     assert rows_at_once(2**30) == 1  # one row is more than the budget
