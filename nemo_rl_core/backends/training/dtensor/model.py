@@ -27,7 +27,7 @@ from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
     rows_at_once,
-    token_logprobs_from_hidden,
+    token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
 
@@ -228,8 +228,8 @@ def token_logprobs(
         return vocab_parallel_logprobs_from_hidden(
             hidden, token_ids=token_ids, temperature=temperature, **_shard(head)
         )
-    return token_logprobs_from_hidden(
-        hidden, head.weight, token_ids, temperature=temperature, **_whole(head)
+    return token_logprobs_within_budget(
+        hidden, head.weight, token_ids, temperature=temperature, bias=head.bias
     )
 
 
@@ -240,11 +240,10 @@ def topk_logprobs(
     options: dict[str, Any] = {"k": k, "num_ids": num_ids, "temperature": temperature}
     if isinstance(head.weight, DTensor):
         return vocab_parallel_topk_logprobs_from_hidden(hidden, **_shard(head), **options)
-    return topk_logprobs_from_hidden(hidden, head.weight, **_whole(head), **options)
-
-
-def _whole(head: Any) -> dict[str, Any]:
-    return {"bias": head.bias, "chunk_size": rows_at_once(head.weight.shape[0])}
+    rows = rows_at_once(head.weight.shape[0])
+    return topk_logprobs_from_hidden(
+        hidden, head.weight, bias=head.bias, chunk_size=rows, **options
+    )
 
 
 def _shard(head: Any) -> dict[str, Any]:
