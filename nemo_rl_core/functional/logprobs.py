@@ -191,7 +191,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature, num_rows, dtype = options
         cast = _as_dtype(weight, bias, dtype)
         logprobs, log_sums = [hidden.new_zeros(0, token_ids.shape[1])], [hidden.new_zeros(0)]
-        for chunk, ids in zip(hidden.split(num_rows), token_ids.split(num_rows), strict=True):
+        for chunk, ids in zip(
+            torch.split(hidden, num_rows), torch.split(token_ids, num_rows), strict=True
+        ):
             logits = _scaled_logits(chunk.to(dtype), *cast, temperature)
             log_sum = torch.logsumexp(logits, dim=-1)
             logprobs.append(logits.gather(-1, ids) - log_sum[:, None])

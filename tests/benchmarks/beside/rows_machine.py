@@ -78,6 +78,12 @@ def _controller_turns(bench: Bench, sequences: int, length: int) -> list[Turn]:
     return take_turns(side, num_turns=2, logs=bench.logs)["controller"]
 
 
+def controller_microseconds(scratch: Path, size: tuple[int, int]) -> float:
+    """CPU time of the controller a token, for steps of so many sequences and tokens of each."""
+    turns = _controller_turns(Bench(scratch, scratch / "logs", 2), *size)
+    return 1e6 * statistics.median(turn.cpu / turn.figures["tokens"] for turn in turns)
+
+
 def loss_memory(bench: Bench) -> Measured:
     """Peak memory of a step and of logprobs alone, over what is held before."""
     folder = model_folder(bench.scratch, WIDE, vocab_size=VOCAB_SIZE)

@@ -57,7 +57,7 @@ def training(bench: Bench) -> Measured:
     batches = [grpo_batch(generator, PROMPTS, GROUP, 6, 3, 4) for _ in range((bench.n + 1) * steps)]
     common = {"model": model, "batches": batches, "steps": steps, "share": True}
     sides = {"ours": Side(own.training, common), "bare": Side(bare.training, common)}
-    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs / "training")
+    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     require_equal("loss", turns, within=1e-5)
     names = ("this project", "bare loop")
     return compared(turns["ours"], turns["bare"], names=names, note=f"{steps} steps a turn")
@@ -94,7 +94,7 @@ def default_step(bench: Bench, other: str) -> dict[str, list[Turn]]:
     if other:
         arguments = {"model": model, "prompts": _batches(rows, PROMPTS), "sampling": sampling}
         sides[other] = Side(getattr(bare, other), arguments, bare.VLLM)
-    return take_turns(sides, num_turns=bench.n, num_warm=3, logs=bench.logs / "default_step")
+    return take_turns(sides, num_turns=bench.n, num_warm=3, logs=bench.logs)
 
 
 def _batches(rows: Sequence[dict[str, str]], size: int) -> list[list[str]]:

@@ -37,8 +37,9 @@ def dpo_step(bench: Bench) -> Measured:
         ),
         "TRL": Side(trl_sides.dpo, {**common, "rows": rows, "work": bench.folder("run")}),
     }
-    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs / "dpo_step")
+    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     require_equal("loss", turns, within=1e-3)
+    require_equal("tokens", turns, within=0)
     return compared(turns["ours"], turns["TRL"], note=f"{steps} steps a turn")
 
 
@@ -53,7 +54,7 @@ def sft(bench: Bench) -> Measured:
         ),
         "TRL": Side(trl_sides.sft, {**common, "rows": rows, "work": bench.folder("run")}),
     }
-    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs / "sft")
+    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     require_equal("loss", turns, within=1e-3)
     return compared(turns["ours"], turns["TRL"], note=f"{steps} steps a turn")
 
@@ -84,7 +85,7 @@ def grpo_step(bench: Bench) -> Measured:
             "steps": bench.n + 1,
         },
     )
-    take_turns({"record": record}, num_turns=1, num_warm=0, logs=bench.logs / "grpo_step")
+    take_turns({"record": record}, num_turns=1, num_warm=0, logs=bench.logs)
     replay = recording / "rollouts"
     sides = {
         "ours": Side(
@@ -98,7 +99,7 @@ def grpo_step(bench: Bench) -> Measured:
         ),
         "TRL": Side(trl_sides.grpo, {**_trl_grpo(bench, model, rows), "replay": replay}),
     }
-    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs / "grpo_step")
+    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     require_equal("loss", turns, within=1e-3)
     for mine, other in zip(turns["ours"], turns["TRL"], strict=True):
         require_equal("tokens", {"ours": [mine], "TRL": [other]}, within=0)
@@ -121,7 +122,7 @@ def grpo_whole(bench: Bench) -> Measured:
         "ours": Side(own.grpo, ours),
         "TRL": Side(trl_sides.grpo, _trl_grpo(bench, model, rows)),
     }
-    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs / "grpo_whole")
+    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     note = "TRL generates with transformers: its way without a GPU and a server"
     return compared(turns["ours"], turns["TRL"], per="tokens", note=note)
 

@@ -35,12 +35,16 @@ def options(work: Path, *, num_steps: int, batch: int) -> dict[str, Any]:
 
 
 def turns(baton: Baton, steps: int) -> Any:
-    """A callback of transformers that ends a turn after every so many steps."""
+    """A callback of transformers that ends a turn after every so many steps.
+
+    Its attribute `tokens` counts the completions' tokens of a turn, `tokens_a_step` where these are
+    the same in all steps.
+    """
     from transformers import TrainerCallback
 
     class TurnsOfSteps(TrainerCallback):  # type: ignore[misc]
         first_loss = float("nan")
-        tokens = 0.0
+        tokens, tokens_a_step = 0.0, 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             baton.wait()
@@ -50,6 +54,7 @@ def turns(baton: Baton, steps: int) -> Any:
                 self.first_loss = float(logs["loss"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.tokens += self.tokens_a_step
             if state.global_step % steps == 0:
                 baton.done(loss=self.first_loss, tokens=self.tokens)
                 self.tokens = 0.0
@@ -86,7 +91,11 @@ def dpo(baton: Baton, *, model: Path, rows: list[dict[str, str]], work: Path, st
     trainer = dpo_trainer(
         model, rows, work, num_steps=steps * baton.num_turns, batch=len(rows), rate=LEARNING_RATE
     )
-    trainer.add_callback(turns(baton, steps))
+    callback = turns(baton, steps)
+    tokenized = trainer.train_dataset
+    completions = [*tokenized["chosen_ids"], *tokenized["rejected_ids"]]
+    callback.tokens_a_step = sum(len(ids) for ids in completions)
+    trainer.add_callback(callback)
     trainer.train()
 
 

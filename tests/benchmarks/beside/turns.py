@@ -1,9 +1,9 @@
 """Programs that take turns: each in a process of its own, and one at a time.
 
 A side is a function that sets itself up, calls `Baton.wait`, and `Baton.done` at the end of each of
-its turns. What is measured of a turn is the time until the side says so, and the CPU time of its
-process and of all processes below it until its next turn begins, so that what a side does behind
-its steps counts as its own.
+its turns. What is measured of a turn is its time and the CPU time of its process and of all below
+it. Between its turns a side is stopped by a signal, so that what it does behind its steps counts as
+its own and not as the others'.
 """
 
 import contextlib
@@ -97,11 +97,10 @@ def take_turns(
             running[name] = _Running(side, num_warm + num_turns, log)
             ends.callback(running[name].end)
             running[name].receive()
+            running[name].stop()
         for _ in range(num_warm + num_turns):
             for each in running.values():
                 each.take_turn()
-        for each in running.values():
-            each.close_turn()
         return {name: each.turns[num_warm:] for name, each in running.items()}
 
 
@@ -112,11 +111,16 @@ CpuTimes = dict[tuple[int, float], float]
 def cpu_times(process: psutil.Process) -> CpuTimes:
     """Of a process and of all that run below it, without those that have ended."""
     found: CpuTimes = {}
-    for each in [process, *process.children(recursive=True)]:
+    for each in _tree(process):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = each.cpu_times()
             found[each.pid, each.create_time()] = times.user + times.system
     return found
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    """Itself first, and all below it."""
+    return [process, *process.children(recursive=True)]
 
 
 def spent_between(before: CpuTimes, after: CpuTimes) -> float:
@@ -131,7 +135,7 @@ class _Running:
     """A side's process, and its turns so far."""
 
     def __init__(self, side: Side, num_turns: int, log: Path) -> None:
-        self._log, self._waiting = log, True
+        self._log = log
         self._connection, theirs = _CONTEXT.Pipe()
         arguments = (theirs, side, num_turns, str(log))
         self._process = _CONTEXT.Process(target=_child, args=arguments)
@@ -145,7 +149,6 @@ class _Running:
         theirs.close()
         assert self._process.pid is not None
         self._tree = psutil.Process(self._process.pid)
-        self._unfinished: tuple[float, CpuTimes, dict[str, float]] | None = None
         self.turns: list[Turn] = []
 
     def receive(self) -> dict[str, float]:
@@ -161,24 +164,33 @@ class _Running:
         return figures
 
     def take_turn(self) -> None:
-        cpu = self.close_turn()
+        """Lets the side go on to the end of its turn, and stops it there."""
+        before = cpu_times(self._tree)
         started = time.perf_counter()
-        if self._waiting:
-            self._connection.send("go")
+        self.go_on()
+        self._connection.send("go")
         figures = self.receive()
-        self._unfinished = (time.perf_counter() - started, cpu, figures)
+        wall = time.perf_counter() - started
+        self.stop()
+        spent = spent_between(before, cpu_times(self._tree))
+        self.turns.append(Turn(wall, spent, figures))
 
-    def close_turn(self) -> CpuTimes:
-        """Ends the count of the last turn's CPU time; returns that of the processes so far."""
-        cpu = cpu_times(self._tree)
-        if self._unfinished is not None:
-            wall, before, figures = self._unfinished
-            self.turns.append(Turn(wall, spent_between(before, cpu), figures))
-            self._unfinished = None
-        return cpu
+    def stop(self) -> None:
+        """Stops all processes of the side."""
+        for each in _tree(self._tree):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+
+    def go_on(self) -> None:
+        """Has them go on."""
+        for each in reversed(_tree(self._tree)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
 
     def end(self) -> None:
         """Waits for the process, and ends it and what it started where that takes too long."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.go_on()
         self._connection.close()
         self._process.join(_SECONDS_TO_END)
         if self._process.is_alive():
