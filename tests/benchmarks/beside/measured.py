@@ -1,6 +1,7 @@
 """What a row of the table is: how it is measured, and what was found."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -92,7 +93,8 @@ def require_equal(figure: str, sides: Mapping[str, Sequence[Turn]], *, within: f
         UnequalWorkError: If they do not, or if one says nothing.
     """
     found = {name: turns[-1].figures.get(figure, float("nan")) for name, turns in sides.items()}
-    if not max(found.values()) - min(found.values()) <= within:
+    is_known = all(math.isfinite(value) for value in found.values())
+    if not is_known or max(found.values()) - min(found.values()) > within:
         raise UnequalWorkError(f"{figure} of {found}, which may differ by {within}")
 
 
