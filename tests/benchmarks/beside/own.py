@@ -1,10 +1,22 @@
 """The project's sides: its trainers, on Ray, from the entries that a user has."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from nemo_rl_core.algorithms.dpo.reference import reference_logprobs
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
+from nemo_rl_core.algorithms.grpo.loss_config import ClippedLoss
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
+from nemo_rl_core.data.pair_files import save_logprobs
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.session import connect
+from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.trainers.base import RunSpec
 from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
 from tests.benchmarks.beside.inputs import LEARNING_RATE, NUM_THREADS, reference_settings
@@ -66,10 +78,6 @@ def sft(baton: Baton, *, model: Path, train: Path, work: Path, steps: int, batch
 
 def dpo(baton: Baton, *, model: Path, train: Path, work: Path, steps: int, batch: int) -> None:
     """DPO with the reference's logprobs cached before, as the pipeline does it."""
-    from nemo_rl_core.algorithms.dpo.reference import reference_logprobs
-    from nemo_rl_core.data.pairs import save_logprobs
-    from nemo_rl_core.distributed.session import connect
-
     changes = {"num_steps_per_iteration": steps * baton.num_turns, "num_pairs_per_step": batch}
     trainer = DPOTrainer.from_pretrained(model, **settings_of(**changes))
     settings = reference_settings()
@@ -101,10 +109,31 @@ def grpo(
     trainer.run(spec, callbacks=[TurnsOfSteps(baton, steps, work)])
 
 
+def training(
+    baton: Baton, *, model: Path, batches: Sequence[BatchedDataDict], steps: int, share: bool
+) -> None:
+    """The optimizer steps of a policy in its worker."""
+    settings = GRPOSettings.model_validate({"cluster": {"num_threads": NUM_THREADS}})
+    policy = Policy(
+        connect(settings.cluster),
+        TrainingSetup(
+            model_folder=model,
+            optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
+            max_tokens_per_microbatch=8192,
+            training=DTensorTraining(share_prefixes=share),
+        ),
+    )
+    loss, first = GRPOLossFn(ClippedLoss(kl=None)), float("nan")
+    baton.wait()
+    for turn in range(baton.num_turns):
+        for step in range(turn * steps, (turn + 1) * steps):
+            metrics = policy.train(batches[step], loss)
+            first = metrics["loss"] if step == 0 else first
+        baton.done(loss=first)
+
+
 def as_reward() -> Any:
     """A scorer of what both sides can compute of a completion."""
-    from nemo_rl_core.environments.adapt import as_scorer
-
     return as_scorer(length_reward)
 
 
