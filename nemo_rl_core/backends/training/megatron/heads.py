@@ -70,9 +70,7 @@ class LogprobHead:
         options = self._options()
 
         def most_likely(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return vocab_parallel_topk_logprobs_from_hidden(
-                picked, k=k, num_ids=num_ids, **options
-            )
+            return vocab_parallel_topk_logprobs_from_hidden(picked, k=k, num_ids=num_ids, **options)
 
         ids, logprobs = _read(hidden, rows, wanted, most_likely)
         return scatter(ids, wanted), scatter(logprobs, wanted)
