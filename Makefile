@@ -4,12 +4,14 @@ EXTRA ?= cpu
 CONFIG ?=
 COVERAGE ?=
 ARGUMENTS ?=
+ROWS ?=
+N ?= 10
 # Tests and stages start interpreters by the dozen: each would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test test-changed test-slow test-gpu test-verifiers test-bare parity docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test bench test-changed test-slow test-gpu test-verifiers test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -45,6 +47,9 @@ test-changed: setup ## Run the fast tests that a change can reach (BASE=commit t
 	@files=$$($(bin)/python -m tests.changed $(BASE)) && if [ -n "$$files" ]; then \
 	  $(bin)/pytest -m '$(if $(SLOW),not gpu,not slow and not gpu)' $$files; \
 	else echo 'no test reaches what has changed'; fi
+
+bench: setup ## Measure the project beside TRL and its limits (ROWS="dpo_step sft", N=10; see docs/results.md)
+	$(bin)/python -m tests.benchmarks.beside $(ROWS) --n $(N)
 
 parity: setup ## Show how both training backends agree with transformers, layout by layout
 	$(bin)/pytest --no-cov -m slow -s tests/unit/backends/test_parity.py

@@ -1,9 +1,36 @@
 """Logprobs of chosen tokens, without materializing all logits."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+LOGITS_BYTES = 192 * 2**20
+"""The budget of the logits that exist at once, in float32, with what their gradient needs.
+
+At 151,936 tokens it has room for 82 rows. More rows at once save no CPU time worth their memory,
+fewer than 64 cost some.
+"""
+_TENSORS_A_CHUNK = 4
+_MOST_ROWS = 1024
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Rows whose logits are computed at once, within `LOGITS_BYTES`.
+
+    Args:
+        vocab_size: Rows of the head, or of the largest part of it that a rank holds.
+
+    Returns:
+        At most 1,024, beyond which the products get no faster, and at least 1.
+
+    Example:
+        >>> rows_at_once(32), rows_at_once(49_152), rows_at_once(151_936)
+        (1024, 256, 82)
+    """
+    return max(1, min(_MOST_ROWS, LOGITS_BYTES // (_TENSORS_A_CHUNK * 4 * vocab_size)))
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
@@ -66,6 +93,33 @@ def token_logprobs_from_hidden(
     )
 
 
+def token_logprobs_within_budget(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `token_logprobs_from_hidden`, with as many rows at once as `LOGITS_BYTES` has room for.
+
+    Where these are few, one tensor takes the head's gradient of all chunks, in place of one tensor
+    a chunk.
+    """
+    rows = rows_at_once(lm_head_weight.shape[0])
+    if rows == _MOST_ROWS:
+        return token_logprobs_from_hidden(
+            hidden, lm_head_weight, token_ids, temperature=temperature, chunk_size=rows, bias=bias
+        )
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, lm_head_weight, bias, token_ids, (temperature, rows, dtype)
+    )
+    return logprobs
+
+
 @torch.no_grad()
 def topk_logprobs_from_hidden(
     hidden: Tensor,
@@ -114,8 +168,71 @@ def _chunk_logprobs(
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
-    return _at_least_float32(F.linear(hidden, weight, bias)) / temperature
+    logits = _at_least_float32(F.linear(hidden, weight, bias))
+    return logits if temperature == 1 else logits / temperature
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Keeps `[N]` log-sums of the forward pass, and computes the logits of a chunk again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        options: tuple[float, int, torch.dtype],
+    ) -> Tensor:
+        temperature, num_rows, dtype = options
+        cast = _as_dtype(weight, bias, dtype)
+        logprobs, log_sums = [hidden.new_zeros(0, token_ids.shape[1])], [hidden.new_zeros(0)]
+        for chunk, ids in zip(
+            torch.split(hidden, num_rows), torch.split(token_ids, num_rows), strict=True
+        ):
+            logits = _scaled_logits(chunk.to(dtype), *cast, temperature)
+            log_sum = torch.logsumexp(logits, dim=-1)
+            logprobs.append(logits.gather(-1, ids) - log_sum[:, None])
+            log_sums.append(log_sum)
+            del logits  # before the next ones exist
+        ctx.save_for_backward(hidden, weight, bias, token_ids, torch.cat(log_sums[1:] or log_sums))
+        ctx.options = options
+        return torch.cat(logprobs[1:] or logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden, weight, bias, token_ids, log_sums = ctx.saved_tensors
+        temperature, num_rows, dtype = ctx.options
+        cast = _as_dtype(weight, bias, dtype)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        for start in range(0, len(hidden), num_rows):
+            rows = slice(start, start + num_rows)
+            upstream, chunk = gradients[0][rows], hidden[rows].to(dtype)
+            logits = _scaled_logits(chunk, *cast, temperature)
+            # d logprob(k) / d logit(v) = [v = k] - p(v), for every chosen k of the row.
+            gradient = logits.sub_(log_sums[rows, None]).exp_().mul_(-upstream.sum(-1, True))
+            gradient.scatter_add_(-1, token_ids[rows], upstream)
+            if temperature != 1:
+                gradient.div_(temperature)
+            gradient = gradient.to(dtype)
+            of_hidden[rows] = gradient @ cast[0]
+            if of_weight is not None and of_weight.dtype == dtype:
+                of_weight.addmm_(gradient.T, chunk)
+            elif of_weight is not None:  # sums of many chunks keep the weight's precision
+                of_weight.add_(gradient.T @ chunk)
+            if of_bias is not None:
+                of_bias.add_(gradient.sum(0))
+        return of_hidden, of_weight, of_bias, None, None
+
+
+def _as_dtype(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)

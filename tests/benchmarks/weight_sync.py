@@ -134,15 +134,20 @@ def _sync(link: LinkSpec, tensors: dict[str, torch.Tensor]) -> Callable[[], None
     return lambda: receiver.receive(load) and None
 
 
-def table() -> Table:
-    """Median and spread of each way, and its ratio to the plain copy."""
-    sizes = shapes()
+def transfer_seconds() -> dict[str, list[float]]:
+    """Seconds of every repetition, by way."""
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in TRANSPORTS]
     links = {
         name: LinkSpec("127.0.0.1", store.port, 1, name, timeout_seconds=600.0)
         for name, store in zip(TRANSPORTS, stores, strict=True)
     }
-    seconds = run_ranks(measure, links, sizes, world_size=2)[0]
+    found: dict[str, list[float]] = run_ranks(measure, links, shapes(), world_size=2)[0]
+    return found
+
+
+def table() -> Table:
+    """Median and spread of each way, and its ratio to the plain copy."""
+    sizes, seconds = shapes(), transfer_seconds()
     num_bytes = 4 * sum(size.numel() for size in sizes.values())
     columns = ("way", "median", "least", "most", "GiB/s", "over the plain copy")
     found = Table(*columns, title=f"{num_bytes / 2**20:.0f} MiB, {NUM_REPETITIONS} repetitions")

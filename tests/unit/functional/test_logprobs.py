@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nemo_rl_core.functional import logprobs as module
 from nemo_rl_core.functional.logprobs import (
+    LOGITS_BYTES,
     logprobs_from_logits,
+    rows_at_once,
     token_logprobs_from_hidden,
+    token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
 
@@ -223,3 +227,69 @@ def test_whole_logits_never_exist_for_several_tokens_either():
             hidden, weight, k=5, num_ids=vocab, temperature=0.5, chunk_size=chunk_size
         )
     assert mode.peak <= 6 * chunk_size * vocab + weight.numel()
+
+
+def test_rows_at_once_by_hand():
+    # 192 MiB hold four float32 tensors of 82 x 151,936 (199,340,032 bytes), and none of 83 rows.
+    assert 82 * 151_936 * 4 * 4 == 199_340_032 <= LOGITS_BYTES == 201_326_592
+    assert rows_at_once(151_936) == 82
+    assert rows_at_once(12_288) == 1024 == LOGITS_BYTES // (12_288 * 4 * 4)
+    # Small heads keep 1,024 rows, with which every figure of the small models was taken.
+    assert rows_at_once(19) == rows_at_once(12_287) == 1024
+    assert rows_at_once(12_289) == 1023
+    assert rows_at_once(2**30) == 1  # one row is more than the budget
+
+
+@pytest.fixture
+def two_rows_at_once(monkeypatch):
+    """A budget with room for two rows of a head of 5 tokens."""
+    monkeypatch.setattr(module, "LOGITS_BYTES", 2 * 5 * 4 * 4)
+    assert rows_at_once(5) == 2
+
+
+@pytest.mark.usefixtures("two_rows_at_once")
+def test_large_heads_by_finite_differences():
+    hidden, weight, _, bias = head(5, 2, 5)
+    ids = torch.tensor([[0, 3], [1, 1], [2, 0], [4, 4], [3, 2]])
+
+    def compute(hidden, weight, bias):
+        return token_logprobs_within_budget(hidden, weight, ids, temperature=1.3, bias=bias)
+
+    assert torch.autograd.gradcheck(compute, (hidden, weight, bias))
+    frozen = weight.detach()  # as below adapters
+    (alone,) = torch.autograd.grad(compute(hidden, frozen, None).sum(), hidden)
+    (beside, _) = torch.autograd.grad(compute(hidden, weight, None).sum(), (hidden, weight))
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.usefixtures("two_rows_at_once")
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_large_heads_give_what_small_ones_give(num_rows):
+    hidden, weight, targets, bias = head(num_rows, 3, 5, dtype=torch.float32)
+    leaves = (hidden, weight, bias)
+    ids, upstream = targets[:, None], torch.linspace(-1, 1, num_rows)[:, None]
+    large = token_logprobs_within_budget(hidden, weight, ids, temperature=0.7, bias=bias)
+    small = token_logprobs_from_hidden(
+        hidden, weight, ids, temperature=0.7, chunk_size=2, bias=bias
+    )
+    torch.testing.assert_close(large, small)
+    for ours, theirs in zip(
+        torch.autograd.grad((large * upstream).sum(), leaves),
+        torch.autograd.grad((small * upstream).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("two_rows_at_once")
+def test_large_heads_in_bfloat16_sum_their_gradient_in_float32():
+    hidden, weight, targets, _ = head(200, 3, 5, dtype=torch.float32)
+    ids = targets[:, None]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = token_logprobs_within_budget(hidden, weight, ids, temperature=1.0)
+    (of_weight,) = torch.autograd.grad(rounded.sum(), weight)
+    plain = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, ids)
+    (exact,) = torch.autograd.grad(plain.sum(), weight)
+    assert of_weight.dtype == torch.float32
+    # 0.0015 of it; 100 chunks summed in bfloat16 are off by 0.0099.
+    assert (of_weight - exact).norm() < 0.005 * exact.norm()

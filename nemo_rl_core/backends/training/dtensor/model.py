@@ -5,7 +5,7 @@ The head of a language model is whole, or split over the vocabulary.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,11 +26,10 @@ from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
-    token_logprobs_from_hidden,
+    rows_at_once,
+    token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
-
-_LOGPROB_CHUNK_TOKENS = 1024
 
 
 class LogprobModel(PackedModel):
@@ -57,10 +56,6 @@ class LogprobModel(PackedModel):
     ) -> None:
         super().__init__(model, dtype=dtype, mesh=mesh, attention=attention, sharing=sharing)
         self._temperature = temperature
-        self._options: HeadOptions = {
-            "temperature": temperature,
-            "chunk_size": _LOGPROB_CHUNK_TOKENS,
-        }
         self._head = model.get_output_embeddings()
 
     @property
@@ -104,7 +99,9 @@ class LogprobModel(PackedModel):
 
         def most_likely(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
-                return topk_logprobs(hidden, self._head, k=k, num_ids=num_ids, **self._options)
+                return topk_logprobs(
+                    hidden, self._head, k=k, num_ids=num_ids, temperature=self._temperature
+                )
 
         ids, logprobs = self._read(batch, microbatch, wanted, most_likely)
         return scatter(ids, wanted), scatter(logprobs, wanted)
@@ -118,7 +115,8 @@ class LogprobModel(PackedModel):
 
         def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
-                return (token_logprobs(hidden, self._head, wanted_ids[numbers], **self._options),)
+                ids = wanted_ids[numbers]
+                return (token_logprobs(hidden, self._head, ids, temperature=self._temperature),)
 
         return scatter(self._read(batch, microbatch, wanted, chosen)[0], wanted)
 
@@ -222,32 +220,30 @@ class ScoreModel(PackedModel):
             self._head.weight.copy_(own)
 
 
-class HeadOptions(TypedDict):
-    """Options of all logprobs of a model."""
-
-    temperature: float
-    chunk_size: int
-
-
 def token_logprobs(
-    hidden: torch.Tensor, head: Any, token_ids: torch.Tensor, **options: Any
+    hidden: torch.Tensor, head: Any, token_ids: torch.Tensor, *, temperature: float
 ) -> torch.Tensor:
-    """`[N, K]` logprobs of `token_ids [N, K]` after `hidden [N, D]`, see `HeadOptions`."""
+    """`[N, K]` logprobs of `token_ids [N, K]` after `hidden [N, D]`."""
     if isinstance(head.weight, DTensor):
         return vocab_parallel_logprobs_from_hidden(
-            hidden, token_ids=token_ids, **_shard(head), **options
+            hidden, token_ids=token_ids, temperature=temperature, **_shard(head)
         )
-    return token_logprobs_from_hidden(hidden, head.weight, token_ids, bias=head.bias, **options)
+    return token_logprobs_within_budget(
+        hidden, head.weight, token_ids, temperature=temperature, bias=head.bias
+    )
 
 
 def topk_logprobs(
-    hidden: torch.Tensor, head: Any, *, k: int, num_ids: int, **options: Any
+    hidden: torch.Tensor, head: Any, *, k: int, num_ids: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and logprobs `[N, k]` of the most likely tokens below `num_ids`, see `HeadOptions`."""
-    options = {**options, "k": k, "num_ids": num_ids}
+    """Ids and logprobs `[N, k]` of the most likely tokens below `num_ids`."""
+    options: dict[str, Any] = {"k": k, "num_ids": num_ids, "temperature": temperature}
     if isinstance(head.weight, DTensor):
         return vocab_parallel_topk_logprobs_from_hidden(hidden, **_shard(head), **options)
-    return topk_logprobs_from_hidden(hidden, head.weight, bias=head.bias, **options)
+    rows = rows_at_once(head.weight.shape[0])
+    return topk_logprobs_from_hidden(
+        hidden, head.weight, bias=head.bias, chunk_size=rows, **options
+    )
 
 
 def _shard(head: Any) -> dict[str, Any]:
@@ -260,4 +256,6 @@ def _shard(head: Any) -> dict[str, Any]:
         "bias_shard": None if head.bias is None else head.bias.to_local(),
         "group": mesh.get_group(),
         "vocab_start": min(mesh.get_local_rank() * rows_per_rank, size),
+        # Chunks are collectives: every rank has as many.
+        "chunk_size": rows_at_once(rows_per_rank),
     }

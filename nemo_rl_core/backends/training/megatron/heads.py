@@ -15,8 +15,7 @@ from nemo_rl_core.backends.training.vocab_parallel import (
 )
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.plan import PackedRows
-
-_LOGPROB_CHUNK_TOKENS = 1024
+from nemo_rl_core.functional.logprobs import rows_at_once
 
 
 class LogprobHead:
@@ -68,19 +67,10 @@ class LogprobHead:
             normalized over the whole head; both 0 where the mask is not set.
         """
         wanted = wanted_positions(batch)
-        weight, start = output_weight(self._model, self._vocab_size)
+        options = self._options()
 
         def most_likely(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return vocab_parallel_topk_logprobs_from_hidden(
-                picked,
-                weight,
-                k=k,
-                num_ids=num_ids,
-                group=parallel_state.get_tensor_model_parallel_group(),
-                vocab_start=start,
-                temperature=self._temperature,
-                chunk_size=_LOGPROB_CHUNK_TOKENS,
-            )
+            return vocab_parallel_topk_logprobs_from_hidden(picked, k=k, num_ids=num_ids, **options)
 
         ids, logprobs = _read(hidden, rows, wanted, most_likely)
         return scatter(ids, wanted), scatter(logprobs, wanted)
@@ -94,22 +84,26 @@ class LogprobHead:
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
         wanted = wanted_positions(batch)
-        weight, start = output_weight(self._model, self._vocab_size)
-        wanted_ids = token_ids[wanted]
+        options, wanted_ids = self._options(), token_ids[wanted]
 
         def chosen(picked: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            logprobs = vocab_parallel_logprobs_from_hidden(
-                picked,
-                weight,
-                wanted_ids[numbers],
-                group=parallel_state.get_tensor_model_parallel_group(),
-                vocab_start=start,
-                temperature=self._temperature,
-                chunk_size=_LOGPROB_CHUNK_TOKENS,
-            )
-            return (logprobs,)
+            ids = wanted_ids[numbers]
+            return (vocab_parallel_logprobs_from_hidden(picked, token_ids=ids, **options),)
 
         return scatter(_read(hidden, rows, wanted, chosen)[0], wanted)
+
+    def _options(self) -> dict[str, Any]:
+        """This rank's rows of the head, and how they are read."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        weight, start = output_weight(self._model, self._vocab_size)
+        return {
+            "weight_shard": weight,
+            "group": group,
+            "vocab_start": start,
+            "temperature": self._temperature,
+            # Chunks are collectives: every rank has as many, though padding leaves some fewer rows.
+            "chunk_size": rows_at_once(-(-self._vocab_size // group.size())),
+        }
 
 
 def _read(

