@@ -33,6 +33,7 @@ class Start(NamedTuple):
     """What the algorithm of a pipeline begins with.
 
     Attributes:
+        base: The model before its supervised start.
         tokenizer: Of all models of the run.
         train: Rows to train on.
         validation: Rows of the same data set that are never trained on.
@@ -40,6 +41,7 @@ class Start(NamedTuple):
         checkpoint: The model, after its supervised start where the recipe has one.
     """
 
+    base: Checkpoint
     tokenizer: Tokenizer
     train: Dataset
     validation: Dataset
@@ -119,7 +121,7 @@ def begin(
     checkpoint = warm_start(
         config=sft, base=prepared.base, train=rows.train, validation=rows.validation
     )
-    return Start(prepared.tokenizer, rows.train, rows.validation, asked, checkpoint)
+    return Start(prepared.base, prepared.tokenizer, rows.train, rows.validation, asked, checkpoint)
 
 
 @choice

@@ -7,10 +7,11 @@ from flytekit import workflow
 
 from nemo_rl_core.config.environment import reads_reward_model
 from tasks.artifacts import Checkpoint, Dataset
+from tasks.evaluate import evaluate
 from tasks.grpo_iteration import grpo_iteration
 from tasks.platform.stage import choice
 from tasks.recipes import grpo as recipes
-from tasks.recipes.common import default_recipe
+from tasks.recipes.common import EvaluationTaskConfig, default_recipe
 from tasks.recipes.grpo import GRPORecipe, GRPOTaskConfig, plan_grpo
 from workflows.common import Outcome, begin, conclude, held_out, measure
 
@@ -42,11 +43,21 @@ def iterate(
     return checkpoint
 
 
+@choice
+def measure_base(
+    config: EvaluationTaskConfig | None, base: Checkpoint, validation: Dataset
+) -> None:
+    """The model before its supervised start, where the recipe asks for it."""
+    if config is not None:
+        evaluate.on(config.cluster)(config=config, checkpoint=base, validation=validation)
+
+
 @workflow(on_failure=recipes.record_failure)
 def grpo(config: GRPORecipe = DEFAULT) -> Outcome:
     """prepare → SFT → GRPO iterations → evaluate → promote → export → lineage."""
     stages = plan_grpo(config=config)
     start = begin(model=stages.model, data=stages.data, questions=stages.questions, sft=stages.sft)
+    measure_base(config=stages.base_evaluation, base=start.base, validation=start.questions)
     before = measure(
         config=stages.evaluation, checkpoint=start.checkpoint, validation=start.questions
     )

@@ -1,6 +1,6 @@
 """How a checkpoint is measured, and what it takes to be promoted."""
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig
@@ -17,7 +17,8 @@ class EvaluationConfig(FrozenConfig):
     default and not the value of training.
 
     Attributes:
-        num_samples_per_prompt: Completions to sample of each prompt, besides the greedy one.
+        num_samples_per_prompt: Completions to sample of each prompt, besides the greedy one; 0
+            measures greedy accuracy alone.
         ks: For which k to measure pass@k and cons@k; none named: 1 and all samples.
         category: What figures are also given apart for: `task`, or a key of the rows' metadata.
         confidence: Of every interval.
@@ -26,7 +27,7 @@ class EvaluationConfig(FrozenConfig):
         generation: How completions are sampled.
     """
 
-    num_samples_per_prompt: PositiveInt = 4
+    num_samples_per_prompt: NonNegativeInt = 4
     ks: list[PositiveInt] = Field(default_factory=list)
     category: str = Field(default="task", min_length=1)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
@@ -36,7 +37,7 @@ class EvaluationConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "EvaluationConfig":
-        if max(self.ks, default=1) > self.num_samples_per_prompt:
+        if max(self.ks, default=0) > self.num_samples_per_prompt:
             raise ValueError(
                 f"ks asks for {max(self.ks)} samples, but num_samples_per_prompt is "
                 f"{self.num_samples_per_prompt}"
@@ -46,6 +47,8 @@ class EvaluationConfig(FrozenConfig):
     @property
     def all_ks(self) -> list[int]:
         """Every k to measure, in order."""
+        if not self.num_samples_per_prompt:
+            return []
         return sorted(set(self.ks) or {1, self.num_samples_per_prompt})
 
 

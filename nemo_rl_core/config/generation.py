@@ -94,6 +94,10 @@ class VllmGenerationConfig(SplitEngine):
     Attributes:
         kv_cache_gib: Memory for keys and values, on a CPU.
         max_num_seqs: The most sequences that are computed at once.
+        block_size: Tokens of a block of the cache of keys and values. Sequences share the whole
+            blocks that they begin with, such as those of a system prompt, so that short prompts
+            share more of smaller blocks. None takes vLLM's own (128 on a CPU, 16 on a GPU); a CPU
+            takes multiples of 32.
         gpu_memory_utilization: The share of a GPU's memory for weights, keys and values.
         enforce_eager: Does without CUDA graphs. A CPU always does.
         load_format: `dummy` starts with random weights; the model's own follow in any case.
@@ -103,6 +107,7 @@ class VllmGenerationConfig(SplitEngine):
     backend: Literal["vllm"] = "vllm"
     kv_cache_gib: PositiveInt = 1
     max_num_seqs: PositiveInt = 512
+    block_size: PositiveInt | None = None
     gpu_memory_utilization: float = Field(default=0.5, gt=0, lt=1)
     enforce_eager: bool = False
     load_format: Literal["auto", "dummy"] = "auto"

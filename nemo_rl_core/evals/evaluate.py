@@ -63,9 +63,11 @@ def evaluate(
         engine = sampler.engine
         with waiting(f"generating {len(prompts):,} greedy completions"):
             greedy = _greedy(sampler, prompts)
-        each = config.num_samples_per_prompt
-        with waiting(f"generating {each * len(prompts):,} sampled completions"):
-            sampled = sampler.score(engine.run(prompts, num_generations_per_prompt=each, step=0))
+        sampled: list[Rollout] = []
+        if each := config.num_samples_per_prompt:
+            with waiting(f"generating {each * len(prompts):,} sampled completions"):
+                drawn = engine.run(prompts, num_generations_per_prompt=each, step=0)
+                sampled = sampler.score(drawn)
         peak_memory_gib = sampler.generation.peak_memory_gib()
     extract = extractor(settings.environment)
     return EvaluationResult(

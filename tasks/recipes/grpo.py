@@ -34,12 +34,22 @@ class GRPORecipe(PipelineRecipe):
 
     Attributes:
         grpo: Group-relative policy optimization.
+        measure_base: Evaluates the model before its supervised start, too, for the figures of all
+            three: as it came, after SFT, and after GRPO.
     """
 
     grpo: GRPOSchedule = GRPOSchedule()
+    measure_base: bool = False
 
     def refuse_contradictions(self) -> None:
         """GRPO must fit what it samples and what scores."""
+        if self.measure_base and self.sft is None:
+            raise ConfigError(
+                "measure_base evaluates the model before its supervised start, and there is none",
+                expected="a section sft, or measure_base: false",
+                got="measure_base: true without sft",
+                fix="leave measure_base out: the model is evaluated before GRPO in any case",
+            )
         refuse_unfit(self.grpo, self.environment, self)
 
 
@@ -86,6 +96,7 @@ class GRPOPlan(NamedTuple):
     sft: SFTTaskConfig
     grpo: GRPOTaskConfig
     num_iterations: int
+    base_evaluation: EvaluationTaskConfig | None
     evaluation: EvaluationTaskConfig
     promotion: PromotionTaskConfig
 
@@ -93,6 +104,7 @@ class GRPOPlan(NamedTuple):
 @plan_task
 def plan_grpo(config: GRPORecipe) -> GRPOPlan:
     """Deals the recipe out to the stages."""
+    evaluation = EvaluationTaskConfig.of(config)
     return GRPOPlan(
         model=ModelTaskConfig.of(config),
         data=DataTaskConfig.of(config),
@@ -100,7 +112,8 @@ def plan_grpo(config: GRPORecipe) -> GRPOPlan:
         sft=SFTTaskConfig.of(config),
         grpo=GRPOTaskConfig(grpo=config.grpo.iteration, **rollout_fields(config)),
         num_iterations=config.grpo.num_iterations,
-        evaluation=EvaluationTaskConfig.of(config),
+        base_evaluation=evaluation if config.measure_base else None,
+        evaluation=evaluation,
         promotion=PromotionTaskConfig.of(config),
     )
 

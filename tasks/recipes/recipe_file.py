@@ -114,6 +114,8 @@ def _beside(path: Path) -> str:
 def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Maps are merged; everything else is replaced, and so is a map of another `kind`.
 
+    A `training` section of another `backend` is replaced, too: its settings are those of the other.
+
     A preset stands for the fields that it sets: named in the changes, it wins over the base.
     """
     preset = PRESETS.get(str(changes.get("preset")), {})
@@ -132,6 +134,9 @@ def _same_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
     `model: {name: ...}` alone is a pretrained model, so it replaces one of another kind; other
     fields without a kind are changes of the model that the base recipe has.
     """
+    if key == "training":
+        unnamed = old.get("backend", "dtensor")
+        return bool(new.get("backend", unnamed) == unnamed)
     bare_name = key == "model" and "name" in new
     unsaid = "pretrained" if bare_name else old.get("kind")
     return bool(new.get("kind", unsaid) == old.get("kind", unsaid))

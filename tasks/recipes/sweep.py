@@ -17,6 +17,7 @@ from tasks.recipes.common import (
     PipelineRecipe,
     QuestionTaskConfig,
     Recipe,
+    RecipeError,
     SFTTaskConfig,
     rollout_fields,
 )
@@ -84,7 +85,16 @@ class SweepRecipe(Recipe):
             for each in sections:
                 section = section.get(each) or section.setdefault(each, {})
             section[field] = value
-        return GRPORecipe.model_validate(words)
+        recipe = GRPORecipe.model_validate(words)
+        if recipe.measure_base:
+            problem = ConfigError(
+                "a sweep does not evaluate models before their supervised start",
+                expected="base.measure_base: false",
+                got="true",
+                fix="set it to false, or leave it out",
+            )
+            raise RecipeError(str(problem))
+        return recipe
 
 
 class PointTaskConfig(FrozenConfig):

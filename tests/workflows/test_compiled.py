@@ -209,9 +209,11 @@ def test_the_graph_of_the_main_job(package: Package) -> None:
     edges = {(names[up], names[node.id]) for node in nodes for up in node.upstream_node_ids}
     assert edges == {
         ("tasks.recipes.grpo.plan_grpo", "workflows.common.begin"),
+        ("tasks.recipes.grpo.plan_grpo", "workflows.grpo.measure_base"),
         ("tasks.recipes.grpo.plan_grpo", "workflows.common.measure"),
         ("tasks.recipes.grpo.plan_grpo", "workflows.grpo.iterate"),
         ("tasks.recipes.grpo.plan_grpo", "workflows.common.conclude"),
+        ("workflows.common.begin", "workflows.grpo.measure_base"),
         ("workflows.common.begin", "workflows.common.measure"),
         ("workflows.common.begin", "workflows.grpo.iterate"),
         ("workflows.common.begin", "workflows.common.conclude"),

@@ -31,6 +31,7 @@ from nemo_rl_core.errors import ConfigError, ConsistencyError
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
+_CPU_BLOCK = 32
 SENT = "the trainer's weight transfer"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -56,6 +57,7 @@ class VllmBackend(ReceivesWeights):
                 got=str(config.pipeline_parallel_size),
                 fix="use tensor_parallel_size, or GPUs",
             )
+        _refuse_block_size(config, has_gpu=has_gpu)
         # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
@@ -85,9 +87,10 @@ class VllmBackend(ReceivesWeights):
             # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are prefilled whole.
             enable_chunked_prefill=has_gpu,
-            # The rollouts of a group share the keys and values of their prompt, in whole blocks
-            # (128 tokens on a CPU, 16 on a GPU); the next turn shares those of earlier turns.
+            # The rollouts of a group share the keys and values of their prompt, in whole blocks;
+            # the next turn shares those of earlier turns.
             enable_prefix_caching=True,
+            block_size=config.block_size,
             max_num_batched_tokens=max(setup.max_model_len, _MAX_BATCHED_TOKENS),
             # Logprobs of the sampled distribution, under the temperature; if that is truncated, of
             # the policy's full distribution at temperature 1.
@@ -290,6 +293,23 @@ def completed(completion: Any) -> Completed:
     found, tokens = completion.logprobs, list(completion.token_ids)
     assert found.token_ids == tokens, "vLLM returned logprobs of other tokens than it sampled"
     return Completed(tokens, found.logprobs, truncated=completion.finish_reason == "length")
+
+
+def _refuse_block_size(config: VllmGenerationConfig, *, has_gpu: bool) -> None:
+    """Refuses blocks that vLLM's attention on a CPU cannot take; it would say so after its start.
+
+    Raises:
+        ConfigError: Names the next size that it takes.
+    """
+    size = config.block_size
+    if has_gpu or size is None or size % _CPU_BLOCK == 0:
+        return
+    raise ConfigError(
+        "vLLM's attention on a CPU does not take blocks of this size",
+        expected=f"generation.block_size: a multiple of {_CPU_BLOCK}, or none for vLLM's own",
+        got=str(size),
+        fix=f"set it to {-(-size // _CPU_BLOCK) * _CPU_BLOCK}",
+    )
 
 
 def _logprobs_mode(config: VllmGenerationConfig) -> str:

@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from nemo_rl_core.backends.generation.vllm import _logprobs_mode
+from nemo_rl_core.backends.generation.vllm import _logprobs_mode, _refuse_block_size
 from nemo_rl_core.backends.generation.vllm_ranks import join_engine
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ConfigError
 
 
 def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
@@ -35,3 +36,13 @@ def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
 )
 def test_logprobs_are_of_the_whole_distribution_at_temperature_1(words: dict, mode: str) -> None:
     assert _logprobs_mode(VllmGenerationConfig(**words)) == mode
+
+
+def test_blocks_that_a_cpu_cannot_take_are_refused_before_the_engine_starts() -> None:
+    for size in (None, 32, 96):
+        _refuse_block_size(VllmGenerationConfig(block_size=size), has_gpu=False)
+    odd = VllmGenerationConfig(block_size=48)
+    _refuse_block_size(odd, has_gpu=True)
+    with pytest.raises(ConfigError, match="does not take blocks of this size") as refused:
+        _refuse_block_size(odd, has_gpu=False)
+    assert refused.value.fix == "set it to 64"

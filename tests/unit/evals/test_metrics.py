@@ -107,3 +107,13 @@ def test_more_samples_than_are_drawn_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         EvaluationConfig.model_validate({"samples": 4})
     assert EvaluationConfig(num_samples_per_prompt=1).all_ks == [1]
+
+
+def test_without_samples_there_is_greedy_accuracy_alone() -> None:
+    greedy = [rollout(0, "4", 1.0), rollout(1, "5", 0.0)]
+    config = EvaluationConfig(num_samples_per_prompt=0)
+    figures = evaluation_metrics(greedy, [], config=config, extract=str)
+    assert figures["greedy_accuracy"] == 0.5
+    assert not [name for name in figures if name.startswith(("pass", "cons"))]
+    with pytest.raises(ValueError, match="ks asks for 1 samples"):
+        EvaluationConfig(num_samples_per_prompt=0, ks=[1])

@@ -175,3 +175,30 @@ def test_a_penalty_for_length_is_held_next_to_all_turns_of_a_rollout() -> None:
     assert "(8)" in refused.value.problem
     with pytest.raises(ConfigError, match=r"\(19\)"):
         preflight({"config": GRPORecipe(**recipe, rollouts={"max_rollout_tokens": 19})})
+
+
+WHEEL = {"kind": "wheel", "name": "small", "package": "no-such-package==1"}
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"tasks": ["chain_summ"]}, "reasoning-gym has no task"),
+        ({"task_options": {"chain_sum": {"min_terms": 3, "max_terms": 2}}}, "refuses its options"),
+    ],
+)
+def test_generated_rows_are_checked_before_a_model_is_downloaded(data: dict, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        check(
+            model=WHEEL,
+            data={"kind": "reasoning_gym", "num_train": 4, "num_validation": 2, **data},
+            environment={"kind": "reasoning_gym"},
+        )
+
+
+def test_a_base_model_is_measured_only_before_a_supervised_start() -> None:
+    words = {"recipe": "grpo_arithmetic", "measure_base": True}
+    preflight({"config": GRPORecipe.model_validate(words)})
+    with pytest.raises(ConfigError, match="measure_base") as refused:
+        preflight({"config": GRPORecipe.model_validate({**words, "sft": None})})
+    assert refused.value.expected == "a section sft, or measure_base: false"

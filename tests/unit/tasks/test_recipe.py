@@ -28,6 +28,16 @@ def test_a_map_of_another_kind_is_replaced(tmp_path: Path) -> None:
     assert same == {"data": {"kind": "arithmetic", "num_train": 9, "num_validation": 5}}
 
 
+def test_training_with_another_backend_is_replaced(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("training: {share_prefixes: true}")
+    other = with_base({"recipe": str(base), "training": {"backend": "mine"}})
+    assert other == {"training": {"backend": "mine"}}
+    for same in ({"backend": "dtensor", "compile": True}, {"compile": True}):
+        merged = with_base({"recipe": str(base), "training": same})
+        assert merged == {"training": {"share_prefixes": True, **same}}
+
+
 def test_a_bare_model_name_is_a_pretrained_model_not_a_new_name_for_the_old_one() -> None:
     changed = GRPORecipe.model_validate(
         {"recipe": "grpo_arithmetic", "model": {"name": "some/model"}}

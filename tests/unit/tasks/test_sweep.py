@@ -43,6 +43,7 @@ def test_points_that_differ_in_the_algorithm_alone_begin_alike() -> None:
     [
         ({"grpo.lerning_rate": [1e-4]}, "lerning_rate"),
         ({"seed": []}, "one or more values"),
+        ({"measure_base": [True]}, "a sweep does not evaluate models before"),
         ({"seed": [1, 1]}, "one or more values, each once"),
         ({"grpo.learning_rate": [-1.0]}, "learning_rate"),
     ],
