@@ -11,7 +11,6 @@ from nemo_rl_core.config.data import (
     FileData,
     HubData,
     MixtureData,
-    ReasoningGymData,
 )
 from nemo_rl_core.config.defaults import LEARNING_RATES, rate_warning
 from nemo_rl_core.config.environment import (
@@ -20,6 +19,7 @@ from nemo_rl_core.config.environment import (
     WeightedSum,
     single_environments,
 )
+from nemo_rl_core.config.generated_data import ReasoningGymData
 from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel, SmallModel
