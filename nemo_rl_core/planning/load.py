@@ -176,7 +176,7 @@ def layout_problem(load: StageLoad) -> str | None:
                 "set it to 1 (FSDP2 shards experts as other weights), or backend: megatron with "
                 "expert_parallel_size"
             )
-        if size > 1 and (sizes.num_heads % size or sizes.num_kv_heads % size):
+        if sizes.num_heads % size or sizes.num_kv_heads % size or sizes.mlp_width % size:
             return _indivisible("training.tensor_parallel_size", size, sizes)
         if isinstance(training, MegatronTraining) and not sizes.is_exact:
             return f"training.backend: megatron does not know the model type {sizes.model_type}"
@@ -205,4 +205,7 @@ def untried(load: StageLoad) -> list[str]:
 
 
 def _indivisible(path: str, size: int, sizes: ModelSizes) -> str:
-    return f"{path}: {size} does not divide {sizes.num_heads} heads, {sizes.num_kv_heads} of keys"
+    return (
+        f"{path}: {size} does not divide all of {sizes.num_heads} heads, {sizes.num_kv_heads} of "
+        f"keys and the MLP's width {sizes.mlp_width}"
+    )

@@ -327,10 +327,12 @@ def _mlp_bytes(sizes: ModelSizes, width: int, *, is_wrapped: bool) -> float:
 
 def _repeats_keys(load: StageLoad) -> bool:
     assert load.training is not None
-    attention = getattr(load.training.config, "attention", "sdpa")
-    is_split = load.training.config.context_parallel_size > 1
+    config = load.training.config
+    attention = getattr(config, "attention", "sdpa")
     if attention == "auto":
-        return load.dtype == "float32" or is_split
+        # In float32 that is flex, which Megatron's backend lacks.
+        lacks_kernel = load.dtype == "float32" and isinstance(config, MegatronTraining)
+        return lacks_kernel or config.context_parallel_size > 1
     return bool(attention == "sdpa")
 
 

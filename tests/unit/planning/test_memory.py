@@ -62,6 +62,27 @@ def test_published_models(
     assert got == pytest.approx(parts, abs=0.06)
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype", "same_as"),
+    [
+        (DTensorTraining(), "bfloat16", "varlen"),
+        (DTensorTraining(), "float32", "flex"),
+        (DTensorTraining(context_parallel_size=2), "bfloat16", "sdpa"),
+        (MegatronTraining(), "bfloat16", "varlen"),
+        (MegatronTraining(), "float32", "sdpa"),
+    ],
+)
+def test_attention_auto_keeps_what_the_kernel_does_that_it_takes(
+    config: Any, dtype: str, same_as: str
+) -> None:
+    kernel = config.replace(attention=same_as)
+    auto, explicit = (
+        planned("qwen2.5-7b", 2, training=each, dtype=dtype).parts["activations"]
+        for each in (config, kernel)
+    )
+    assert auto == explicit
+
+
 def test_hybrid_shards_hold_a_copy_a_machine() -> None:
     training = DTensorTraining(data_parallel_replicas=8, activation_checkpointing=True)
     found = planned("llama-3.1-70b", 64, training=training, has_reference=True).parts

@@ -82,12 +82,12 @@ def test_nothing_is_named_that_does_not_fit() -> None:
         (
             "qwen2.5-7b",
             {"training": DTensorTraining(tensor_parallel_size=8)},
-            "8 does not divide 28 heads, 4 of keys",
+            "8 does not divide all of 28 heads, 4 of keys and the MLP's width 18944",
         ),
         (
             "qwen2.5-7b",
             {"generation": VllmGenerationConfig(tensor_parallel_size=8)},
-            "generation.tensor_parallel_size: 8 does not divide 28 heads",
+            "generation.tensor_parallel_size: 8 does not divide all of 28 heads",
         ),
     ],
 )
