@@ -22,8 +22,10 @@ from nemo_rl_core.planning.sizes import ModelSizes
 
 GIB = 2**30
 _FLOAT32, _MOMENTS = 4, 8
-_CHUNK_TOKENS, _CHUNK_COPIES = 1024, 4
-"""Rows of logits at once, and the float32 tensors of that size: `functional/logprobs.py`."""
+_LOGITS_BYTES = 192 * 2**20
+_MOST_ROWS, _ROW_COPIES = 1024, 4
+"""Of logits at once, and the float32 tensors of that size: `functional/logprobs.py`, which is not
+imported, since torch takes seconds."""
 _QUANTIZED = {"8bit": 1.0, "4bit": 0.52}
 """Bytes of a weight; 4 bits with their constants, which are quantized as well (QLoRA)."""
 _CONTEXT_GIB = 1.0
@@ -224,9 +226,9 @@ class _TrainedModel:
     def _logits(self) -> float:
         if not self._training.has_head:
             return 0.0
-        rows = min(_CHUNK_TOKENS, self._tokens)
-        vocabulary = self._sizes.vocabulary / self._layout.tensor
-        return _CHUNK_COPIES * rows * vocabulary * _FLOAT32 / GIB
+        row = _ROW_COPIES * _FLOAT32 * self._sizes.vocabulary / self._layout.tensor
+        rows = max(1, min(_MOST_ROWS, _LOGITS_BYTES // row))
+        return min(rows, self._tokens) * row / GIB
 
     @property
     def _head_gradient(self) -> float:
@@ -272,7 +274,9 @@ class _TrainedModel:
         # Autocast remembers casts of weights that are trained until the end of the forward pass.
         cast = is_whole and not (self._has_lora and self._config_recomputes)
         forward = self._activations + self._gathered(all_layers if cast else 2)
-        head = self._activations + self._logits + self._head_gradient + self._gathered(kept)
+        # The logits, and after them the gradients within the last layer, which nothing frees yet.
+        inner = self._logits if self._config_recomputes else max(self._logits, self._temporaries)
+        head = self._activations + inner + self._head_gradient + self._gathered(kept)
         last = self._layer_activations + self._temporaries + self._gathered(2)
         last += self._head_gradient * self._layout.is_wrapped
         if self._gathered_gradients:
@@ -280,8 +284,8 @@ class _TrainedModel:
         # FSDP2 reduces embedding and head at the very end, in float32.
         end = self._gathered(0) + self._gathered_gradients
         # Those of embedding and head, which belong to the whole model, come after the layers'.
-        inner = gradients * (1 - self._outer / self._own * bool(self._gathered_gradients))
-        return max(before + forward, before + head, inner + last, gradients + end)
+        of_layers = gradients * (1 - self._outer / self._own * bool(self._gathered_gradients))
+        return max(before + forward, before + head, of_layers + last, gradients + end)
 
 
 def layer_bytes(load: StageLoad, layout: Layout) -> float:

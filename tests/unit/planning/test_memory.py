@@ -12,6 +12,8 @@ import pytest
 
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig, MegatronTraining
+from nemo_rl_core.functional.logprobs import rows_at_once
+from nemo_rl_core.planning import memory
 from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
 from tests.unit.planning.layouts import CONFIGS, stage
 
@@ -28,19 +30,19 @@ def planned(name: str, num_ranks: int = 1, **options: Any) -> MemoryPlan:
     ("name", "num_ranks", "training", "parts"),
     [
         # weights, gradients, moments, reference; gathered in 16 bits, their float32 gradients;
-        # layer inputs of 8192 tokens, a chunk of logits. Over torch's fake process group.
-        ("qwen2.5-7b", 8, {}, [3.5, 3.5, 7.1, 3.5, 2.9, 4.9, 1.5, 2.3]),
-        ("llama-3.1-8b", 8, {}, [3.7, 3.7, 7.5, 3.7, 2.8, 4.7, 2.0, 2.0]),
-        ("llama-3.1-8b", 16, {}, [1.9, 1.9, 3.7, 1.9, 2.8, 4.7, 2.0, 2.0]),
-        ("llama-3.1-70b", 64, {}, [4.1, 4.1, 8.2, 4.1, 7.1, 11.0, 10.0, 2.0]),
+        # layer inputs of 8192 tokens, a chunk of logits (192 MiB). Over torch's fake process group.
+        ("qwen2.5-7b", 8, {}, [3.5, 3.5, 7.1, 3.5, 2.9, 4.9, 1.5, 0.19]),
+        ("llama-3.1-8b", 8, {}, [3.7, 3.7, 7.5, 3.7, 2.8, 4.7, 2.0, 0.19]),
+        ("llama-3.1-8b", 16, {}, [1.9, 1.9, 3.7, 1.9, 2.8, 4.7, 2.0, 0.19]),
+        ("llama-3.1-70b", 64, {}, [4.1, 4.1, 8.2, 4.1, 7.1, 11.0, 10.0, 0.19]),
         (
             "llama-3.1-70b",
             64,
             {"tensor_parallel_size": 8},
-            [4.1, 4.1, 8.2, 4.1, 0.9, 1.4, 10.0, 0.2],
+            [4.1, 4.1, 8.2, 4.1, 0.9, 1.4, 10.0, 0.19],
         ),
-        ("qwen3-30b-a3b", 8, {}, [14.2, 14.2, 28.4, 14.2, 3.5, 4.6, 1.5, 2.3]),
-        ("qwen3-30b-a3b", 64, {}, [1.8, 1.8, 3.6, 1.8, 3.5, 4.6, 1.5, 2.3]),
+        ("qwen3-30b-a3b", 8, {}, [14.2, 14.2, 28.4, 14.2, 3.5, 4.6, 1.5, 0.19]),
+        ("qwen3-30b-a3b", 64, {}, [1.8, 1.8, 3.6, 1.8, 3.5, 4.6, 1.5, 0.19]),
     ],
 )
 def test_published_models(
@@ -109,14 +111,19 @@ def test_activations_of_whole_layers(name: str, gib: float) -> None:
         ({"backend": "megatron", "activation_checkpointing": True}, "float32", 29),
     ],
 )
-def test_one_h100_as_measured(training: dict[str, Any], dtype: str, gib: float) -> None:
+def test_one_h100_as_measured(
+    training: dict[str, Any], dtype: str, gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Logits of 1024 tokens were computed at once then, without a budget of bytes.
+    monkeypatch.setattr(memory, "_LOGITS_BYTES", 2**40)
     kind = MegatronTraining if training.get("backend") == "megatron" else DTensorTraining
     config = kind.model_validate({**training, "attention": "sdpa"})
     found = planned("qwen2.5-1.5b", training=config, dtype=dtype, longest=1024)
     assert found.training - found.parts["contexts"] == pytest.approx(gib, rel=0.06)
 
 
-def test_what_ran_out_of_memory_does_not_fit() -> None:
+def test_what_ran_out_of_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_LOGITS_BYTES", 2**40)
     config = MegatronTraining(attention="sdpa")
     assert planned("qwen2.5-1.5b", training=config, longest=1024).training > 75
 
@@ -183,6 +190,16 @@ def test_adapters_leave_the_base_without_gradients_and_reference() -> None:
     assert found["gradients"] == pytest.approx(4 * adapters / 2**30)
     assert found["weights"] == pytest.approx(4 * (load.sizes.num_parameters + adapters) / 2**30)
     assert "reference" not in found
+
+
+def test_logits_are_those_of_the_rows_that_are_computed_at_once() -> None:
+    for name, ranks in (("qwen2.5-7b", 1), ("qwen2.5-7b", 4), ("llama-3.1-8b", 1)):
+        training = DTensorTraining(tensor_parallel_size=ranks)
+        load = stage(name, 8, training=training)
+        vocabulary = load.sizes.vocabulary // ranks
+        rows = rows_at_once(vocabulary)
+        found = plan_memory(load, H100).parts["logits"]
+        assert found == pytest.approx(4 * 4 * rows * vocabulary / 2**30)
 
 
 def test_adapters_are_those_that_peft_makes() -> None:

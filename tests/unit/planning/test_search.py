@@ -30,7 +30,7 @@ def test_recomputation_comes_first() -> None:
 def test_then_smaller_microbatches() -> None:
     training = DTensorTraining(activation_checkpointing=True)
     lora = training.replace(lora=LoRAConfig().model_dump())
-    found = change("qwen2.5-1.5b", training=lora, tokens=65536, longest=8192, memory=22.0)
+    found = change("qwen2.5-1.5b", training=lora, tokens=65536, longest=8192, memory=17.3)
     assert found == ["grpo.max_tokens_per_microbatch=32768"]
 
 
@@ -59,7 +59,9 @@ def test_weights_that_are_too_many_for_the_gpus_take_more_of_them() -> None:
 def test_a_pair_of_changes_is_found() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.8, num_engines=8)
     training = DTensorTraining(attention="sdpa")
-    found = change("qwen2.5-7b", 8, training=training, generation=generation, has_reference=True)
+    found = change(
+        "qwen2.5-7b", 8, training=training, generation=generation, has_reference=True, tokens=16384
+    )
     assert found == [
         "training.activation_checkpointing=true",
         "generation.gpu_memory_utilization=0.6",

@@ -26,7 +26,7 @@ from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.mesh import join_mesh
 from nemo_rl_core.backends.training.dtensor.shards import local
 from nemo_rl_core.config.training import DTensorTraining
-from nemo_rl_core.functional.logprobs import token_logprobs_from_hidden
+from nemo_rl_core.functional.logprobs import token_logprobs_within_budget
 
 
 class Fused(torch.autograd.Function):
@@ -89,8 +89,8 @@ def passed(model: Any, tokens: int) -> int:
             hidden = model.get_decoder()(
                 input_ids=ids, position_ids=positions, use_cache=False, attention_mask=mask
             ).last_hidden_state[0]
-            return token_logprobs_from_hidden(
-                hidden, head.weight, ids[0][:, None], temperature=1.0, chunk_size=1024
+            return token_logprobs_within_budget(
+                hidden, head.weight, ids[0][:, None], temperature=1.0
             )
 
     model.forward = logprobs  # within FSDP2's hooks, as `run_within` calls it
