@@ -110,12 +110,14 @@ def test_the_table_has_each_row_with_its_machine(tmp_path: Path) -> None:
     found = Measured({"wall": ratio([3.0], [2.0])}, 1, {"TRL": "3 s"}, "4 steps a turn")
     row = Row("sft", "SFT step", "≥ 4 times", lambda bench: found)
     for machine in ("slow, 2 cores", "quick, 2 cores"):  # the later one stays
-        add_to(file, row, found, {"machine": machine})
+        load = {"load_before": 0.25, "load_after": 2.0}
+        add_to(file, row, found, {"machine": machine, **load})
     assert json.loads(file.read_text())["sft"]["figures"]["wall"]["value"] == 1.5
     assert table(file, ["dpo", "sft"]).splitlines() == [
-        "| work | goal | measured | n | medians |",
+        "| work | goal | measured | n, load | medians |",
         "|---|---|---|---|---|",
-        "| SFT step (4 steps a turn) | ≥ 4 times | wall 1.5 times (1.5 to 1.5) [1] | 1 | TRL 3 s |",
+        "| SFT step (4 steps a turn) | ≥ 4 times | wall 1.5 times (1.5 to 1.5) [1] "
+        "| 1, 0.2 to 2.0 | TRL 3 s |",
         "",
         "[1] quick, 2 cores.",
     ]

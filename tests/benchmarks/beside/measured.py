@@ -151,9 +151,12 @@ def add_to(file: Path, row: Row, found: Measured, where: Mapping[str, Any]) -> N
 
 
 def table(file: Path, order: Sequence[str]) -> str:
-    """The results as a table for `docs/results.md`, with the machines below it."""
+    """The results as a table for `docs/results.md`, with the machines below it.
+
+    The load is that of the minute before a row and of the last minute of it.
+    """
     rows = json.loads(file.read_text())
-    lines = ["| work | goal | measured | n | medians |", "|---|---|---|---|---|"]
+    lines = ["| work | goal | measured | n, load | medians |", "|---|---|---|---|---|"]
     machines: list[str] = []
     for name in [each for each in order if each in rows]:
         row = rows[name]
@@ -165,8 +168,9 @@ def table(file: Path, order: Sequence[str]) -> str:
         medians = "; ".join(f"{side} {each}" for side, each in row["medians"].items())
         note = f" ({row['note']})" if row["note"] else ""
         mark = f" [{machines.index(row['machine']) + 1}]"
+        load = f"{row['n']}, {row['load_before']:.1f} to {row['load_after']:.1f}"
         lines.append(
-            f"| {row['work']}{note} | {row['goal']} | {figures}{mark} | {row['n']} | {medians} |"
+            f"| {row['work']}{note} | {row['goal']} | {figures}{mark} | {load} | {medians} |"
         )
     lines += ["", *(f"[{number}] {each}." for number, each in enumerate(machines, start=1))]
     return "\n".join(lines) + "\n"

