@@ -216,10 +216,7 @@ class DTensorBackend(SendsWeights):
         }, found
 
     def optimizer_step(self) -> dict[str, float]:
-        """Updates the weights by the gradients of `forward_backward`.
-
-        Returns:
-            `grad_norm` and `learning_rate`.
+        """Updates the weights; returns `grad_norm` and `learning_rate`.
 
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
