@@ -75,7 +75,7 @@ def test_a_side_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
 def test_a_command_counts_with_all_that_it_starts(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     spent = spent_by(["/bin/sh", "-c", f'{sys.executable} -c "{burn}" & wait'], {}, tmp_path)
-    assert spent.cpu > 0.45  # counted in ticks of 10 ms for each process
+    assert spent.cpu >= 0.47  # 0.5, but for a tick of 10 ms in each of three processes
     with pytest.raises(SideError, match="ended with 3"):
         spent_by(["/bin/sh", "-c", "exit 3"], {}, tmp_path)
 
