@@ -41,6 +41,8 @@ class ReasoningGymData(RowPolicy):
         tasks: Names of reasoning-gym's tasks; each gives an equal share of the rows.
         task_options: Options of each task, by its name, as reasoning-gym defines them.
         instruction: Text that is added to every prompt, on a line of its own; empty adds none.
+        completion: What SFT learns to write, with fields in braces: `{answer}`, `{question}` and
+            what a task tells of each question, as `{expression} = {answer}` for chain_sum.
         num_train: Questions to train on, of all tasks together.
         num_validation: Questions to validate on, of all tasks together.
         max_prompt_tokens: The longest prompt, chat template included.
@@ -50,6 +52,7 @@ class ReasoningGymData(RowPolicy):
     tasks: list[str] = Field(default=["chain_sum"], min_length=1)
     task_options: dict[str, dict[str, int | float | bool | str]] = Field(default_factory=dict)
     instruction: str = ""
+    completion: str = "{answer}"
     num_train: PositiveInt = 1024
     num_validation: PositiveInt = 256
     max_prompt_tokens: PositiveInt = 256

@@ -106,10 +106,39 @@ def _questions(config: ReasoningGymData, task: str, dataset: Any, taken: set[str
             "id": f"{task}-{index}",
             "prompt": f"{question}\n{config.instruction}" if config.instruction else question,
             "answer": entry["answer"],
-            "completion": entry["answer"],
+            "completion": _completion(config.completion, task, entry),
             "task": task,
             "metadata": metadata,
         }
+
+
+def _completion(template: str, task: str, entry: dict[str, Any]) -> str:
+    """The template's text, with the fields of this question in place of their names."""
+    told = entry.get("metadata") or {}
+    fields = {
+        **{name: value for name, value in told.items() if isinstance(value, str | int | float)},
+        "question": entry["question"],
+        "answer": entry["answer"],
+    }
+    try:
+        return template.format_map(fields)
+    except KeyError as error:
+        raise unknown_names(
+            f"data.completion: a question of {task} has no field",
+            [str(error.args[0])],
+            sorted(fields),
+            otherwise="choose one from its fields",
+            expected="a field of the question, in braces",
+            error=DataError,
+        ) from error
+    # str.format reads a brace that is not closed, "{}", "{answer.x}" and "{answer:d}" as its own.
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise DataError(
+            "data.completion is no template",
+            expected="text with names of fields in braces, such as '{answer}'",
+            got=f"{template!r}: {error}",
+            fix="write two braces, {{ and }}, where the text itself has one",
+        ) from error
 
 
 def _metadata(task: str, options: dict[str, Any], entry: dict[str, Any], dataset: Any) -> str:

@@ -72,6 +72,17 @@ def test_reasoning_gym_mixes_tasks_in_equal_parts_and_keeps_sets_apart() -> None
     assert stored["entry"]["answer"] == first["answer"]
 
 
+def test_a_completion_is_made_of_the_fields_of_its_question() -> None:
+    config = ReasoningGymData(num_train=3, num_validation=1, completion="{expression} = {answer}")
+    train, _ = draw(config, seed=0)
+    for row in train:
+        entry = json.loads(row["metadata"])["entry"]
+        assert row["completion"] == f"{entry['metadata']['expression']} = {entry['answer']}"
+        assert row["prompt"] == entry["question"]
+    with_answers, _ = draw(config.replace(completion="{answer}"), seed=0)
+    assert [row["completion"] for row in with_answers] == [row["answer"] for row in train]
+
+
 @pytest.mark.slow
 def test_reasoning_gym_rows_do_not_depend_on_the_hash_seed() -> None:
     program = (
@@ -112,6 +123,9 @@ def test_more_training_rows_leave_the_others_as_they_were() -> None:
         ({"tasks": ("arc_agi",)}, "cannot be scored"),
         ({"task_options": {"chain_sum": {"max_trems": 3}}}, "max_trems"),
         ({"task_options": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, "AssertionError"),
+        ({"completion": "{expresion} = {answer}"}, "did you mean 'expression'?"),
+        ({"completion": "{answer"}, "is no template"),
+        ({"completion": "{}"}, "is no template"),
         (
             # Sums of one digit and one term: ten questions, of which 12 are asked.
             {"task_options": {"chain_sum": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}},
