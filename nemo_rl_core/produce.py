@@ -174,7 +174,7 @@ def _cost(
     inputs: StageInputs, made: StageResult, spent: usage.Spent, *, wall_seconds: float
 ) -> Cost:
     cluster = _cluster(inputs)
-    num_gpus = cluster.num_gpus if cluster else 0
+    num_gpus = cluster.num_gpus + _num_own_gpus(inputs) if cluster and cluster.num_gpus else 0
     device = gpu_name() if num_gpus else ""
     seconds: dict[str, Any] = {
         "cpu_seconds": round(spent.cpu_seconds, 3),
@@ -204,6 +204,12 @@ def _cost(
 def _cluster(inputs: StageInputs) -> ClusterConfig | None:
     cluster = inputs.settings.get("cluster")
     return ClusterConfig.model_validate(cluster) if cluster else None
+
+
+def _num_own_gpus(inputs: StageInputs) -> int:
+    """GPUs of engines with a placement of their own."""
+    placement = (inputs.settings.get("generation") or {}).get("placement")
+    return int(placement["own"]) if isinstance(placement, dict) else 0
 
 
 def cost_html(cost: Cost) -> str:

@@ -93,7 +93,9 @@ def measure(
     config: EvaluationTaskConfig, checkpoint: Checkpoint, validation: Dataset
 ) -> Evaluation:
     """An evaluation, on the cluster that the recipe asks for."""
-    return evaluate.on(config.cluster)(config=config, checkpoint=checkpoint, validation=validation)
+    return evaluate.on(config.cluster, config.generation)(
+        config=config, checkpoint=checkpoint, validation=validation
+    )
 
 
 @choice
@@ -103,7 +105,7 @@ def make_pairs(
     """Preference pairs: those of the data, or out of the checkpoint's own completions."""
     if config.rollouts is None:
         return tokenize_pairs(tokenizer=tokenizer, rows=rows)
-    return sample_pairs.on(config.rollouts.cluster)(
+    return sample_pairs.on(config.rollouts.cluster, config.rollouts.generation)(
         config=config.rollouts, checkpoint=checkpoint, prompts=rows, iteration=iteration
     )
 

@@ -30,7 +30,7 @@ def learn(
     validation: Dataset,
 ) -> Checkpoint:
     """Distillation, with held-out prompts where the recipe validates on the way."""
-    return train_student.on(config.cluster)(
+    return train_student.on(config.cluster, config.generation)(
         config=config,
         student=student,
         teacher=teacher,

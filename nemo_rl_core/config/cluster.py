@@ -1,5 +1,6 @@
 """The named sizes of cluster that a recipe may ask for."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import PositiveInt, model_validator
@@ -19,6 +20,8 @@ AcceleratorName = Literal[
     "nvidia-h200",
 ]
 _GPUS_OF_A_NODE = 8
+_ROOM = {"one_gpu": 1, "node_8gpu": _GPUS_OF_A_NODE}
+"""GPUs of the shapes that are one machine; the others grow."""
 
 
 class ClusterConfig(FrozenConfig):
@@ -34,7 +37,8 @@ class ClusterConfig(FrozenConfig):
             of `num_gpus_per_node` as that takes.
         num_threads: Cores that each worker computes with.
         num_workers: Ranks that train together: whole copies of the model, each over the ranks that
-            `training` says. Eight by default in the shape `node_8gpu`, else one.
+            `training` says. Eight by default in the shape `node_8gpu`, else one. Engines with a
+            placement of their own (`generation.placement: {own: 4}`) come on top.
         num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
         accelerator: The kind of GPU; None takes any that the cluster has.
     """
@@ -47,7 +51,7 @@ class ClusterConfig(FrozenConfig):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the shape asks for, on all machines together."""
+        """GPUs of the workers, on all machines together; engines of their own come on top."""
         return 0 if self.shape == "laptop" else self.num_workers
 
     @property
@@ -58,6 +62,27 @@ class ClusterConfig(FrozenConfig):
         full, rest = divmod(self.num_workers, self.num_gpus_per_node)
         return [self.num_gpus_per_node] * full + [rest] * bool(rest)
 
+    def refuse_unplaced(self, num_own: int) -> None:
+        """Refuses bundles of the engines' own for which the shape has no GPU.
+
+        Args:
+            num_own: Bundles besides those of the workers.
+
+        Raises:
+            ConfigError: Says how many workers leave room for them, where any do.
+        """
+        room = _ROOM.get(self.shape)
+        if room is None or self.num_workers + num_own <= room:
+            return
+        fits = room - num_own
+        raise ConfigError(
+            f"the shape {self.shape!r} has no GPU left for engines of their own",
+            expected=f"cluster.num_workers and generation.placement.own of at most {room} together",
+            got=f"{self.num_workers} and {num_own}",
+            fix=(f"set cluster.num_workers to {fits}, or " if fits > 0 else "")
+            + "set cluster.shape to cluster, which has as many GPUs as are asked for",
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _a_whole_node_by_default(cls, values: Any) -> Any:
@@ -67,7 +92,7 @@ class ClusterConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _workers_fit_the_shape(self) -> Self:
-        room = {"one_gpu": 1, "node_8gpu": _GPUS_OF_A_NODE}.get(self.shape)
+        room = _ROOM.get(self.shape)
         if room is not None and self.num_workers > room:
             raise ConfigError(
                 f"the shape {self.shape!r} has room for {_counted(room)}",
@@ -102,3 +127,38 @@ class ClusterConfig(FrozenConfig):
 
 def _counted(room: int) -> str:
     return "one worker" if room == 1 else f"{room} workers"
+
+
+def own_bundles_per_node(
+    taken: Sequence[int], num_own: int, *, ranks_per_engine: int, num_gpus_per_node: int | None
+) -> list[int]:
+    """Engines' own bundles on each machine, in the order of the trainer's machines.
+
+    They fill what the trainer leaves of its last machine, and further machines then. The ranks of
+    an engine stay on one machine where a machine holds as many.
+
+    Args:
+        taken: The trainer's bundles on each machine.
+        num_own: How many to place.
+        ranks_per_engine: Bundles that stay together.
+        num_gpus_per_node: Bundles of a machine; None for one machine that holds any number.
+
+    Returns:
+        One number a machine, 0 where the trainer has it for itself.
+
+    Example:
+        >>> own_bundles_per_node([8, 4], 12, ranks_per_engine=1, num_gpus_per_node=8)
+        [0, 4, 8]
+        >>> own_bundles_per_node([8, 5], 4, ranks_per_engine=4, num_gpus_per_node=8)
+        [0, 0, 4]
+    """
+    if num_gpus_per_node is None:
+        return [num_own]
+    together = ranks_per_engine if ranks_per_engine <= num_gpus_per_node else 1
+    found, left = [0] * (len(taken) - 1), num_own
+    room = max(num_gpus_per_node - taken[-1], 0)
+    while left or len(found) < len(taken):
+        found.append(min(left, room // together * together))
+        left -= found[-1]
+        room = num_gpus_per_node
+    return found

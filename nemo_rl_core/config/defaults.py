@@ -56,7 +56,8 @@ def defaults_of_pretrained(
     """What is filled in for a pretrained model, by its path in the settings.
 
     A learning rate comes with a warm-up. `dtype` is bfloat16 where the shape of the cluster has
-    GPUs. On a machine with GPUs the cluster has all of them, and as many engines as fit.
+    GPUs. On a machine with GPUs the cluster has all of them but those of the engines' own, and as
+    many engines as fit.
 
     Args:
         values: The settings that are given, as nested mappings.
@@ -70,17 +71,19 @@ def defaults_of_pretrained(
     found: dict[str, Any] = {}
     training = values.get("training") or {}
     found |= _rates(values, section, uses_lora=_get(training, "lora") is not None)
-    if "cluster" not in values and context.num_gpus:
-        found["cluster"] = _whole_machine(training, context.num_gpus)
+    generation = _section(values, "generation")
+    num_own = _num_own(generation) if samples else 0
+    if "cluster" not in values and context.num_gpus > num_own:
+        found["cluster"] = _whole_machine(training, context.num_gpus, num_own)
     if values.get("dtype", "auto") == "auto":
         cluster = _cluster({**values, **found})
         found["dtype"] = "bfloat16" if cluster.num_gpus else "float32"
-    generation = _section(values, "generation")
     if samples and "max_new_tokens" not in generation:
         prompt = int(values.get("max_prompt_tokens", 512))
         room = (context.context_length or prompt + MAX_NEW_TOKENS) - prompt
         found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room) if room > 0 else 1
-    if samples and "cluster" in found and not {"num_engines", "backend"} & {*generation}:
+    fills = samples and "cluster" in found and not num_own
+    if fills and not {"num_engines", "backend"} & {*generation}:
         ranks = int(generation.get("tensor_parallel_size", 1))
         ranks *= int(generation.get("pipeline_parallel_size", 1))
         found["generation.num_engines"] = max(1, found["cluster"]["num_workers"] // ranks)
@@ -113,13 +116,19 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-def _whole_machine(training: Any, num_gpus: int) -> dict[str, Any]:
+def _num_own(generation: Mapping[str, Any]) -> int:
+    """GPUs that the engines have for themselves; 0 where the section does not say so."""
+    own = _get(generation.get("placement"), "own")
+    return own if isinstance(own, int) else 0
+
+
+def _whole_machine(training: Any, num_gpus: int, num_own: int) -> dict[str, Any]:
     ranks = TypeAdapter(TrainingConfig).validate_python(training).ranks_per_replica
-    num_workers = max(num_gpus // ranks, 1) * ranks
-    if num_workers == 1:
+    num_workers = max((num_gpus - num_own) // ranks, 1) * ranks
+    if num_workers + num_own == 1:
         return {"shape": "one_gpu", "num_workers": 1}
     return {
-        "shape": "node_8gpu" if num_workers == _GPUS_OF_A_NODE else "cluster",
+        "shape": "node_8gpu" if num_workers + num_own == _GPUS_OF_A_NODE else "cluster",
         "num_workers": num_workers,
     }
 

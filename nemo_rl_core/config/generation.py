@@ -1,9 +1,12 @@
 """How completions are sampled, and which engine makes them."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from itertools import zip_longest
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BeforeValidator,
+    Discriminator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -14,10 +17,40 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
+from nemo_rl_core.config.cluster import ClusterConfig, own_bundles_per_node
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.errors import ConfigError
 
 _SMALLEST_TEMPERATURE = 0.01
+
+
+class OwnPlacement(FrozenConfig):
+    """Engines beside the trainer, on GPUs or processes that it does not use.
+
+    Attributes:
+        own: Bundles of the engines' own, a GPU each, or without GPUs a process each: the number
+            of engines times the workers of one. Where `num_engines` is left out, there are as many
+            engines as they hold.
+    """
+
+    own: PositiveInt
+
+
+def _kind_of_placement(value: Any) -> str:
+    return "own" if isinstance(value, dict | OwnPlacement) else "colocated"
+
+
+def _refuse_other_words(value: Any) -> Any:
+    if value != "colocated":
+        raise ValueError("expected colocated, or {own: 4} for four GPUs of the engines' own")
+    return value
+
+
+Placement = Annotated[
+    Annotated[Literal["colocated"], BeforeValidator(_refuse_other_words), Tag("colocated")]
+    | Annotated[OwnPlacement, Tag("own")],
+    Discriminator(_kind_of_placement),
+]
 
 
 class SamplingConfig(FrozenConfig):
@@ -35,6 +68,9 @@ class SamplingConfig(FrozenConfig):
             before: Keskar et al. (2019), "CTRL".
         stop_strings: End a completion where its text contains one; its tokens stay.
         num_engines: Copies of the model that share the rows of a batch.
+        placement: Where the engines run. `colocated`: on the trainer's GPUs, asleep while it
+            trains. `{own: 4}`: on four GPUs of their own besides those of `cluster.num_workers`,
+            always awake; without GPUs, in processes with cores of their own.
         generate_timeout_seconds: After which a call of `generate` counts as stuck: its workers are
             ended and started again. None waits for ever.
     """
@@ -48,6 +84,7 @@ class SamplingConfig(FrozenConfig):
     repetition_penalty: PositiveFloat = 1.0
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     num_engines: PositiveInt = 1
+    placement: Placement = "colocated"
     generate_timeout_seconds: PositiveFloat | None = 3600.0
 
     @property
@@ -59,6 +96,37 @@ class SamplingConfig(FrozenConfig):
     def ranks_per_engine(self) -> int:
         """Workers that together hold one copy of the model."""
         return 1
+
+    @property
+    def num_own_bundles(self) -> int:
+        """Bundles besides the trainer's; 0 for engines that share those."""
+        return self.placement.own if isinstance(self.placement, OwnPlacement) else 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_fill_their_bundles(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "num_engines" in values:
+            return values
+        placement = values.get("placement")
+        own = placement.get("own") if isinstance(placement, dict) else placement
+        own = own.own if isinstance(own, OwnPlacement) else own
+        sizes = [values.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
+        if not all(isinstance(each, int) and each > 0 for each in (own, *sizes)):
+            return values  # refused below, or colocated
+        return {**values, "num_engines": max(own // (sizes[0] * sizes[1]), 1)}
+
+    @model_validator(mode="after")
+    def _own_bundles_are_all_used(self) -> "SamplingConfig":
+        needed = self.num_engines * self.ranks_per_engine
+        if self.num_own_bundles in (0, needed):
+            return self
+        raise ConfigError(
+            "the engines do not fill the bundles of their own",
+            expected=f"placement: {{own: {needed}}} for {self.num_engines} engines of "
+            f"{self.ranks_per_engine} workers",
+            got=f"placement: {{own: {self.num_own_bundles}}}",
+            fix=f"set placement.own to {needed}, or change num_engines or the parallel sizes",
+        )
 
     @model_validator(mode="after")
     def _temperature_is_one_that_engines_keep(self) -> "SamplingConfig":
@@ -161,6 +229,42 @@ GenerationConfig = Annotated[
 ]
 
 
+def bundles_per_node(cluster: ClusterConfig, generation: SamplingConfig) -> list[int]:
+    """Bundles on each machine: the trainer's, and those of engines with a placement of their own.
+
+    Example:
+        >>> cluster = ClusterConfig(shape="cluster", num_workers=12)
+        >>> bundles_per_node(cluster, SamplingConfig(placement=OwnPlacement(own=12)))
+        [8, 8, 8]
+    """
+    taken = cluster.bundles_per_node
+    own = own_bundles_per_node(
+        taken,
+        generation.num_own_bundles,
+        ranks_per_engine=generation.ranks_per_engine,
+        num_gpus_per_node=cluster.num_gpus_per_node if cluster.num_gpus else None,
+    )
+    return [mine + theirs for mine, theirs in zip_longest(taken, own, fillvalue=0)]
+
+
+def num_gpus(cluster: ClusterConfig, generation: SamplingConfig | None) -> int:
+    """GPUs of trainer and engines together; 0 for a cluster without GPUs."""
+    own = generation.num_own_bundles if generation is not None and cluster.num_gpus else 0
+    return cluster.num_gpus + own
+
+
+def refuse_misplaced(cluster: ClusterConfig, generation: SamplingConfig) -> None:
+    """Refuses engines that the cluster of a recipe has no place for.
+
+    Raises:
+        ConfigError: Says how many there are, and how many it takes.
+    """
+    if generation.num_own_bundles:
+        cluster.refuse_unplaced(generation.num_own_bundles)
+    else:
+        refuse_more_than(cluster.num_workers, generation)
+
+
 def refuse_more_than(num_workers: int, generation: SamplingConfig) -> None:
     """Refuses engines that need more workers than there are.
 
@@ -173,8 +277,9 @@ def refuse_more_than(num_workers: int, generation: SamplingConfig) -> None:
             f"{engines} engines of {ranks} workers do not fit the cluster",
             expected=f"at most {num_workers} workers (cluster.num_workers)",
             got=f"{engines * ranks}",
-            fix="raise cluster.num_workers, or lower generation.num_engines or the sizes over "
-            "which an engine is spread",
+            fix="raise cluster.num_workers, lower generation.num_engines or the sizes over which "
+            "an engine is spread, or give the engines bundles of their own: "
+            f"generation.placement: {{own: {engines * ranks}}}",
         )
 
 

@@ -11,7 +11,7 @@ from nemo_rl_core.config.generation import (
     GenerationConfig,
     SamplingConfig,
     VllmGenerationConfig,
-    refuse_more_than,
+    refuse_misplaced,
 )
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -172,5 +172,5 @@ class RolloutSettings(TrainerSettings):
 
     @model_validator(mode="after")
     def _engines_fit_the_cluster(self) -> Self:
-        refuse_more_than(self.cluster.num_workers, self.generation)
+        refuse_misplaced(self.cluster, self.generation)
         return self

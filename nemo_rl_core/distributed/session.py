@@ -33,6 +33,7 @@ class ClusterSession:
         self.cluster = cluster
         self._threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
         self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
+        self._beside: dict[tuple[int, int], RayVirtualCluster] = {}
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "ClusterSession":
@@ -58,6 +59,7 @@ class ClusterSession:
         key: str,
         sharding: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
+        cluster: RayVirtualCluster | None = None,
     ) -> tuple[RayWorkerGroup, bool]:
         """Running workers of that name and key, or new ones.
 
@@ -67,19 +69,21 @@ class ClusterSession:
             key: What the running group must have been started with; another key replaces it.
             sharding: The ranks, from the cluster's first bundle on; by default one worker.
             env_vars: Environment for new workers.
+            cluster: Whose bundles they get, of `beside`; None for those of the session.
 
         Returns:
             The group, and whether it was started just now.
         """
         sharding = sharding or NamedSharding([0], ["data_parallel"])
-        key = f"{key} {sharding!r}"
+        cluster = cluster or self.cluster
+        key = f"{key} {sharding!r} {id(cluster)}"
         running = self._groups.get(name)
         if running and running[0] == key and not running[1].is_broken:
             return running[1], False
         self.discard(name)
         with waiting(f"starting the workers of {name}"):
             group = RayWorkerGroup(
-                self.cluster,
+                cluster,
                 worker_class,
                 name=name,
                 sharding=sharding,
@@ -87,6 +91,26 @@ class ClusterSession:
             )
         self._groups[name] = (key, group)
         return group, True
+
+    def beside(self, num_bundles: int, *, ranks_per_engine: int) -> RayVirtualCluster:
+        """Bundles of engines' own, which one group of engines after the other gets.
+
+        Args:
+            num_bundles: How many. Where there are others than these, those are given back first.
+            ranks_per_engine: Bundles that stay on one machine.
+        """
+        size = (num_bundles, ranks_per_engine)
+        if size not in self._beside:
+            self._give_back_beside()
+            self._beside[size] = self.cluster.beside(num_bundles, ranks_per_engine=ranks_per_engine)
+        return self._beside[size]
+
+    def _give_back_beside(self) -> None:
+        for cluster in self._beside.values():
+            for name in [name for name, (_, group) in self._groups.items() if group.is_on(cluster)]:
+                self.discard(name)
+            cluster.shutdown()
+        self._beside.clear()
 
     def discard(self, name: str) -> None:
         """Ends the group of that name, if it runs: after a failure nothing of it is reused."""
@@ -97,6 +121,7 @@ class ClusterSession:
         """Ends all workers and gives the bundles back."""
         for name in list(self._groups):
             self.discard(name)
+        self._give_back_beside()
         self.cluster.shutdown()
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from nemo_rl_core.config.cluster import own_bundles_per_node
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.errors import ResourceError
 from nemo_rl_core.telemetry.waiting import waiting
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _NUM_ATTEMPTS = 3
+_SMALL_CPU_SHARE = 0.01
 
 
 def start_ray() -> None:
@@ -157,6 +159,7 @@ class RayVirtualCluster:
             )
         self.bundle_ct_per_node_list = bundle_ct_per_node_list
         self.use_gpus = use_gpus
+        self.num_gpus_per_node = num_gpus_per_node
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self._strategy = placement_group_strategy
         self.name = name
@@ -176,6 +179,31 @@ class RayVirtualCluster:
     def node_count(self) -> int:
         """How many nodes hold at least one bundle."""
         return sum(1 for count in self.bundle_ct_per_node_list if count)
+
+    def beside(self, num_bundles: int, *, ranks_per_engine: int) -> "RayVirtualCluster":
+        """Bundles of engines' own, of the same kind as these and on none of their GPUs.
+
+        Args:
+            num_bundles: How many.
+            ranks_per_engine: Bundles that stay on one machine, where one holds as many.
+        """
+        taken = [count for count in self.bundle_ct_per_node_list if count]
+        counts = own_bundles_per_node(
+            taken,
+            num_bundles,
+            ranks_per_engine=ranks_per_engine,
+            num_gpus_per_node=self.num_gpus_per_node if self.use_gpus else None,
+        )
+        return RayVirtualCluster(
+            counts,
+            self.use_gpus,
+            self.num_gpus_per_node,
+            max_colocated_worker_groups=self.max_colocated_worker_groups,
+            name=f"{self.name}-engines" if self.name else "",
+            # Without GPUs the first bundles may have reserved all cores of the machine.
+            num_cpus_per_bundle=self._resources["CPU"] if self.use_gpus else _SMALL_CPU_SHARE,
+            wait_seconds=self._wait_seconds,
+        )
 
     def admit(self, name: str) -> dict[Resource, float]:
         """Counts a worker group in; returns its share of each bundle.

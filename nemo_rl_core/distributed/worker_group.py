@@ -103,6 +103,10 @@ class RayWorkerGroup:
         """How many workers there are."""
         return len(self._workers)
 
+    def is_on(self, cluster: RayVirtualCluster) -> bool:
+        """Whether the workers live on the bundles of that cluster."""
+        return self._cluster is cluster
+
     def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         """Calls one worker and waits for its answer."""
         return self.finish([getattr(self._workers[rank], method).remote(*args, **kwargs)])[0]

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_core.config.cluster import ClusterConfig
-from nemo_rl_core.config.generation import GenerationConfig, SplitEngine, VllmGenerationConfig
+from nemo_rl_core.config.generation import (
+    GenerationConfig,
+    SplitEngine,
+    VllmGenerationConfig,
+    bundles_per_node,
+    num_gpus,
+)
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError
@@ -85,6 +91,23 @@ class StageLoad:
     sampling: SamplingLoad | None = None
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs of trainer and engines."""
+        return num_gpus(self.cluster, self.sampling.config if self.sampling else None)
+
+    @property
+    def machines(self) -> list[int]:
+        """Its GPUs on each machine."""
+        if self.sampling is None:
+            return self.cluster.bundles_per_node
+        return bundles_per_node(self.cluster, self.sampling.config)
+
+    @property
+    def has_own_engines(self) -> bool:
+        """Whether the engines run on GPUs that the trainer does not use."""
+        return self.sampling is not None and self.sampling.config.num_own_bundles > 0
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt_tokens + self.completion_tokens
@@ -155,9 +178,11 @@ def share_of_engine(config: GenerationConfig) -> float | None:
     return config.gpu_memory_utilization if isinstance(config, VllmGenerationConfig) else None
 
 
-def transport_of(load: StageLoad) -> Literal["cuda_ipc", "shared_memory", "gloo"]:
-    """What `weight_sync.transport.choose_transport` takes for engines on the trainer's GPUs."""
+def transport_of(load: StageLoad) -> Literal["cuda_ipc", "shared_memory", "gloo", "nccl"]:
+    """What `weight_sync.transport.choose_transport` takes for the engines of a stage."""
     assert load.sampling is not None
+    if load.has_own_engines:
+        return "nccl"
     workers = load.sampling.config.num_engines * ranks_of_engine(load.sampling.config)
     if workers > load.cluster.bundles_per_node[0]:
         return "gloo"
@@ -192,7 +217,9 @@ def untried(load: StageLoad) -> list[str]:
     found = []
     if load.training is not None and load.cluster.num_gpus > 1:
         found.append("several ranks over NCCL")
-    if len(load.cluster.bundles_per_node) > 1:
+    if load.training is not None and load.has_own_engines:
+        found.append("engines on GPUs of their own, with weights over NCCL")
+    if len(load.machines) > 1:
         found.append("several machines")
     if load.sampling is not None and ranks_of_engine(load.sampling.config) > 1:
         found.append(

@@ -73,20 +73,26 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     trained = _TrainedModel(load) if load.training else None
     resident = trained.resident if trained else {}
     engine, kv_tokens = _engine(load, memory_gib)
-    contexts = _CONTEXT_GIB * ((trained is not None) + 2 * bool(engine))
+    of_trainer, of_engine = _CONTEXT_GIB * (trained is not None), 2 * _CONTEXT_GIB * bool(engine)
+    contexts = of_trainer + of_engine
     base = sum(resident.values()) + contexts
     transfer = _transfer_gib(load) if trained and engine else 0.0
     in_passes = trained.peak if trained else 0.0
     awake = sum(engine.values())
     training = base + in_passes if trained else 0.0
-    if load.sampling and load.sampling.is_asynchronous:
+    sampling = base + transfer + awake if engine else 0.0
+    if load.has_own_engines:  # the fuller of a trainer's GPU and an engine's
+        base -= of_engine
+        training = base + in_passes if trained else 0.0
+        sampling = max(base + transfer, awake + of_engine)
+    elif load.sampling and load.sampling.is_asynchronous:
         training += awake
     parts = resident | (trained.parts if trained else {})
     parts |= {"transfer": transfer} if transfer else {}
     return MemoryPlan(
         parts={**parts, **engine, "contexts": contexts},
         training=training,
-        sampling=base + transfer + awake if engine else 0.0,
+        sampling=sampling,
         kv_tokens=kv_tokens,
         host=trained.host if trained else 0.0,
     )

@@ -166,7 +166,9 @@ def _wider_engines(path: str, config: SplitEngine, num_workers: int) -> Iterator
     for step, factor in enumerate((2, 4, 8)):
         size = config.tensor_parallel_size * factor
         ranks = size * config.pipeline_parallel_size
-        if size <= _NODE and ranks <= num_workers:
+        if config.num_own_bundles and size <= _NODE:
+            yield _wider_own(path, config, ranks, size, 12 + step)
+        elif size <= _NODE and ranks <= num_workers:
             engines = max(min(config.num_engines, num_workers // ranks), 1)
             settings = [Setting(f"{path}.tensor_parallel_size", size)]
             if engines != config.num_engines:
@@ -175,15 +177,28 @@ def _wider_engines(path: str, config: SplitEngine, num_workers: int) -> Iterator
             yield _Level(12 + step, tuple(settings), change)
 
 
+def _wider_own(path: str, config: SplitEngine, ranks: int, size: int, cost: float) -> _Level:
+    """As many engines as before on more GPUs of their own."""
+    own = config.num_engines * ranks
+    settings = (
+        Setting(f"{path}.tensor_parallel_size", size),
+        Setting(f"{path}.placement.own", own),
+    )
+    return _Level(
+        cost, settings, _of_engine(path, tensor_parallel_size=size, placement={"own": own})
+    )
+
+
 def _more_ranks(loads: Sequence[StageLoad]) -> list[_Level]:
     cluster = loads[0].cluster
+    num_own = max(load.sampling.config.num_own_bundles if load.sampling else 0 for load in loads)
     levels = []
     for step, factor in enumerate(_FACTORS):
         num_workers = cluster.num_workers * factor
         settings = [Setting("cluster.num_workers", num_workers)]
         values: dict[str, Any] = {"num_workers": num_workers}
-        room = {"one_gpu": 1, "node_8gpu": _NODE}.get(cluster.shape, num_workers)
-        if num_workers > room:
+        room = {"one_gpu": 1, "node_8gpu": _NODE}.get(cluster.shape, num_workers + num_own)
+        if num_workers + num_own > room:
             values["shape"] = "cluster"
             settings.insert(0, Setting("cluster.shape", "cluster"))
         levels.append(_Level(20 + 8 * step, tuple(settings), _of_cluster(values)))

@@ -72,7 +72,7 @@ def as_table(plan: RecipePlan) -> str:
 
 def _heading(plan: RecipePlan) -> str:
     load = plan.stages[0].load
-    count = load.cluster.num_gpus
+    count = max(stage.load.num_gpus for stage in plan.stages)
     return (
         f"{load.sizes.model_type}, {load.sizes.num_parameters / 1e9:.2f} B parameters, {load.dtype}"
         f" on {count} x {plan.gpu.name} of {plan.gpu.memory_gib:.1f} GiB"

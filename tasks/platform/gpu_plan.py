@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.config.environment import single_environments
+from nemo_rl_core.config.generation import num_gpus
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import (
     ModelConfig,
@@ -280,7 +281,7 @@ def refuse_what_does_not_fit(recipe: PipelineRecipe) -> None:
     if not plan.problems:
         return
     refusal = ResourceError(
-        f"the recipe does not fit {recipe.cluster.num_gpus} x {gpu.name}",
+        f"the recipe does not fit {num_gpus(recipe.cluster, recipe.generation)} x {gpu.name}",
         expected=f"at most {gpu.memory_gib:.1f} GiB a GPU",
         got="; ".join(plan.problems),
         fix=fix_of(plan.change),

@@ -20,7 +20,7 @@ from nemo_rl_core.config.environment import (
     single_environments,
 )
 from nemo_rl_core.config.generated_data import ReasoningGymData
-from nemo_rl_core.config.generation import SamplingConfig, refuse_more_than
+from nemo_rl_core.config.generation import SamplingConfig, num_gpus, refuse_misplaced
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.model import ModelConfig, ModelFromWheel, PretrainedModel, SmallModel
 from nemo_rl_core.config.single_turn import (
@@ -64,9 +64,15 @@ def preflight(inputs: Mapping[str, Any]) -> None:
                     _check(experiment)
 
 
+def _num_gpus(experiment: PipelineRecipe) -> int:
+    """GPUs of the stage that asks for most."""
+    sections = (experiment.generation, experiment.evaluation.generation)
+    return max(num_gpus(experiment.cluster, each) for each in sections)
+
+
 def _check(experiment: PipelineRecipe) -> None:
     # One core is enough for any number of workers, which share it on a laptop.
-    ResourceManager.of_this_machine().check({"CPU": 1, "GPU": experiment.cluster.num_gpus})
+    ResourceManager.of_this_machine().check({"CPU": 1, "GPU": _num_gpus(experiment)})
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
@@ -204,7 +210,7 @@ def _check_sampling(experiment: PipelineRecipe, data_section: str, sampling_sect
     """Checks the sections' demands on the engine: workers and context length."""
     data: DataConfig = attrgetter(data_section)(experiment)
     generation: SamplingConfig = attrgetter(sampling_section)(experiment)
-    refuse_more_than(experiment.cluster.num_workers, generation)
+    refuse_misplaced(experiment.cluster, generation)
     model = experiment.model
     limit = None
     if isinstance(model, SmallModel):

@@ -24,6 +24,7 @@ from flytekitplugins.ray import HeadNodeConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
 from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
@@ -32,7 +33,7 @@ from nemo_rl_core.telemetry.waiting import waiting
 from tasks.platform import pods
 from tasks.platform.cluster_volume import downloaded_to_the_store, remove_uploaded
 from tasks.platform.resources import Kind
-from tasks.platform.shapes import Shape, laptop, shape_of
+from tasks.platform.shapes import Shape, laptop, shape_named, shape_of
 
 CLUSTER_GPUS = "NEMO_RL_CLUSTER_GPUS"
 """The variable with the number of GPUs of the cluster, or its maximum."""
@@ -97,10 +98,14 @@ class RayStageTask(RayFunctionTask):
         """The shape of its reserved cluster."""
         return self.task_config.shape
 
-    def on(self, config: ClusterConfig) -> "RayStageTask":
+    def on(self, config: ClusterConfig, generation: SamplingConfig | None = None) -> "RayStageTask":
         """Returns this stage on the cluster of a recipe; call inside a `@dynamic`.
 
         Local runs have one runtime for all shapes.
+
+        Args:
+            config: The section `cluster`.
+            generation: The section of a stage with engines, which may have GPUs of their own.
 
         Raises:
             ConfigError: If the recipe is not known yet.
@@ -116,7 +121,7 @@ class RayStageTask(RayFunctionTask):
         state = FlyteContextManager.current_context().execution_state
         if state is not None and state.is_local_execution():
             return self
-        shape = shape_of(config)
+        shape = shape_of(config, generation)
         check_offered(shape)
         return self.on_shape(shape)
 
@@ -184,7 +189,7 @@ class _ByShape(TrackedInstance, TaskResolverMixin):
     def load_task(self, loader_args: list[str]) -> RayStageTask:
         _, module, _, name, _, shape = loader_args
         stage = getattr(importlib.import_module(module), name)
-        return stage.on_shape(shape_of(Shape(shape, ()).config))
+        return stage.on_shape(shape_named(shape))
 
     def get_all_tasks(self) -> list[RayStageTask]:
         """Returns no tasks: stages are registered with their declared shape."""

@@ -4,11 +4,13 @@ Shapes do not change results and are not part of cache keys (`nemo_rl_core.store
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flytekit import Resources
 
 from nemo_rl_core.config.cluster import AcceleratorName, ClusterConfig
+from nemo_rl_core.config.generation import SamplingConfig, bundles_per_node
 
 _CORES_PER_GPU, _GIB_PER_GPU = 11, 120
 """Eight of them leave some for the system on the smallest machine with eight A100 (96, 1,152)."""
@@ -38,7 +40,8 @@ class Shape:
 
     Attributes:
         name: Name of the recipe's shape without characters that a shell interprets, since it is an
-            argument of the stage's container: `cluster:12:8:nvidia-h100`.
+            argument of the stage's container: `cluster:12:8:nvidia-h100`. Behind it stand the
+            machines by their GPUs where engines have some of their own: `cluster:12:8:any:8x2`.
         nodes: Groups of equal machines; the head runs no workers.
         accelerator: The kind of GPU; None takes any.
     """
@@ -60,7 +63,7 @@ class Shape:
     @property
     def config(self) -> ClusterConfig:
         """The recipe's section for this shape; the number of threads is ignored."""
-        name, num_workers, num_gpus_per_node, accelerator = self.name.split(":")
+        name, num_workers, num_gpus_per_node, accelerator = self.name.split(":")[:4]
         return ClusterConfig.model_validate(
             {
                 "shape": name,
@@ -81,13 +84,21 @@ def one_gpu(accelerator: AcceleratorName | None = None) -> Shape:
     return shape_of(ClusterConfig(shape="one_gpu", accelerator=accelerator))
 
 
-def shape_of(config: ClusterConfig) -> Shape:
-    """Returns the shape of a recipe's `cluster` section.
+def shape_of(config: ClusterConfig, generation: SamplingConfig | None = None) -> Shape:
+    """Returns the shape of a recipe's `cluster` section, and of its engines.
+
+    Args:
+        config: The section.
+        generation: The section of a stage with engines, which may have GPUs of their own.
 
     Example:
         >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12))
         >>> shape.name, [(group.count, group.num_gpus) for group in shape.nodes]
         ('cluster:12:8:any', [(1, 8), (1, 4)])
+        >>> engines = SamplingConfig(placement={"own": 4})
+        >>> shape = shape_of(ClusterConfig(shape="cluster", num_workers=12), engines)
+        >>> shape.name, [(group.count, group.num_gpus) for group in shape.nodes]
+        ('cluster:12:8:any:8x2', [(2, 8)])
     """
     name = (
         f"{config.shape}:{config.num_workers}:{config.num_gpus_per_node}:"
@@ -96,9 +107,29 @@ def shape_of(config: ClusterConfig) -> Shape:
     if config.num_gpus == 0:
         pod = Nodes(1, 0, Resources(cpu="2", mem="16Gi", ephemeral_storage="50Gi"), 6)
         return Shape(name, (pod,))
-    machines = Counter(config.bundles_per_node)
+    machines = config.bundles_per_node
+    if generation is not None and generation.num_own_bundles:
+        config.refuse_unplaced(generation.num_own_bundles)
+        machines = bundles_per_node(config, generation)
+        name += ":" + ",".join(f"{gpus}x{count}" for gpus, count in Counter(machines).items())
+    return _of_machines(name, Counter(machines), config.accelerator)
+
+
+def shape_named(name: str) -> Shape:
+    """Returns the shape of that name, as a container is given it."""
+    config = Shape(name, ()).config
+    machines = name.split(":")[4:]
+    if not machines:
+        return shape_of(config)
+    counts = [each.split("x") for each in machines[0].split(",")]
+    return _of_machines(name, {int(g): int(n) for g, n in counts}, config.accelerator)
+
+
+def _of_machines(
+    name: str, machines: Mapping[int, int], accelerator: AcceleratorName | None
+) -> Shape:
     nodes = tuple(_gpu_nodes(count, num_gpus) for num_gpus, count in machines.items())
-    return Shape(name, nodes, config.accelerator)
+    return Shape(name, nodes, accelerator)
 
 
 def _gpu_nodes(count: int, num_gpus: int) -> Nodes:

@@ -274,12 +274,11 @@ def refuse_sampling_ahead(grpo: GRPOConfig, generation: SamplingConfig) -> None:
     """
     if grpo.asynchronous is None:
         return
-    num_workers = generation.num_engines * generation.ranks_per_engine
-    if not isinstance(generation, VllmGenerationConfig) or num_workers > 1:
+    if not isinstance(generation, VllmGenerationConfig):
         raise ConfigError(
             "grpo.asynchronous needs an engine that takes weights while it generates",
-            expected="generation.backend vllm, num_engines 1 and no parallel sizes",
-            got=f"{type(generation).__name__}, {num_workers} workers",
+            expected="generation.backend: vllm",
+            got=f"generation.backend: {getattr(generation, 'backend', type(generation).__name__)}",
             fix="change the section generation, or leave out grpo.asynchronous",
         )
 

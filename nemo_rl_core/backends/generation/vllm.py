@@ -83,7 +83,8 @@ class VllmBackend(ReceivesWeights):
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             distributed_executor_backend=launcher() if config.ranks_per_engine > 1 else None,
-            enable_sleep_mode=has_gpu,
+            # An engine with GPUs of its own stays awake.
+            enable_sleep_mode=has_gpu and not config.num_own_bundles,
             # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
             # generators of a CPU; so prompts are prefilled whole.
             enable_chunked_prefill=has_gpu,
@@ -147,7 +148,7 @@ class VllmBackend(ReceivesWeights):
 
     def sleep(self) -> None:
         """Moves the weights to the host and drops keys and values; no-op without a GPU."""
-        if torch.cuda.is_available() and not self._asleep:
+        if self._llm.llm_engine.model_config.enable_sleep_mode and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
 

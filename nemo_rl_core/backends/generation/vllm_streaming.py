@@ -5,6 +5,9 @@ between two steps, so that no call sees an unfinished step. New weights interrup
 sampled tokens stay, their keys and values are dropped, and each completion continues from its last
 token under the new weights (Piché et al. 2025, PipelineRL, arXiv:2509.19128, which keeps the old
 keys and values). Every token therefore comes from one known version of the weights.
+
+The ranks of an engine each run this over the same requests. While requests are pending, the first
+rank tells the others before each step which calls to execute, so that all schedule the same.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,6 +97,7 @@ class StreamingVllmBackend(VllmBackend):
         self._failure: Exception | None = None
         self._weight_version = self._next_version = 0
         self._proof_prompts: BatchedDataDict | None = None
+        self._is_split = setup.config.ranks_per_engine > 1
         self._first_logprobs: torch.Tensor | None = None
         self._thread = threading.Thread(target=self._serve, name="vllm", daemon=True)
         self._thread.start()
@@ -231,11 +236,13 @@ class StreamingVllmBackend(VllmBackend):
     def _serve(self) -> None:
         """Loop of the thread: commands first, then a step of the engine."""
         while True:
-            while not self._running or not self._commands.empty():
+            for _ in range(self._num_due()):
                 command = self._commands.get()
                 if command is None:
                     return
                 command()
+            if not self._running:
+                continue
             try:
                 self._step()
             # Named fault boundary: an exception in a thread would be lost; `poll` raises it.
@@ -243,17 +250,38 @@ class StreamingVllmBackend(VllmBackend):
                 self._failure = error
                 self._abort(list(self._running.values()))
 
+    def _num_due(self) -> int:
+        """How many commands to execute before the next step, on all ranks the same.
+
+        Calls reach the ranks in one order but at different times. Without pending requests, which
+        all ranks have or none, a rank waits for its next command.
+        """
+        if not self._running:
+            return 1
+        num_here = self._commands.qsize()
+        if not self._is_split:
+            return num_here
+        from vllm.distributed import get_world_group
+
+        agreed = torch.tensor([num_here])
+        torch.distributed.broadcast(agreed, src=0, group=get_world_group().cpu_group)
+        return int(agreed)
+
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():
-            under_way = self._running.get(output.request_id)
+            under_way = self._running.pop(output.request_id, None)
             if under_way is None:
                 continue  # cancelled in the meantime
             new = completed(output.outputs[0])
             under_way.take(new, self._weight_version)
-            if output.finished:
-                del self._running[output.request_id]
+            if self._answers:
                 done = under_way.completion(truncated=new.truncated)
                 self._finished.put((under_way.name, done))
+
+    @cached_property
+    def _answers(self) -> bool:
+        """Whether `poll` is called here: on the first rank of an engine."""
+        return not self._is_split or torch.distributed.get_rank() == 0
 
     def _start(self, pending: list[_PendingRequest]) -> None:
         from vllm.sampling_params import RequestOutputKind
@@ -262,7 +290,8 @@ class StreamingVllmBackend(VllmBackend):
             left = each.remaining_request()
             is_greedy = self._config.temperature == 0
             sampling = self._sampling(left, n=1, is_greedy=is_greedy)
-            sampling.output_kind = RequestOutputKind.DELTA
+            # An output a token costs a tenth of the engine's time; `_take_unfinished` has the rest.
+            sampling.output_kind = RequestOutputKind.FINAL_ONLY
             prompt: Any = {"prompt_token_ids": left.prompt}
             self._llm.llm_engine.add_request(each.engine_name, prompt, sampling)
             self._running[each.engine_name] = each
@@ -270,10 +299,22 @@ class StreamingVllmBackend(VllmBackend):
     def _interrupt(self) -> list[_PendingRequest]:
         """Takes all requests out of the engine, ready to be started again."""
         interrupted = list(self._running.values())
+        for each in interrupted:
+            self._take_unfinished(each)
         self._abort(interrupted)
         for each in interrupted:
             each.interrupt()
         return interrupted
+
+    def _take_unfinished(self, under_way: _PendingRequest) -> None:
+        """Takes the tokens that vLLM has generated since the request was started."""
+        outputs = self._llm.llm_engine.output_processor
+        (internal,) = outputs.external_req_ids[under_way.engine_name]
+        state = outputs.request_states[internal]
+        found, tokens = state.logprobs_processor.logprobs, list(state.detokenizer.output_token_ids)
+        assert found.token_ids == tokens, "vLLM holds logprobs of other tokens than it sampled"
+        new = Completed(tokens, found.logprobs, truncated=False)
+        under_way.take(new, self._weight_version)
 
     def _abort(self, unwanted: list[_PendingRequest]) -> None:
         self._llm.llm_engine.abort_request([each.engine_name for each in unwanted])

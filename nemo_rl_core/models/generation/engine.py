@@ -46,7 +46,7 @@ from nemo_rl_core.telemetry.waiting import waiting
 _LOG = logging.getLogger(__name__)
 _READ = frozenset({*GenerationDatumSpec.__annotations__})
 """The columns that engines read."""
-_WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
+WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
 
 
 class Generation(GenerationInterface):
@@ -85,7 +85,9 @@ class Generation(GenerationInterface):
         session = ClusterSession(cluster) if isinstance(cluster, RayVirtualCluster) else cluster
         self._session, self._setup, self._name = session, setup, name
         self._gate = gate or GateConfig()
-        self._sharding = _sharding(setup.config, session.cluster.world_size)
+        if not setup.config.num_own_bundles:
+            refuse_more_than(session.cluster.world_size, setup.config)
+        self._sharding = _sharding(setup.config)
         self.num_restarts = 0
         self._num_unseeded_calls = 0
         self._start()
@@ -109,12 +111,15 @@ class Generation(GenerationInterface):
 
     def _start(self) -> None:
         config, backend = self._setup.config, get_generation_backend(self._backend)
+        own = config.num_own_bundles
+        ranks = config.ranks_per_engine
         self._workers, is_new = self._session.workers(
             backend,
             name=self._name,
             key=f"{self._backend} {id(backend)} {_engine_key(self._setup)}",
             sharding=self._sharding,
             env_vars={**engine_environment(config), **user_search_path(config)},
+            cluster=self._session.beside(own, ranks_per_engine=ranks) if own else None,
         )
         if is_new:
             with waiting(f"starting the engine ({self._backend})"):
@@ -168,12 +173,12 @@ class Generation(GenerationInterface):
         return whole
 
     def _completed(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
-        num_engines = self._sharding.axis_size(DATA)
+        num_engines = self.num_engines
         answers = self._workers.run_all_workers_sharded_data(
             "generate",
             in_sharded_axes=[DATA],
-            replicate_on_axes=_WITHIN_AN_ENGINE,
-            output_is_replicated=_WITHIN_AN_ENGINE,
+            replicate_on_axes=WITHIN_AN_ENGINE,
+            output_is_replicated=WITHIN_AN_ENGINE,
             common_kwargs={"greedy": greedy},
             timeout_seconds=self._setup.config.generate_timeout_seconds,
             batch=[batch.chunk(engine, num_engines) for engine in range(num_engines)],
@@ -219,6 +224,8 @@ class Generation(GenerationInterface):
             *args: Not read: weights and cache wake together.
             **kwargs: Not read either; NeMo RL's callers pass `tags`.
         """
+        if self._setup.config.num_own_bundles:
+            return  # never asleep
         try:
             self._workers.run_all_workers_single_data("wake")
         except WorkerLostError as lost:
@@ -227,8 +234,11 @@ class Generation(GenerationInterface):
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
         """Gives the GPU's memory away, for training to use; the next call takes it back.
 
-        Workers that are lost hold none of it. The next call that needs them starts them again.
+        Engines on GPUs of their own keep it. Workers that are lost hold none of it: the next call
+        that needs them starts them again.
         """
+        if self._setup.config.num_own_bundles:
+            return
         with suppress(WorkerLostError):
             self._workers.run_all_workers_single_data("sleep")
 
@@ -275,12 +285,20 @@ class Generation(GenerationInterface):
             self._workers.run_all_workers_single_data("load_weights", model_folder)
         self._source, self._proven = model_folder, None
 
+    @property
+    def num_engines(self) -> int:
+        """Copies of the model."""
+        return self._sharding.axis_size(DATA)
+
     @cached_property
     def _proof_prompts(self) -> BatchedDataDict:
         """The same for each engine."""
         setup = self._setup
-        prompts = proof_prompts(setup.model_folder, max_model_len=setup.max_model_len)
-        return BatchedDataDict.from_batches([prompts] * self._sharding.axis_size(DATA))
+        return proof_prompts(setup.model_folder, max_model_len=setup.max_model_len)
+
+    def _proof_of_each_engine(self, *, greedy: bool) -> BatchedDataDict:
+        prompts = BatchedDataDict.from_batches([self._proof_prompts] * self.num_engines)
+        return self._completed(prompts, greedy=greedy)
 
     def prove(self, policy: Policy) -> float:
         """Completes a few fixed prompts, and compares their logprobs with the policy's.
@@ -295,7 +313,7 @@ class Generation(GenerationInterface):
             ConsistencyError: If it is past the bounds of the gate.
         """
         with waiting("checking the engine against the trainer"):
-            return self._checked(self._completed(self._proof_prompts, greedy=False), policy)
+            return self._checked(self._proof_of_each_engine(greedy=False), policy)
 
     def _prove_update(self, policy: Policy) -> None:
         """Later errors show in what a step has sampled, which its gate compares."""
@@ -307,7 +325,7 @@ class Generation(GenerationInterface):
         if self._proven is not None or not isinstance(self._source, Path):
             return
         with waiting("checking the engine against transformers"):
-            output = self._completed(self._proof_prompts, greedy=True)
+            output = self._proof_of_each_engine(greedy=True)
             self._checked(output, self._source)
         self._proven = self._source
 
@@ -319,10 +337,9 @@ class Generation(GenerationInterface):
             name, logprobs = "the trainer", reference.get_logprobs(batch)["logprobs"]
         batch["generation_logprobs"], batch["prev_logprobs"] = output["logprobs"][:, 1:], logprobs
         # Each engine alone: one of many that is wrong must not pass for a few sequences that are.
-        num_engines = self._sharding.axis_size(DATA)
         return max(
-            check_proof(batch.chunk(engine, num_engines), self._gate, reference=name)
-            for engine in range(num_engines)
+            check_proof(batch.chunk(engine, self.num_engines), self._gate, reference=name)
+            for engine in range(self.num_engines)
         )
 
     def _by_transformers(self, model_folder: Path, batch: BatchedDataDict) -> torch.Tensor:
@@ -353,9 +370,8 @@ class Generation(GenerationInterface):
         self._session.discard(self._name)
 
 
-def _sharding(config: SamplingConfig, num_workers: int) -> NamedSharding:
-    """Engines over the cluster's first bundles; ranks that talk most lie side by side."""
-    refuse_more_than(num_workers, config)
+def _sharding(config: SamplingConfig) -> NamedSharding:
+    """Engines over the first bundles of their cluster; ranks that talk most lie side by side."""
     engines, ranks = config.num_engines, config.ranks_per_engine
     pipeline, tensor = 1, 1
     if isinstance(config, SplitEngine):

@@ -187,7 +187,7 @@ class OwnGeneration(GenerationInterface):
 
 def _refuse_unread(source: GenerationInterface | OwnPolicy, config: SamplingConfig) -> None:
     """Refuses settings of sampling that only the built-in engines read."""
-    names = ("top_p", "top_k", "repetition_penalty", "num_engines")
+    names = ("top_p", "top_k", "repetition_penalty", "num_engines", "placement")
     defaults = SamplingConfig()
     unread = [name for name in names if getattr(config, name) != getattr(defaults, name)]
     if unread:

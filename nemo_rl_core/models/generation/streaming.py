@@ -1,8 +1,10 @@
-"""An engine that goes on generating between calls."""
+"""Engines that go on generating between calls."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from nemo_rl_core.backends.generation.base import GenerationSetup, WeightsProof
 from nemo_rl_core.config.generation import SamplingConfig, VllmGenerationConfig
@@ -11,7 +13,8 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import ConfigError, WorkerLostError
-from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.models.generation.balance import RequestBalance
+from nemo_rl_core.models.generation.engine import WITHIN_AN_ENGINE, Generation
 from nemo_rl_core.models.generation.options import VllmConfig, read_vllm_setup
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_unchanged
@@ -20,27 +23,31 @@ from nemo_rl_core.telemetry.cost import model_shape
 from nemo_rl_core.types import Completion
 
 _LOG = logging.getLogger(__name__)
+_SHARED_POLL_SECONDS = 0.02
 
 
 class StreamingGeneration(Generation):
-    """One vLLM engine that takes requests at any time, and new weights in the middle of them.
+    """vLLM engines that take requests at any time, and new weights in the middle of them.
+
+    A request goes to the engine with the fewest outstanding tokens. New weights reach all engines
+    in one transfer, as one version.
 
     Samples may all be of older weights than the policy's, so that no step can compare them with it.
-    So every transfer of weights ends with a proof, and begins with another: that the engine still
+    So every transfer of weights ends with a proof, and begins with another: that each engine still
     computes as it did at the end of the one before.
 
     Args:
         cluster: A session with its running workers, or a cluster of your own.
-        config: Model, sampling and size, of a vLLM engine that one worker runs; as
-            `VllmGeneration` takes it.
+        config: Model, sampling and size, of vLLM engines; as `VllmGeneration` takes it.
         name: Of the worker group.
         gate: The bounds of its proofs.
 
     Attributes:
-        agreement: `token_mult_prob_error` of the last proof; 1 is agreement.
+        agreement: The largest `token_mult_prob_error` of an engine in the last proof; 1 is
+            agreement.
 
     Raises:
-        ConfigError: For another engine, or one of several workers.
+        ConfigError: For another engine.
     """
 
     agreement: float
@@ -54,28 +61,28 @@ class StreamingGeneration(Generation):
         gate: GateConfig | None = None,
     ) -> None:
         setup = read_vllm_setup(cluster, config)
-        self._refuse_several_workers(setup.config)
+        self._refuse_other_engines(setup.config)
         self._weight_version = 0
-        self._prompt_lengths: dict[int, int] = {}
         super().__init__(cluster, setup, name=name, gate=gate)
 
     @staticmethod
-    def _refuse_several_workers(config: SamplingConfig) -> None:
-        if (
-            not isinstance(config, VllmGenerationConfig)
-            or config.num_engines * config.ranks_per_engine > 1
-        ):
+    def _refuse_other_engines(config: SamplingConfig) -> None:
+        if not isinstance(config, VllmGenerationConfig):
             raise ConfigError(
                 "this engine cannot sample while a model trains",
-                expected="generation.backend: vllm, num_engines 1 and no parallel sizes",
-                got=f"{getattr(config, 'backend', 'another')}, "
-                f"{config.num_engines * config.ranks_per_engine} workers",
+                expected="generation.backend: vllm",
+                got=getattr(config, "backend", type(config).__name__),
                 fix="change the section generation, or leave out asynchronous (async_engine)",
             )
 
     @property
     def _backend(self) -> str:
         return "vllm_streaming"
+
+    def _start(self) -> None:
+        super()._start()
+        self._balance = RequestBalance(self.num_engines)  # new engines know of no requests
+        self._arrived: list[tuple[int, Completion]] = []
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """It is always ready."""
@@ -91,14 +98,27 @@ class StreamingGeneration(Generation):
             requests: As for `generate`, drawn under the temperature.
 
         Raises:
-            ConsistencyError: If the engine, with the weights of a folder, computes otherwise than
+            ConsistencyError: If an engine, with the weights of a folder, computes otherwise than
                 transformers does.
-            WorkerLostError: If the worker is lost; see `restart`.
+            WorkerLostError: If a worker is lost; see `restart`.
         """
         self._prove_folder()
-        self._ask("submit", names=list(names), batch=requests)
-        lengths = requests["input_lengths"].tolist()
-        self._prompt_lengths |= dict(zip(names, lengths, strict=True))
+        if self.num_engines > 1:
+            self._collect(wait_seconds=0.0)  # what is done already is no load
+        most = self._setup.config.max_new_tokens
+        limits = requests.get("max_new_tokens", torch.full((requests.size,), most))
+        shares = self._balance.assign(
+            names,
+            prompt_tokens=requests["input_lengths"].tolist(),
+            new_tokens=limits.clamp(max=most).tolist(),
+        )
+        calls = []
+        for engine, rows in enumerate(shares):
+            if rows:
+                batch = requests.select_indices(rows)
+                own = [names[row] for row in rows]
+                calls += self._calls(engine, "submit", names=own, batch=batch)
+        self._finish(calls)
 
     def poll(self, *, wait_seconds: float) -> list[tuple[int, Completion]]:
         """Completions that are done and were not returned before, by name.
@@ -107,34 +127,69 @@ class StreamingGeneration(Generation):
             wait_seconds: For the first of them.
 
         Raises:
-            WorkerLostError: If the worker is lost; see `restart`.
+            WorkerLostError: If a worker is lost; see `restart`.
         """
-        found: list[tuple[int, Completion]] = self._ask("poll", wait_seconds=wait_seconds)
-        for name, completion in found:
+        if not self._arrived:
+            busy = len(self._balance.busy)
+            # Engines are asked together, so that one with nothing must not keep the others waiting.
+            self._collect(
+                wait_seconds=wait_seconds if busy == 1 else min(wait_seconds, _SHARED_POLL_SECONDS)
+            )
+        found, self._arrived = self._arrived, []
+        return found
+
+    def _collect(self, *, wait_seconds: float) -> None:
+        """Asks all engines with outstanding requests for what is done."""
+        calls = [
+            self._workers.start_single_worker(
+                "poll", rank=engine * self._ranks, wait_seconds=wait_seconds
+            )
+            for engine in self._balance.busy
+        ]
+        for name, completion in (each for answer in self._finish(calls) for each in answer):
+            request = self._balance.settle(name)
             drawn = len(completion.token_ids)
-            lengths = [self._prompt_lengths.pop(name, 0) + drawn]
+            lengths = [(request.prompt_tokens if request else 0) + drawn]
             shape = model_shape(self._setup.model_folder)
             usage.count("generation", shape, lengths, num_generated=drawn)
-        return found
+            self._arrived.append((name, completion))
 
     def cancel(self, names: Sequence[int]) -> None:
         """Gives requests up; their completions may still come from the next `poll`."""
-        self._ask("cancel", names=list(names))
+        self._ask_all("cancel", names=list(names))
+        for name in names:
+            self._balance.settle(name)
 
-    def _ask(self, method: str, **kwargs: Any) -> Any:
-        """What the worker says; one that is stuck is lost, as one that does not `generate` is."""
-        (answer,) = self._workers.run_all_workers_sharded_data(
+    @property
+    def _ranks(self) -> int:
+        return self._setup.config.ranks_per_engine
+
+    def _calls(self, engine: int, method: str, **kwargs: Any) -> list[Any]:
+        """Calls of all ranks of an engine."""
+        first = engine * self._ranks
+        return [
+            self._workers.start_single_worker(method, rank=rank, **kwargs)
+            for rank in range(first, first + self._ranks)
+        ]
+
+    def _finish(self, calls: Sequence[Any]) -> list[Any]:
+        """Their answers; a worker that is stuck is lost, as one that does not `generate` is."""
+        return self._workers.finish(calls, self._setup.config.generate_timeout_seconds)
+
+    def _ask_all(self, method: str, **kwargs: Any) -> list[Any]:
+        """What each engine answers."""
+        return self._workers.run_all_workers_sharded_data(
             method,
             replicate_on_axes=self._sharding.names,
+            output_is_replicated=WITHIN_AN_ENGINE,
             common_kwargs=kwargs,
             timeout_seconds=self._setup.config.generate_timeout_seconds,
         )
-        return answer
 
     def update_weights(self, policy: Policy, *, weight_version: int | None = None) -> None:
         """Takes over the policy's weights in the middle of what is being generated.
 
-        A worker that is lost is started again first; what it was asked is forgotten.
+        If a worker is lost, all are started again first; what they were asked is forgotten.
 
         Args:
             policy: Whose weights.
@@ -155,13 +210,15 @@ class StreamingGeneration(Generation):
 
     def _prove_update(self, policy: Policy) -> None:
         """Of what the engine computed between two steps of its own, before anything else ran."""
-        proof: WeightsProof = self._ask("last_proof")
-        if proof.first is not None:
-            check_unchanged(self._proof_prompts, proof.first, proof.last, self._gate)
-        self.agreement = self._checked(proof.output, policy)
+        proofs: list[WeightsProof] = self._ask_all("last_proof")
+        for proof in proofs:
+            if proof.first is not None:
+                check_unchanged(self._proof_prompts, proof.first, proof.last, self._gate)
+        outputs = BatchedDataDict.from_batches([proof.output for proof in proofs])
+        self.agreement = self._checked(outputs, policy)
 
     def restart(self, lost: WorkerLostError) -> None:
-        """Starts the worker again with the weights that it had; it was asked nothing then.
+        """Starts all workers again with the weights that they had; they were asked nothing then.
 
         Raises:
             ConsistencyError: If the policy has trained on since it was given them.
