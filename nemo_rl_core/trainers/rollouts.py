@@ -68,7 +68,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self.sampler = resources.enter_context(
             self.sampler_class(
                 self.session,
-                self.settings,
+                self._sampler_settings(),
                 spec.start,
                 scorer=spec.scorer,
                 reward_model=spec.reward_model,
@@ -79,6 +79,10 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
+
+    def _sampler_settings(self) -> RolloutSettings:
+        """What the sampler and its engines are started with."""
+        return self.settings
 
     def _make_policy(self, spec: RunSpec) -> Policy | OwnPolicy:
         made = super()._make_policy(spec)

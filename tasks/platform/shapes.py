@@ -111,7 +111,7 @@ def shape_of(config: ClusterConfig, generation: SamplingConfig | None = None) ->
     if generation is not None and generation.num_own_bundles:
         config.refuse_unplaced(generation.num_own_bundles)
         machines = bundles_per_node(config, generation)
-        name += ":" + ",".join(f"{gpus}x{count}" for gpus, count in Counter(machines).items())
+        name += ":" + "-".join(f"{gpus}x{count}" for gpus, count in Counter(machines).items())
     return _of_machines(name, Counter(machines), config.accelerator)
 
 
@@ -121,7 +121,7 @@ def shape_named(name: str) -> Shape:
     machines = name.split(":")[4:]
     if not machines:
         return shape_of(config)
-    counts = [each.split("x") for each in machines[0].split(",")]
+    counts = [each.split("x") for each in machines[0].split("-")]
     return _of_machines(name, {int(g): int(n) for g, n in counts}, config.accelerator)
 
 

@@ -255,7 +255,15 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, str], str
             ("gpus-4", 1, {"cpu": "44", "memory": "480Gi", "nvidia.com/gpu": "4"}, "192Gi"),
         ],
     ),
+    "own_engines": (
+        {"shape": "cluster", "num_workers": 12},
+        [
+            ("gpus-8", 2, {"cpu": "88", "memory": "960Gi", "nvidia.com/gpu": "8"}, "384Gi"),
+            ("gpus-2", 1, {"cpu": "22", "memory": "240Gi", "nvidia.com/gpu": "2"}, "96Gi"),
+        ],
+    ),
 }
+OTHERS = {"own_engines": {"generation": {"placement": {"own": 6}, "tensor_parallel_size": 2}}}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -265,7 +273,8 @@ def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: 
     from workflows.grpo import GRPORecipe
 
     section, groups = SHAPES[shape]
-    recipe = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "cluster": section})
+    others = OTHERS.get(shape, {})
+    recipe = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "cluster": section, **others})
     config = ClusterConfig.model_validate(section)
     template = _stage_in_a_dynamic(recipe, _carried(package))
     ray = MessageToDict(template.custom)["rayCluster"]
@@ -350,12 +359,14 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
     from flytekit.tools.module_loader import load_object_from_module
 
     from nemo_rl_core.config.cluster import ClusterConfig
+    from nemo_rl_core.config.generation import SamplingConfig
     from tasks.evaluate import evaluate
     from tasks.platform.shapes import laptop, one_gpu, shape_of
 
     node = ClusterConfig(shape="node_8gpu")
     nodes = ClusterConfig(shape="cluster", num_workers=1024, accelerator="nvidia-h200")
-    for shape in (one_gpu("nvidia-h100"), shape_of(node), shape_of(nodes), laptop(4)):
+    own = shape_of(nodes, SamplingConfig.model_validate({"placement": {"own": 12}}))
+    for shape in (one_gpu("nvidia-h100"), shape_of(node), shape_of(nodes), own, laptop(4)):
         stage = evaluate.on_shape(shape)
         command = stage.get_default_command(SETTINGS)
         location, arguments = command[command.index("--resolver") + 1], command[-6:]
@@ -365,7 +376,8 @@ def test_a_container_finds_the_stage_of_its_shape_again(package: Package) -> Non
         assert resolver.load_task(arguments) is stage
         assert stage.shape == shape
         assert stage.metadata.cache_version == evaluate.metadata.cache_version
-    assert shape_of(nodes).num_gpus == 1024
+    assert (shape_of(nodes).num_gpus, own.num_gpus) == (1024, 1036)
+    assert own.name == "cluster:1024:8:nvidia-h200:8x129-4x1"
     assert evaluate.shape == laptop()
 
 

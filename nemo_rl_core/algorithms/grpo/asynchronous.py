@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from math import ceil
 from typing import ClassVar, cast
 
 from nemo_rl_core.algorithms.grpo.trainer import GRPOTrainer
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
@@ -14,6 +17,9 @@ from nemo_rl_core.rollouts.stream import StreamingSampler
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.own import OwnParts
 from nemo_rl_core.types import Prompt, Rollout
+
+_UNEVEN_SHARE = 1.25
+"""Of a step's sequences, an engine may get so many times its equal share."""
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
@@ -49,6 +55,20 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if isinstance(self.sampler, StreamingSampler):
             limit = settings.step_timeout_seconds
             self._stream = self.sampler.stream(seed=self.settings.seed, timeout_seconds=limit)
+
+    def _sampler_settings(self) -> RolloutSettings:
+        """With engines that compute no more sequences at once than one step has for each.
+
+        They take requests in their order. With more at once, those of the step after would slow
+        down those that the trainer waits for, and the engines would have too little to do later.
+        """
+        generation = self.settings.generation
+        assert isinstance(generation, VllmGenerationConfig)  # others were refused
+        sequences, engines = self.config.num_sequences_per_step, generation.num_engines
+        most = sequences if engines == 1 else ceil(_UNEVEN_SHARE * sequences / engines)
+        limits = {"max_num_seqs": min(generation.max_num_seqs, most)}
+        sampling = generation.model_copy(update=limits)
+        return self.settings.model_copy(update={"generation": sampling})
 
     def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
         """The step's rollouts, most of them made while earlier steps were trained.

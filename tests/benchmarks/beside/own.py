@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_core.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from nemo_rl_core.algorithms import AsyncGRPOTrainer, DPOTrainer, GRPOTrainer, SFTTrainer
 from nemo_rl_core.algorithms.dpo.reference import reference_logprobs
 from nemo_rl_core.algorithms.grpo.config import GRPOSettings
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
@@ -100,9 +100,10 @@ def grpo(
     replay: Path | None = None,
     scorer: Any = None,
 ) -> None:
-    """GRPO, whole or on rollouts that were recorded before."""
+    """GRPO, whole or on rollouts that were recorded before; with `asynchronous`, ahead."""
     changes = {"num_steps_per_iteration": steps * baton.num_turns, **settings}
-    trainer = GRPOTrainer.from_pretrained(model, **settings_of(**changes))
+    kind = AsyncGRPOTrainer if "asynchronous" in settings else GRPOTrainer
+    trainer = kind.from_pretrained(model, **settings_of(**changes))
     spec = RunSpec(
         train=train, start=model, work=work, reference=model, replay=replay, scorer=scorer
     )

