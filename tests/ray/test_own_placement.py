@@ -1,8 +1,10 @@
 """Engines on bundles of their own: which GPUs and machines they get, on machines with fake GPUs."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -47,15 +49,24 @@ try:
 except ResourceError as error:
     found["refused"] = str(error)
 session.shutdown()
+machines.shutdown()
 print("FOUND " + json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[list[str]]]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
-    )
+    # A cluster of several machines writes its address where every `ray.init` of this machine looks
+    # for one; elsewhere only its own do. Short, for the names of its sockets are bounded.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as place:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env={**os.environ, "RAY_TMPDIR": place},
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-3000:]
     loaded: dict[str, list[list[str]]] = json.loads(lines[0].removeprefix("FOUND "))

@@ -1,14 +1,11 @@
 """Sides of the rows that have the machine as their limit."""
 
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.algorithms import GRPOTrainer
-from nemo_rl_core.algorithms.grpo.asynchronous import AsyncGRPOTrainer
 from nemo_rl_core.algorithms.sft.loss import NLLLoss
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
@@ -161,51 +158,3 @@ def _measure_peak(baton: Baton, work: Any, tokens: int) -> None:
     baton.wait()
     work(whole)
     baton.done(gib=peak_memory_gib() - before)
-
-
-class _Clock(Callback):
-    """Takes the time from the end of the second step to that of the last."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
-        self.times.append(time.perf_counter())
-
-
-def whole_runs(
-    baton: Baton,
-    *,
-    model: Path,
-    train: Path,
-    work: Path,
-    steps: int,
-    cluster: dict[str, Any],
-    section: dict[str, Any],
-) -> None:
-    """Runs of GRPO, one a turn, whose workers go on from run to run."""
-    cls = AsyncGRPOTrainer if section else GRPOTrainer
-    baton.wait()
-    for turn in range(baton.num_turns):
-        trainer = cls.from_pretrained(
-            model,
-            **{
-                **own.settings_of(num_steps_per_iteration=steps, **section),
-                "cluster": cluster,
-                "num_prompts_per_step": 8,
-                "num_generations_per_prompt": 8,
-                "loss": {"kl": None},
-                "generation": {"max_new_tokens": 24},
-            },
-        )
-        folder, clock = work / str(turn), _Clock()
-        folder.mkdir()
-        spec = RunSpec(
-            train=train, start=model, work=folder, reference=model, scorer=own.as_reward()
-        )
-        trainer.run(spec, callbacks=[clock])
-        shares = own.phase_shares(folder)
-        baton.done(
-            seconds=clock.times[-1] - clock.times[1],
-            rollout_share=statistics.median(each.get("rollout_seconds", 0.0) for each in shares),
-        )

@@ -141,16 +141,3 @@ def as_reward() -> Any:
 def length_reward(response: str) -> float:
     """Something that differs within a group."""
     return float(sum(response.encode()) % 7)
-
-
-def phase_shares(work: Path) -> list[dict[str, float]]:
-    """Of each step of a run, the share of each phase in all of them."""
-    found = []
-    for line in (work / "metrics.jsonl").read_text().splitlines():
-        phases = {
-            name: value
-            for name, value in json.loads(line)["timings"].items()
-            if name.endswith("_seconds")
-        }
-        found.append({name: value / sum(phases.values()) for name, value in phases.items()})
-    return found

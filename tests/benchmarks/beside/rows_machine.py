@@ -1,14 +1,11 @@
 """Rows of growth, memory, transfer and start: the project against the machine."""
 
-import itertools
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.model import TextModelFromConfig
 from tests.benchmarks import weight_sync
 from tests.benchmarks.beside import machine_sides
@@ -139,34 +136,6 @@ def start(bench: Bench) -> Measured:
     return Measured(figures, len(runs))
 
 
-def asynchronous(bench: Bench) -> Measured:
-    """Whole runs, one thread each for engine and trainer against two for both."""
-    model = model_folder(bench.scratch)
-    rows = prompts(64, 120)
-    n, steps = max(2, bench.n // 4), 8
-    counter = itertools.count()
-
-    def side(threads: int, section: dict[str, Any]) -> Side:
-        arguments = {
-            "model": model,
-            "train": saved(rows, model, bench.folder("prompts")),
-            "work": bench.folder(f"runs{next(counter)}"),
-            "steps": steps,
-            "cluster": ClusterConfig(num_threads=threads).model_dump(exclude_unset=True),
-            "section": section,
-        }
-        return Side(machine_sides.whole_runs, arguments)
-
-    sides = {"synchronous": side(2, {}), "asynchronous": side(1, {"asynchronous": {}})}
-    turns = take_turns(sides, num_turns=n, logs=bench.logs)
-    seconds = {name: [turn.figures["seconds"] for turn in each] for name, each in turns.items()}
-    share = statistics.median(turn.figures["rollout_share"] for turn in turns["synchronous"])
-    medians = {name: median(each, "s").text() for name, each in seconds.items()}
-    note = f"sampling is {share:.0%} of a synchronous step; steps 3 to {steps}"
-    figures = {"wall": ratio(seconds["synchronous"], seconds["asynchronous"])}
-    return Measured(figures, n, medians, note)
-
-
 ROWS = [
     Row("controller", "controller, CPU time a token", "≤ 0.2 µs, linear", controller),
     Row(
@@ -182,5 +151,4 @@ ROWS = [
         transfer,
     ),
     Row("start", "from command to first training step, warm", "≤ 25 s", start),
-    Row("asynchronous", "asynchronous against synchronous", "≥ 1.6 times", asynchronous),
 ]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_core.algorithms import AsyncGRPOTrainer
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
 from nemo_rl_core.algorithms.grpo.loss_config import TruncatedImportance
 from nemo_rl_core.errors import ConfigError
@@ -35,7 +36,7 @@ def test_what_cannot_be_sampled_ahead_is_refused(grpo: dict[str, Any], words: st
         GRPOConfig.model_validate({"asynchronous": {}, **grpo})
 
 
-@pytest.mark.parametrize("generation", [{"backend": "hf"}, {"num_engines": 2}])
+@pytest.mark.parametrize("generation", [{"backend": "hf"}, {"backend": "megatron"}])
 def test_an_engine_that_cannot_take_weights_meanwhile_is_refused(generation: Any) -> None:
     settings = {
         "grpo": {"asynchronous": {}},
@@ -45,3 +46,30 @@ def test_an_engine_that_cannot_take_weights_meanwhile_is_refused(generation: Any
     with pytest.raises(ConfigError, match="takes weights while it generates"):
         GRPOSettings.model_validate(settings)
     GRPOSettings.model_validate({**settings, "grpo": {}})
+
+
+@pytest.mark.parametrize(
+    ("generation", "most"),
+    [
+        ({}, 32),
+        ({"max_num_seqs": 8}, 8),
+        ({"tensor_parallel_size": 2}, 32),
+        ({"num_engines": 2}, 20),  # a quarter more than its share
+        ({"placement": {"own": 4}}, 10),
+        ({"placement": {"own": 6}, "tensor_parallel_size": 2}, 14),
+    ],
+)
+def test_an_engine_computes_no_more_than_its_share_of_a_step_at_once(
+    generation: dict[str, Any], most: int
+) -> None:
+    trainer = AsyncGRPOTrainer.from_pretrained(
+        "unused",
+        asynchronous={},
+        num_prompts_per_step=8,
+        num_generations_per_prompt=4,
+        cluster={"num_workers": 2},
+        generation=generation,
+    )
+    found = trainer._sampler_settings()
+    assert found.generation == trainer.settings.generation.model_copy(update={"max_num_seqs": most})
+    assert found.model_copy(update={"generation": trainer.settings.generation}) == trainer.settings
