@@ -32,7 +32,11 @@ from nemo_rl_core.config.defaults import (
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
 from nemo_rl_core.config.evaluation import EvaluationConfig, PromotionConfig
 from nemo_rl_core.config.generated_data import ArithmeticData
-from nemo_rl_core.config.generation import GenerationConfig, VllmGenerationConfig
+from nemo_rl_core.config.generation import (
+    GenerationConfig,
+    VllmGenerationConfig,
+    refuse_misplaced,
+)
 from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.config.model import ModelConfig, ModelFromConfig, SmallModel
 from nemo_rl_core.config.single_turn import ExactMatch
@@ -162,6 +166,13 @@ class PipelineRecipe(Recipe):
         validated: Self = handler(value)
         _tell(found)
         return validated
+
+    @model_validator(mode="after")
+    def _own_engines_have_gpus(self) -> Self:
+        for sampling in (self.generation, self.evaluation.generation):
+            if sampling is not None and sampling.num_own_bundles:
+                refuse_misplaced(self.cluster, sampling)
+        return self
 
     @property
     def experiments(self) -> "list[PipelineRecipe]":
