@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import json
+import ray
 from ray.cluster_utils import Cluster
 
 class Probe:
@@ -48,9 +49,10 @@ try:
     started("generation", 6, cluster=session.beside(6, ranks_per_engine=1))
 except ResourceError as error:
     found["refused"] = str(error)
-session.shutdown()
-machines.shutdown()
 print("FOUND " + json.dumps(found))
+session.shutdown()
+ray.shutdown()
+machines.shutdown()
 """
 
 
