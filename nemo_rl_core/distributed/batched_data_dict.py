@@ -222,16 +222,44 @@ def collate(
             raise ValueError(f"sequence {row}: {len(sequence)} tokens but {len(mask)} mask values")
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     is_token = torch.arange(int(lengths.max())) < lengths[:, None]
-    input_ids = torch.zeros(is_token.shape, dtype=torch.long)
-    input_ids[is_token] = flat_tensor(sequences, np.int64)
     loss_mask = torch.zeros(is_token.shape, dtype=torch.bool)
     loss_mask[is_token] = flat_tensor(loss_masks, np.bool_)
+    return _collated(flat_tensor(sequences, np.int64), lengths, is_token, loss_mask)
+
+
+def collate_completions(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> BatchedDataDict:
+    """As `collate`, of prompts with their completions, which are trained on in whole.
+
+    Args:
+        prompts: Token ids, at least one of each prompt.
+        completions: Token ids of as many.
+
+    Example:
+        >>> collate_completions([[5, 6]], [[7]])["token_mask"]
+        tensor([[False,  True]])
+    """
+    starts = torch.tensor([len(prompt) for prompt in prompts])
+    lengths = starts + torch.tensor([len(completion) for completion in completions])
+    place = torch.arange(int(lengths.max()))
+    is_token = place < lengths[:, None]
+    pairs = zip(prompts, completions, strict=True)
+    ids = flat_tensor((part for pair in pairs for part in pair), np.int64)
+    return _collated(ids, lengths, is_token, is_token & (place >= starts[:, None]))
+
+
+def _collated(
+    ids: torch.Tensor, lengths: torch.Tensor, is_token: torch.Tensor, loss_mask: torch.Tensor
+) -> BatchedDataDict:
+    input_ids = torch.zeros(is_token.shape, dtype=torch.long)
+    input_ids[is_token] = ids
     return BatchedDataDict(
         {
             "input_ids": input_ids,
             "input_lengths": lengths,
             "token_mask": loss_mask[:, 1:].contiguous(),
-            "sample_mask": torch.ones(len(sequences)),
+            "sample_mask": torch.ones(len(lengths)),
         }
     )
 

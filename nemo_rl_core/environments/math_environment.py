@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.single_turn import MathVerify
 from nemo_rl_core.environments.interfaces import EnvironmentReturn, raise_first
+from nemo_rl_core.environments.post_processing import reads_rewards_alone
 from nemo_rl_core.environments.rewards.math import MathScorer
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -78,6 +79,7 @@ class MathEnvironment:
         ]
         return raise_first(self._scorer.score(rollouts))
 
+    @reads_rewards_alone
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:

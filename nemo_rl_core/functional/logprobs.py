@@ -1,11 +1,10 @@
 """Logprobs of chosen tokens, without materializing all logits."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 LOGITS_BYTES = 192 * 2**20
 """The budget of the logits that exist at once, in float32, with what their gradient needs.
@@ -14,6 +13,7 @@ At 151,936 tokens it has room for 82 rows. More rows at once save no CPU time wo
 fewer than 64 cost some.
 """
 _TENSORS_A_CHUNK = 4
+_KEPT_TENSORS = 2
 _MOST_ROWS = 1024
 
 
@@ -61,7 +61,8 @@ def token_logprobs_from_hidden(
 
     The logits of a chunk are dropped after the forward pass and recomputed in the backward pass, so
     that at most about four `[chunk_size, V]` tensors exist at once and `[N, V]` never does. The
-    cost is one more product with the head (Chen et al. 2016, arXiv:1604.06174).
+    cost is one more product with the head (Chen et al. 2016, arXiv:1604.06174). One tensor takes
+    the gradient of the head from all chunks. There are no second derivatives.
 
     Args:
         hidden: `[N, D]` final hidden states.
@@ -74,22 +75,8 @@ def token_logprobs_from_hidden(
     Returns:
         `[N, K]` logprobs in nats, in float32 (float64 for float64 inputs).
     """
-    chunks = zip(torch.split(hidden, chunk_size), torch.split(token_ids, chunk_size), strict=True)
-    return torch.cat(
-        [
-            # Deterministic, so no generator state is kept.
-            checkpoint(
-                _chunk_logprobs,
-                hidden_chunk,
-                lm_head_weight,
-                bias,
-                ids_chunk,
-                temperature,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for hidden_chunk, ids_chunk in chunks
-        ]
+    return _logprobs(
+        hidden, lm_head_weight, bias, token_ids, _Options(temperature, chunk_size, keeps=False)
     )
 
 
@@ -101,23 +88,15 @@ def token_logprobs_within_budget(
     temperature: float,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `token_logprobs_from_hidden`, with as many rows at once as `LOGITS_BYTES` has room for.
+    """As `token_logprobs_from_hidden`, within `LOGITS_BYTES`.
 
-    Where these are few, one tensor takes the head's gradient of all chunks, in place of one tensor
-    a chunk.
+    Where the logits of all rows fit into it with their gradient, they are kept for the backward
+    pass, which then needs one product with the head less.
     """
-    rows = rows_at_once(lm_head_weight.shape[0])
-    if rows == _MOST_ROWS:
-        return token_logprobs_from_hidden(
-            hidden, lm_head_weight, token_ids, temperature=temperature, chunk_size=rows, bias=bias
-        )
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, lm_head_weight, bias, token_ids, (temperature, rows, dtype)
-    )
-    return logprobs
+    num_rows, vocab_size = len(hidden), lm_head_weight.shape[0]
+    keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= LOGITS_BYTES
+    rows = max(1, num_rows) if keeps else rows_at_once(vocab_size)
+    return _logprobs(hidden, lm_head_weight, bias, token_ids, _Options(temperature, rows, keeps))
 
 
 @torch.no_grad()
@@ -157,27 +136,45 @@ def topk_logprobs_from_hidden(
     return torch.cat(ids), torch.cat(logprobs)
 
 
-def _chunk_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: float
-) -> Tensor:
-    logits = _scaled_logits(hidden, weight, bias, temperature)
-    # One [chunk, V] tensor fewer than log_softmax, which keeps its whole output for backward.
-    return logits.gather(-1, token_ids) - torch.logsumexp(logits, dim=-1, keepdim=True)
-
-
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
     logits = _at_least_float32(F.linear(hidden, weight, bias))
-    return logits if temperature == 1 else logits / temperature
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+class _Options(NamedTuple):
+    """How logprobs are computed.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        num_rows: Rows whose logits are computed at once.
+        keeps: Whether the backward pass finds them computed.
+    """
+
+    temperature: float
+    num_rows: int
+    keeps: bool
+
+
+def _logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, options: _Options
+) -> Tensor:
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, token_ids, options, dtype
+    )
+    return logprobs
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps `[N]` log-sums of the forward pass, and computes the logits of a chunk again."""
+    """Keeps `[N]` log-sums of the forward pass, and the logits where `_Options.keeps` says so."""
 
     @staticmethod
     def forward(
@@ -186,27 +183,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         token_ids: Tensor,
-        options: tuple[float, int, torch.dtype],
+        options: _Options,
+        dtype: torch.dtype,
     ) -> Tensor:
-        temperature, num_rows, dtype = options
         cast = _as_dtype(weight, bias, dtype)
-        logprobs, log_sums = [hidden.new_zeros(0, token_ids.shape[1])], [hidden.new_zeros(0)]
-        for chunk, ids in zip(
-            torch.split(hidden, num_rows), torch.split(token_ids, num_rows), strict=True
-        ):
-            logits = _scaled_logits(chunk.to(dtype), *cast, temperature)
-            log_sum = torch.logsumexp(logits, dim=-1)
-            logprobs.append(logits.gather(-1, ids) - log_sum[:, None])
-            log_sums.append(log_sum)
-            del logits  # before the next ones exist
-        ctx.save_for_backward(hidden, weight, bias, token_ids, torch.cat(log_sums[1:] or log_sums))
-        ctx.options = options
-        return torch.cat(logprobs[1:] or logprobs)
+        wide = torch.promote_types(dtype, torch.float32)
+        logprobs = hidden.new_empty(token_ids.shape, dtype=wide)
+        log_sums = hidden.new_empty((len(hidden), 1), dtype=wide)
+        ctx.kept = None
+        for start in range(0, len(hidden), options.num_rows):
+            rows = slice(start, start + options.num_rows)
+            logits = _scaled_logits(hidden[rows].to(dtype), *cast, options.temperature)
+            chosen, largest = logits.gather(-1, token_ids[rows]), logits.amax(-1, keepdim=True)
+            # In place: fewer passes over `[N, V]` than `logsumexp` makes, and no second tensor.
+            weights = logits.sub_(largest).exp_()
+            log_sums[rows] = weights.sum(-1, keepdim=True).log_().add_(largest)
+            logprobs[rows] = chosen - log_sums[rows]
+            if options.keeps:
+                ctx.kept, ctx.largest = weights, largest
+            del logits, weights  # before the next ones exist
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_sums)
+        ctx.options, ctx.dtype = options, dtype
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, weight, bias, token_ids, log_sums = ctx.saved_tensors
-        temperature, num_rows, dtype = ctx.options
+        (temperature, num_rows, _), dtype = ctx.options, ctx.dtype
         cast = _as_dtype(weight, bias, dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         of_hidden = torch.empty_like(hidden)
@@ -215,9 +218,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), num_rows):
             rows = slice(start, start + num_rows)
             upstream, chunk = gradients[0][rows], hidden[rows].to(dtype)
-            logits = _scaled_logits(chunk, *cast, temperature)
             # d logprob(k) / d logit(v) = [v = k] - p(v), for every chosen k of the row.
-            gradient = logits.sub_(log_sums[rows, None]).exp_().mul_(-upstream.sum(-1, True))
+            total = -upstream.sum(-1, keepdim=True)
+            if ctx.kept is None:
+                logits = _scaled_logits(chunk, *cast, temperature)
+                gradient = logits.sub_(log_sums[rows]).exp_().mul_(total)
+            else:
+                scale = total * (ctx.largest - log_sums).exp_()
+                gradient, ctx.kept = ctx.kept.mul_(scale), None
             gradient.scatter_add_(-1, token_ids[rows], upstream)
             if temperature != 1:
                 gradient.div_(temperature)
@@ -229,7 +237,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 of_weight.add_(gradient.T @ chunk)
             if of_bias is not None:
                 of_bias.add_(gradient.sum(0))
-        return of_hidden, of_weight, of_bias, None, None
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def _as_dtype(

@@ -9,13 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate, flat_tensor
+from nemo_rl_core.distributed.batched_data_dict import (
+    BatchedDataDict,
+    collate,
+    collate_completions,
+    flat_tensor,
+)
 from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.kl import kl_generation_trainer
 from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
 from nemo_rl_core.functional.policy_gradient import sampling_importance_ratio
-from nemo_rl_core.types import Rollout
+from nemo_rl_core.types import Completion, Rollout
 
 
 def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
@@ -36,20 +41,25 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
             scored.
     """
-    batch = collate(
-        [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
-        [
-            (False,) * len(rollout.prompt.token_ids) + rollout.completion.token_mask
-            for rollout in rollouts
-        ],
-    )
-    logprobs = torch.zeros(batch["token_mask"].shape)
     completions = [rollout.completion for rollout in rollouts]
-    _refuse_other_lengths([(each.token_mask, each.logprobs) for each in completions])
-    written = flat_tensor((each.token_mask for each in completions), np.bool_)
+    if any(each.generated for each in completions):
+        batch = collate(
+            [rollout.prompt.token_ids + rollout.completion.token_ids for rollout in rollouts],
+            [
+                (False,) * len(rollout.prompt.token_ids) + rollout.completion.token_mask
+                for rollout in rollouts
+            ],
+        )
+    else:  # without a Python object a token of the masks
+        batch = collate_completions(
+            [rollout.prompt.token_ids for rollout in rollouts],
+            [each.token_ids for each in completions],
+        )
+    logprobs = torch.zeros(batch["token_mask"].shape)
+    _refuse_other_lengths([(each.token_ids, each.logprobs) for each in completions])
     # float32, as a list of Python's numbers becomes.
     values = flat_tensor((each.logprobs for each in completions), np.float32)
-    logprobs[batch["token_mask"]] = values[written]
+    logprobs[batch["token_mask"]] = values[_written(completions)]
     batch.update(
         generation_logprobs=logprobs,
         rewards=rewards_of(rollouts),
@@ -82,11 +92,17 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 def _weight_versions(rollouts: Sequence[Rollout], token_mask: Tensor) -> Tensor:
     versions = torch.zeros(token_mask.shape, dtype=torch.long)
     completions = [rollout.completion for rollout in rollouts]
-    _refuse_other_lengths([(each.token_mask, each.weight_versions) for each in completions])
-    written = flat_tensor((each.token_mask for each in completions), np.bool_)
+    _refuse_other_lengths([(each.token_ids, each.weight_versions) for each in completions])
     drawn_with = flat_tensor((each.weight_versions for each in completions), np.int64)
-    versions[token_mask] = drawn_with[written]
+    versions[token_mask] = drawn_with[_written(completions)]
     return versions
+
+
+def _written(completions: Sequence[Completion]) -> Tensor | slice:
+    """Which of all tokens, in one line, the policy wrote."""
+    if not any(each.generated for each in completions):
+        return slice(None)
+    return flat_tensor((each.token_mask for each in completions), np.bool_)
 
 
 def _refuse_other_lengths(pairs: Sequence[tuple[Sequence[object], Sequence[object]]]) -> None:

@@ -67,17 +67,16 @@ def answers_to(
         One answer a request, in order.
     """
     output = generation.generate(as_batch(requests), greedy)
-    ends = output["unpadded_sequence_lengths"].tolist()
-    starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
+    ends, lengths = output["unpadded_sequence_lengths"], output["generation_lengths"]
+    place = torch.arange(output["output_ids"].shape[1])
+    is_new = (place < ends[:, None]) & (place >= (ends - lengths)[:, None])
+    # All new tokens in one line: prompts and padding do not become Python's numbers.
+    ids, logprobs = output["output_ids"][is_new].tolist(), output["logprobs"][is_new].tolist()
+    last = lengths.cumsum(0)
     return [
         CompletionResult(tuple(ids[start:end]), tuple(logprobs[start:end]), bool(truncated))
-        for ids, logprobs, truncated, start, end in zip(
-            output["output_ids"].tolist(),
-            output["logprobs"].tolist(),
-            output["truncated"].tolist(),
-            starts,
-            ends,
-            strict=True,
+        for start, end, truncated in zip(
+            (last - lengths).tolist(), last.tolist(), output["truncated"].tolist(), strict=True
         )
     ]
 
@@ -223,6 +222,14 @@ def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -
     return first + sample
 
 
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special ones left out."""
+    # transformers looks at the type of every element of a list, and at none of an array.
+    ids = np.fromiter(token_ids, np.int64, len(token_ids))
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
 class SingleTurnEpisode:
     """A prompt and its completion.
 
@@ -265,7 +272,7 @@ class SingleTurnEpisode:
                 answer.truncated,
                 weight_versions=answer.weight_versions,
             ),
-            self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True),
+            decoded(self._tokenizer, answer.token_ids),
             group=self._place.group,
             sample=self._place.sample,
         )

@@ -18,6 +18,7 @@ from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
     RolloutPlace,
+    decoded,
     request_seed,
 )
 from nemo_rl_core.types import Completion, Prompt, Rollout
@@ -124,7 +125,7 @@ class MultiTurnEpisode:
         """Appends a turn of the policy: its tokens as they are."""
         self._append(answer.token_ids, answer.logprobs, generated=True)
         self._weight_versions += answer.weight_versions
-        text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
+        text = decoded(self._tokenizer, answer.token_ids)
         self._texts.append(text)
         self.messages.append({"role": "assistant", "content": text})
         self._is_cut = answer.truncated

@@ -7,9 +7,11 @@ trained on again without an engine.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from nemo_rl_core.errors import DataError
@@ -107,11 +109,11 @@ def save_rollouts(
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not held against `RolloutSchema`, which takes ten times as long as all else here: rewards were
     # checked when they came, and who reads the file checks the rest.
-    rows = [_row(rollout) for rollout in rollouts]
     schema = _schema()
+    columns = _columns(rollouts, schema)
     if environment_metrics:
         schema = schema.with_metadata({_ENVIRONMENT_METRICS: json.dumps(dict(environment_metrics))})
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    pq.write_table(pa.Table.from_arrays(columns, schema=schema), path)
 
 
 def load_rollouts(path: Path) -> list[Rollout]:
@@ -197,6 +199,37 @@ def _schema() -> "pa.Schema":
     )
 
 
+def _columns(rollouts: Sequence[Rollout], schema: "pa.Schema") -> "list[pa.Array]":
+    """The columns of a table; those with a value a token come from arrays, not from lists."""
+    import pyarrow as pa
+
+    rows = [_row(rollout) for rollout in rollouts]
+    return [
+        _list_column([row[field.name] for row in rows], _OF_TOKENS[field.name])
+        if field.name in _OF_TOKENS
+        else pa.array([row[field.name] for row in rows], type=field.type)
+        for field in schema
+    ]
+
+
+_OF_TOKENS: dict[str, type[np.generic]] = {
+    "prompt_ids": np.int64,
+    "completion_ids": np.int64,
+    "logprobs": np.float64,
+    "generated": np.bool_,
+    "weight_versions": np.int64,
+}
+
+
+def _list_column(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> "pa.Array":
+    import pyarrow as pa
+
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.fromiter(chain.from_iterable(rows), dtype, int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
 def _row(rollout: Rollout) -> dict[str, Any]:
     prompt, completion = rollout.prompt, rollout.completion
     return {
@@ -215,11 +248,11 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "components": list(rollout.components),
         "messages": [{"role": role, "content": content} for role, content in rollout.messages],
         "metadata": prompt.metadata,
-        "prompt_ids": list(prompt.token_ids),
-        "completion_ids": list(completion.token_ids),
-        "logprobs": list(completion.logprobs),
-        "generated": list(completion.generated),
-        "weight_versions": list(completion.weight_versions),
+        "prompt_ids": prompt.token_ids,
+        "completion_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "generated": completion.generated,
+        "weight_versions": completion.weight_versions,
         "num_unread_tokens": completion.num_unread_tokens,
     }
 

@@ -14,7 +14,12 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, s
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.own import OwnGeneration
-from nemo_rl_core.rollouts.batch import refuse_too_many_failures, rollout_batch, valid_rollouts
+from nemo_rl_core.rollouts.batch import (
+    refuse_too_many_failures,
+    rewards_of,
+    rollout_batch,
+    valid_rollouts,
+)
 from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
@@ -29,7 +34,8 @@ def post_processed(
 
     Args:
         environment: Gets what `rollout_batch` returns of those rollouts that could be scored, and
-            as lists `tasks`, `prompts`, `completions` and `answers`.
+            as lists `tasks`, `prompts`, `completions` and `answers`; `rewards` alone, where its
+            method says that it reads nothing else (`reads_rewards_alone`).
         rollouts: Scored; those that could not be scored stay as they are.
 
     Returns:
@@ -41,13 +47,8 @@ def post_processed(
     counted = valid_rollouts(rollouts)
     if not counted or not hasattr(environment, HOOK):  # a batch costs more than all of scoring
         return list(rollouts), {}
-    batch: dict[str, Any] = {
-        **rollout_batch(counted),
-        "tasks": [each.prompt.task for each in counted],
-        "prompts": [each.prompt.text for each in counted],
-        "completions": [each.text for each in counted],
-        "answers": [each.prompt.answer for each in counted],
-    }
+    is_small = getattr(getattr(environment, HOOK), "reads_rewards_alone", False)
+    batch = {"rewards": rewards_of(counted)} if is_small else _whole_batch(counted)
     rewards, metrics = post_process(environment, batch)
     # A reward that is not adapted keeps its digits, of which a tensor holds fewer.
     adapted = iter(
@@ -57,6 +58,16 @@ def post_processed(
         )
     )
     return [next(adapted) if each.error is None else each for each in rollouts], metrics
+
+
+def _whole_batch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        **rollout_batch(rollouts),
+        "tasks": [each.prompt.task for each in rollouts],
+        "prompts": [each.prompt.text for each in rollouts],
+        "completions": [each.text for each in rollouts],
+        "answers": [each.prompt.answer for each in rollouts],
+    }
 
 
 def mean_metrics(draws: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from nemo_rl_core.environments.interfaces import (
     failure,
     raise_first,
 )
+from nemo_rl_core.environments.post_processing import reads_rewards_alone
 from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_async
 from nemo_rl_core.environments.rewards.loading import RewardCallable, as_list, load_function
 from nemo_rl_core.environments.rewards.row_fields import Fields, fields_of, given_fields
@@ -115,6 +116,7 @@ class FunctionalRewardWrapper(Scorer):
             answers=None,
         )
 
+    @reads_rewards_alone
     def global_post_process_and_metrics(
         self, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:

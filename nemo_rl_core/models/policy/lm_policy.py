@@ -20,7 +20,7 @@ from nemo_rl_core.distributed.named_sharding import (
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import Shards, shard_for_training
 from nemo_rl_core.distributed.process_group import rank
-from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.session import ClusterSession, memory_environment
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns, with_lengths
@@ -71,7 +71,7 @@ class Policy(PolicyInterface):
             name=name,
             key=f"{training.backend} {id(backend)}",  # a name may be registered again
             sharding=sharding,
-            env_vars=user_search_path(training),
+            env_vars={**memory_environment(session.cluster), **user_search_path(training)},
         )
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")

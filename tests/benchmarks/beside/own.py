@@ -78,7 +78,11 @@ def sft(baton: Baton, *, model: Path, train: Path, work: Path, steps: int, batch
 
 def dpo(baton: Baton, *, model: Path, train: Path, work: Path, steps: int, batch: int) -> None:
     """DPO with the reference's logprobs cached before, as the pipeline does it."""
-    changes = {"num_steps_per_iteration": steps * baton.num_turns, "num_pairs_per_step": batch}
+    changes = {
+        "num_steps_per_iteration": steps * baton.num_turns,
+        "num_pairs_per_step": batch,
+        "training": {"share_prefixes": True},
+    }
     trainer = DPOTrainer.from_pretrained(model, **settings_of(**changes))
     settings = reference_settings()
     cached = work / "reference"

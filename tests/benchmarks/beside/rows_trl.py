@@ -40,7 +40,7 @@ def dpo_step(bench: Bench) -> Measured:
     turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     require_equal("loss", turns, within=1e-3)
     require_equal("tokens", turns, within=0)
-    return compared(turns["ours"], turns["TRL"], note=f"{steps} steps a turn")
+    return compared(turns["ours"], turns["TRL"], note=f"{steps} steps a turn, prefixes shared")
 
 
 def sft(bench: Bench) -> Measured:

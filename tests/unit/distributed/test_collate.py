@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_core.distributed.batched_data_dict import collate
+from nemo_rl_core.distributed.batched_data_dict import collate, collate_completions
 
 
 def test_a_batch_by_hand() -> None:
@@ -18,6 +18,18 @@ def test_a_batch_by_hand() -> None:
     assert batch["sample_mask"].tolist() == [1.0, 1.0]
     assert batch["input_ids"].dtype == batch["input_lengths"].dtype == torch.int64
     assert batch["token_mask"].dtype == torch.bool
+
+
+def test_completions_in_whole_are_collated_as_with_masks() -> None:
+    prompts, completions = [[5, 6], [9], [3]], [[7, 8], [4], []]
+    found = collate_completions(prompts, completions)
+    expected = collate(
+        [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)],
+        [[False, False, True, True], [False, True], [False]],
+    )
+    assert found.keys() == expected.keys()
+    for name, column in expected.items():
+        assert torch.equal(found[name], column), name
 
 
 def test_the_first_token_is_never_trained_on() -> None:

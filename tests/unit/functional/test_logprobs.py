@@ -1,7 +1,7 @@
 """Chunked logprobs against the plain computation, and what they hold in memory."""
 
 import math
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -117,14 +117,14 @@ class LiveElements(TorchDispatchMode):
 
     def __init__(self, vocab):
         super().__init__()
-        self.vocab, self.live, self.peak = vocab, WeakSet(), 0
+        self.vocab, self.live, self.peak = vocab, WeakValueDictionary(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.shape[-1:] == (self.vocab,):
-                self.live.add(leaf)
-        storages = {tensor.data_ptr(): tensor.numel() for tensor in self.live}
+                self.live[id(leaf)] = leaf
+        storages = {tensor.data_ptr(): tensor.numel() for tensor in self.live.values()}
         self.peak = max(self.peak, sum(storages.values()))
         return result
 
@@ -279,6 +279,39 @@ def test_large_heads_give_what_small_ones_give(num_rows):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("num_ids", [1, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kept_logits_give_what_logits_computed_twice_give(num_ids, temperature):
+    hidden, weight, _, bias = head(7, 4, 11)
+    leaves = (hidden, weight, bias)
+    ids = torch.randint(11, (7, num_ids), generator=torch.Generator().manual_seed(1))
+    upstream = torch.linspace(-1, 1, 7 * num_ids, dtype=torch.float64).reshape(7, num_ids)
+    kept = token_logprobs_within_budget(hidden, weight, ids, temperature=temperature, bias=bias)
+    twice = token_logprobs_from_hidden(
+        hidden, weight, ids, temperature=temperature, chunk_size=3, bias=bias
+    )
+    plain = torch.log_softmax((hidden @ weight.T + bias) / temperature, dim=-1).gather(-1, ids)
+    expected = torch.autograd.grad((plain * upstream).sum(), leaves)
+    for found in (kept, twice):
+        torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
+        total = (found * upstream).sum()
+        # The second call finds no kept logits any more.
+        for _ in range(2):
+            gradients = torch.autograd.grad(total, leaves, retain_graph=True)
+            torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_kept_logits_are_one_tensor():
+    num_rows, vocab = 16, 1000
+    hidden, weight, targets, _ = head(num_rows, 8, vocab, dtype=torch.float32)
+    kept = peak_of(
+        lambda: token_logprobs_within_budget(hidden, weight, targets[:, None], temperature=0.5),
+        vocab,
+    )
+    # The weight's transpose [D, V] ends in V as well.
+    assert kept == num_rows * vocab + weight.numel()
 
 
 @pytest.mark.usefixtures("two_rows_at_once")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_rl_core.environments.post_processing import reads_rewards_alone
 from nemo_rl_core.rollouts.sampler import mean_metrics, post_processed
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
@@ -34,6 +35,28 @@ def test_rewards_are_adapted_in_their_places() -> None:
     assert [each.reward for each in rollouts] == [0.0, None, 0.1, 0.0]
     assert rollouts[1] is given[1] and rollouts[2] is given[2]
     assert metrics == {"repeated_fraction": 2 / 3}
+
+
+def test_a_hook_that_reads_rewards_alone_gets_nothing_else_and_its_override_everything() -> None:
+    class Mean:
+        seen: list[str]
+
+        @reads_rewards_alone
+        def global_post_process_and_metrics(self, batch: dict[str, Any]) -> Any:
+            self.seen = sorted(batch)
+            return batch, {"mean": float(batch["rewards"].mean())}
+
+    class Reads(Mean):
+        def global_post_process_and_metrics(self, batch: dict[str, Any]) -> Any:
+            assert batch["completions"] == ["3", "5"]
+            return super().global_post_process_and_metrics(batch)
+
+    given = [rollout("3", 1.0), rollout("4", None), rollout("5", 0.5)]
+    alone, overridden = Mean(), Reads()
+    assert post_processed(alone, given) == post_processed(overridden, given)
+    assert post_processed(alone, given) == (given, {"mean": 0.75})
+    assert alone.seen == ["rewards"]
+    assert {"rewards", "completions", "input_ids"} <= set(overridden.seen)
 
 
 def test_nothing_is_asked_where_nothing_was_scored() -> None:

@@ -1,0 +1,56 @@
+"""What workers find in their environment."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_rl_core.distributed.session import memory_environment, thread_environment
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "MALLOC_"))]:
+        monkeypatch.delenv(name)
+
+
+def test_threads_that_wait_sleep_unless_the_user_decides(monkeypatch):
+    assert thread_environment(2) == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    assert thread_environment(2) == {"OMP_NUM_THREADS": "2"}
+
+
+def test_freed_memory_is_kept_on_cpus_unless_the_user_decides(monkeypatch):
+    on_cpus, on_gpus = SimpleNamespace(use_gpus=False), SimpleNamespace(use_gpus=True)
+    assert memory_environment(on_cpus)
+    assert not memory_environment(on_gpus)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000000")
+    assert not memory_environment(on_cpus)
+
+
+_FAULTS = """
+import resource
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(b"1") * 2**26
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the settings are glibc's")
+def test_freed_memory_is_not_cleared_anew():
+    def page_faults(environment):
+        command = [sys.executable, "-c", _FAULTS]
+        told = {**os.environ, **environment}
+        return int(subprocess.run(command, env=told, capture_output=True, check=True).stdout)
+
+    kept = page_faults(memory_environment(SimpleNamespace(use_gpus=False)))
+    given_back = page_faults({})
+    pages = 2**26 // os.sysconf("SC_PAGE_SIZE")
+    # Large pages, where the system has them, make fewer faults, but no fewer than a kept page.
+    assert kept < pages / 100, (kept, given_back, pages)
+    assert kept < given_back, (kept, given_back, pages)
