@@ -1,0 +1,211 @@
+"""The main job on pods that share nothing but a volume and an S3 server, and are killed.
+
+Everything of `tests/workflows/cluster_bed`; what that is, and what it is not, is said there.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import RECIPE, REPOSITORY
+from tests.workflows.cluster_bed import ClusterBed, Network, Pod, why_no_pods
+from tests.workflows.flyte_backend import Attempt, ExecutionRecord
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_no_pods() is not None, reason=f"{why_no_pods()}"),
+]
+
+NUM_STEPS, SAVE_EVERY = 8, 2
+SMALL: dict[str, Any] = {
+    **RECIPE,
+    "sft": {"num_steps": 100, "global_batch_size": 32, "learning_rate": 0.003},
+    "grpo": {
+        **RECIPE["grpo"],
+        "num_iterations": 1,
+        "num_steps_per_iteration": NUM_STEPS,
+        "save_every_num_steps": SAVE_EVERY,
+    },
+    # Two ranks train and two engines sample, one of each in a pod: half of all weights cross.
+    "generation": {**RECIPE["generation"], "num_engines": 2},
+    "cluster": {"num_workers": 2, "num_threads": 1},
+}
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[ClusterBed]:
+    with ClusterBed(tmp_path / "bed", pods_per_worker=2) as started:
+        yield started
+
+
+def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir(mode=0o777)
+    (tmp_path / "volume").chmod(0o777)
+    folders = ["/tmp", "/dev/shm", "/home/nemo", "/var/nemo_rl"]
+    writes = " && ".join(f"echo here > {folder}/note" for folder in folders)
+    reads = f"cat {' '.join(f'{folder}/note' for folder in folders)}; ls {REPOSITORY}"
+    serve = "python -c 'import http.server as s; s.test(s.SimpleHTTPRequestHandler, port=8000)'"
+    with Network() as network:
+        logs = {name: tmp_path / name for name in ("one", "two")}
+        given = {"volume": tmp_path / "volume"}
+        command = ["sh", "-c", f"{writes}; cd /var/nemo_rl; exec {serve}"]
+        one = Pod(network, "one", command, {}, log=logs["one"], **given)
+        _wait_for((tmp_path / "volume/note").exists, one.poll)
+        look = f"{reads}; id -u; hostname -i; touch /etc/x; touch {sys.prefix}/x; "
+        look += "python -c 'import nemo_rl_core'; "
+        look += "until python -c \"import urllib.request as u; u.urlopen('http://$ADDRESS:8000')\" "
+        look += "2> /dev/null; do sleep 0.2; done; echo reached; "
+        look += "python -c \"import urllib.request as u; u.urlopen('http://127.0.0.1:8000')\""
+        look = look.replace("$ADDRESS", one.address)
+        two = Pod(network, "two", ["sh", "-c", look], {}, log=logs["two"], **given)
+        try:
+            _wait_for(lambda: two.poll() is not None, lambda: None)
+        finally:
+            two.remove()
+            one.remove()
+    seen = logs["two"].read_text()
+    assert seen.count("here\n") == 1
+    assert seen.count("No such file or directory") == 3
+    assert "No module named 'nemo_rl_core'" in seen
+    assert f"1000\n{two.address}\n" in seen
+    assert seen.count("Read-only file system") == 2
+    assert "reached\n" in seen
+    assert "Connection refused" in seen.partition("reached\n")[2]
+
+
+@pytest.mark.thorough
+def test_a_pipeline_goes_on_from_s3_after_a_worker_a_node_and_the_head_were_killed(
+    bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
+) -> None:
+    launched = _launch(bed, tmp_path)
+    kills = (_kill_a_worker, _kill_a_node, _kill_the_head)
+    for number, kill in enumerate(kills):
+        attempt = _wait_for(lambda n=number: _attempt(bed, n), launched.poll)
+        step = SAVE_EVERY * (number + 1)
+        _wait_for(lambda a=attempt, s=step: s in _saved_steps(bed, a), launched.poll)
+        kill(bed)
+    output, _ = launched.communicate(timeout=1200)
+    (execution,) = bed.backend.executions.values()
+    assert launched.returncode == 0, output[-2000:] + execution.error
+    (node,) = execution.named("grpo_iteration.laptop_2_8_any")
+    errors = [attempt.error for attempt in node.attempts]
+    assert len(errors) == 4 and not errors[3], errors
+    assert "WorkerLostError" in errors[0]
+    assert "no result" in errors[2]
+    # Lines have durations: those of a step that ran again would be others.
+    metrics = _metrics_of_artifact(bed, execution)
+    for killed, attempt in zip(node.attempts[:-1], (1, 2, 3), strict=True):
+        saved = _metrics_of_save(bed, killed)
+        assert saved == metrics[: len(saved)] and len(saved) >= SAVE_EVERY * attempt
+
+    local = run_recipe(SMALL, tmp_path / "local")
+    assert local.exit_code == 0, local.output[-2000:]
+    assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
+    there = [manifest for _, manifest in _manifests(bed, execution)]
+    assert _contents(there) == _contents(_manifests_of(local.store))
+
+
+def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
+    """`pyflyte run --remote`, as a user has it."""
+    flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
+    recipe = ["--config", json.dumps(SMALL)]
+    return subprocess.Popen(
+        [
+            *(Path(sys.executable).with_name("pyflyte"), "--config", bed.backend.config, "run"),
+            *(*flags, "workflows/grpo.py", "grpo", *recipe),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "NEMO_RL_HOME": str(home / "store"), "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
+    deadline = time.monotonic() + 900
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        assert ended() is None, "it ended before that"
+        time.sleep(0.05)
+    raise TimeoutError("it did not come")
+
+
+def _attempt(bed: ClusterBed, number: int) -> Attempt | None:
+    for execution in bed.backend.executions.values():
+        for node in execution.named("grpo_iteration.laptop_2_8_any"):
+            if len(node.attempts) > number:
+                return node.attempts[number]
+    return None
+
+
+def _saved_steps(bed: ClusterBed, attempt: Attempt) -> set[int]:
+    """Steps of the checkpoints that Flyte would give the next attempt."""
+    if not bed.bucket.list(bed.bucket.path(attempt.checkpoint)):
+        return set()
+    with _last_save(bed, attempt) as tar:
+        return {int(found) for found in re.findall(r"step-(\d+)/", " ".join(tar.getnames()))}
+
+
+def _last_save(bed: ClusterBed, attempt: Attempt) -> tarfile.TarFile:
+    (archive,) = bed.bucket.list(bed.bucket.path(attempt.checkpoint))
+    return tarfile.open(fileobj=io.BytesIO(bed.bucket.read(archive) or b""))
+
+
+def _metrics_of_save(bed: ClusterBed, attempt: Attempt) -> list[str]:
+    """A line a step, up to the last save that was handed to Flyte."""
+    with _last_save(bed, attempt) as tar:
+        file = tar.extractfile("metrics.jsonl")
+        assert file is not None
+        return file.read().decode().splitlines()[: max(_saved_steps(bed, attempt))]
+
+
+def _metrics_of_artifact(bed: ClusterBed, execution: ExecutionRecord) -> list[str]:
+    (folder,) = [
+        path.removesuffix("manifest.json")
+        for path, manifest in _manifests(bed, execution)
+        if manifest["stage"] == "grpo_iteration 1"
+    ]
+    return (bed.bucket.read(f"{folder}metrics.jsonl") or b"").decode().splitlines()
+
+
+def _kill_a_worker(bed: ClusterBed) -> None:
+    """One of the two ranks that train."""
+    (rank,) = bed.jobs[-1].workers[1].processes("ray::DTensorBackend")
+    os.kill(rank, signal.SIGKILL)
+
+
+def _kill_a_node(bed: ClusterBed) -> None:
+    bed.jobs[-1].workers[1].kill()
+
+
+def _kill_the_head(bed: ClusterBed) -> None:
+    bed.jobs[-1].head.kill()
+
+
+def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[tuple[str, dict[str, Any]]]:
+    """Path and content of the manifest of each artifact in the bucket."""
+    paths = [p for p in bed.bucket.list(f"{execution.name}/") if p.endswith("/manifest.json")]
+    return [(path, json.loads(bed.bucket.read(path) or b"")) for path in paths]
+
+
+def _contents(manifests: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What each stage made: the digest of weights, rows, completions and figures."""
+    return sorted((each["stage"], each["content_hash"]) for each in manifests)
+
+
+def _manifests_of(store: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in store.glob("artifacts/*/manifest.json")]
