@@ -38,8 +38,15 @@ SMALL: dict[str, Any] = {
         "save_every_num_steps": SAVE_EVERY,
     },
     # Two ranks train and two engines sample, one of each in a pod: half of all weights cross.
-    "generation": {**RECIPE["generation"], "num_engines": 2},
+    "generation": {"backend": "hf", "max_new_tokens": 3, "num_engines": 2},
     "cluster": {"num_workers": 2, "num_threads": 1},
+}
+
+SHORT: dict[str, Any] = {
+    **SMALL,
+    "grpo": {**SMALL["grpo"], "num_steps_per_iteration": 2, "save_every_num_steps": 1},
+    # A model that has learnt nothing is told apart by it.
+    "environment": {"kind": "function", "target": "tests.workflows.rewards:digits"},
 }
 
 
@@ -82,6 +89,38 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
     assert seen.count("Read-only file system") == 2
     assert "reached\n" in seen
     assert "Connection refused" in seen.partition("reached\n")[2]
+
+
+def test_an_iteration_across_two_nodes_equals_a_local_one(
+    bed: ClusterBed, own_store: Path, tmp_path: Path
+) -> None:
+    from nemo_rl_core.distributed.session import shutdown
+    from tasks.grpo_iteration import grpo_iteration
+    from tasks.platform.shapes import shape_of
+    from tasks.prepare_data import prepare_data
+    from tasks.prepare_model import prepare_model
+    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+    from tests.workflows.cluster_bed.single_stage import run_stage
+
+    recipe = GRPORecipe.model_validate(SHORT)
+    stages = plan_grpo(config=recipe)
+    model = prepare_model(config=stages.model)
+    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    inputs = {"start": model.base, "reference": model.base, "train": data.train}
+    inputs |= {"config": stages.grpo, "iteration": 1}
+    there = run_stage(
+        bed, grpo_iteration.on_shape(shape_of(recipe.cluster)), inputs, tmp_path / "stage"
+    )
+    try:
+        here = grpo_iteration(**inputs)
+    finally:
+        shutdown()
+    lines = (here.folder / "metrics.jsonl").read_text().splitlines()
+    assert any(json.loads(line)["metrics"]["grad_norm"] > 0 for line in lines)
+    assert there["content_hash"] == here.content_hash
+    # The volume is left as it was: what is uploaded is removed.
+    assert not any((bed.volume / "artifacts").iterdir())
+    assert not any((bed.volume / "inputs").iterdir())
 
 
 @pytest.mark.thorough

@@ -4,12 +4,12 @@
 |---|---|---|
 | `Network` | the cluster's network | a bridge; pods reach one another and the S3 server by it |
 | `Pod` | a pod | name spaces of mounts, network, processes, IPC and host name; user 1000 |
-| `RayJob` | KubeRay's RayJob | a pod as the head, one a worker, the task's command in the head's pod |
+| `RayJob` | KubeRay's RayJob | a head's pod, in which the task's command runs, and the workers' |
 | `ClusterBed` | Flyte's propeller | what starts each container in a pod or as a RayJob |
 
-Within a pod, /tmp, /var, /home, /root, /run, /dev/shm and the folder of this checkout are empty file
-systems of its own, the rest is read-only, and of this checkout there is only the environment of
-packages: the image. Only the pods of a RayJob have the shared volume, and all else comes from S3.
+Within a pod, /tmp, /var, /home, /root, /run, /dev/shm and the folder of this checkout are its own
+and empty, the rest is read-only, and of this checkout there is only the environment of packages:
+the image. Only the pods of a RayJob have the shared volume, and all else comes from S3.
 
 What it does not show: Kubernetes itself (scheduling, RBAC, limits), KubeRay's operator and its
 submitter (the command is started in the head's pod directly), and GPUs.

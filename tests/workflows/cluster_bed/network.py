@@ -7,6 +7,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+
+_PREFIX = "nrl"
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,13 @@ class Network:
 
     def __init__(self) -> None:
         # Two at once on a machine keep clear of each other.
-        self._name = f"nrl{os.getpid() % 100_000:05d}"
+        self._name = f"{_PREFIX}{os.getpid()}"
         self._subnet = f"10.213.{random.SystemRandom().randrange(256)}"
         self.address = f"{self._subnet}.1"
         self._numbers = itertools.count(2)
 
     def __enter__(self) -> "Network":
+        _remove_abandoned()
         _ip("link", "add", self._name, "type", "bridge")
         _ip("address", "add", f"{self.address}/24", "dev", self._name)
         _ip("link", "set", self._name, "up")
@@ -77,11 +81,26 @@ def why_no_pods() -> str | None:
         return "name spaces of network and mounts need root"
     probe = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
     mount = "mount -t tmpfs tmpfs /mnt && ip link add probe type veth peer name other"
-    tried = subprocess.run([*probe, "sh", "-c", mount], capture_output=True, text=True)
+    tried = subprocess.run([*probe, "sh", "-c", mount], check=False, capture_output=True, text=True)
     return f"name spaces are refused: {tried.stderr.strip()}" if tried.returncode else None
 
 
+def _remove_abandoned() -> None:
+    """Removes what processes left that were killed; their names have their numbers."""
+    for space in Path("/run/netns").glob(f"{_PREFIX}*-*"):
+        if not _runs(space.name.removeprefix(_PREFIX).partition("-")[0]):
+            _ip("netns", "delete", space.name)
+    for link in Path("/sys/class/net").glob(f"{_PREFIX}*"):
+        number = link.name.removeprefix(_PREFIX)
+        if number.isdigit() and not _runs(number):
+            _ip("link", "delete", link.name)
+
+
+def _runs(process: str) -> bool:
+    return Path("/proc", process).exists()
+
+
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

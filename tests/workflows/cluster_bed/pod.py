@@ -19,6 +19,8 @@ HOME = "/home/nemo"
 class Pod:
     """Started at once; it ends with its first process, and all others with it.
 
+    It ends, too, when the thread does that has started it.
+
     Args:
         network: That it joins.
         name: Its host name.
@@ -50,6 +52,7 @@ class Pod:
         inside = [name, self.address, str(volume or "-"), str(REPOSITORY), *_image_folders(), "--"]
         self._process = self._open(
             [
+                *("setpriv", "--pdeathsig", "KILL"),  # should this process be killed
                 *("nsenter", f"--net=/run/netns/{self._port.namespace}"),
                 *("unshare", *spaces, "--propagation", "private", "bash", str(_SCRIPT)),
                 *inside,

@@ -43,4 +43,4 @@ if [ "$volume" != - ]; then mount --bind /mnt/volume /var/nemo_rl; fi
 mount -o remount,bind,ro /
 mount -t tmpfs tmpfs /mnt
 cd /home/nemo
-exec setpriv --reuid 1000 --regid 1000 --clear-groups --no-new-privs "$@"
+exec setpriv --pdeathsig KILL --reuid 1000 --regid 1000 --clear-groups --no-new-privs "$@"
