@@ -13,14 +13,18 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.commands import RECIPE, REPOSITORY
 from tests.workflows.cluster_bed import ClusterBed, Network, Pod, why_no_pods
 from tests.workflows.flyte_backend import Attempt, ExecutionRecord
+
+if TYPE_CHECKING:
+    from tests.workflows.cluster_bed.single_stage import SingleStage
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,65 +98,109 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
 def test_an_iteration_across_two_nodes_equals_a_local_one(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
-    from nemo_rl_core.distributed.session import shutdown
-    from tasks.grpo_iteration import grpo_iteration
-    from tasks.platform.shapes import shape_of
-    from tasks.prepare_data import prepare_data
-    from tasks.prepare_model import prepare_model
-    from tasks.recipes.grpo import GRPORecipe, plan_grpo
-    from tests.workflows.cluster_bed.single_stage import run_stage
-
-    recipe = GRPORecipe.model_validate(SHORT)
-    stages = plan_grpo(config=recipe)
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    inputs = {"start": model.base, "reference": model.base, "train": data.train}
-    inputs |= {"config": stages.grpo, "iteration": 1}
-    there = run_stage(
-        bed, grpo_iteration.on_shape(shape_of(recipe.cluster)), inputs, tmp_path / "stage"
-    )
-    try:
-        here = grpo_iteration(**inputs)
-    finally:
-        shutdown()
+    inputs = _inputs(SHORT)
+    there = _iteration(bed, inputs, tmp_path).run()
+    here = _iteration_here(inputs)
     lines = (here.folder / "metrics.jsonl").read_text().splitlines()
     assert any(json.loads(line)["metrics"]["grad_norm"] > 0 for line in lines)
     assert there["content_hash"] == here.content_hash
-    # The volume is left as it was: what is uploaded is removed.
+    # What is uploaded leaves the volume, and what was downloaded does.
     assert not any((bed.volume / "artifacts").iterdir())
     assert not any((bed.volume / "inputs").iterdir())
 
 
 @pytest.mark.thorough
-def test_a_pipeline_goes_on_from_s3_after_a_worker_a_node_and_the_head_were_killed(
-    bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
+def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_the_head_were_killed(
+    bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
-    launched = _launch(bed, tmp_path)
+    grpo = {"num_steps_per_iteration": NUM_STEPS, "save_every_num_steps": SAVE_EVERY}
+    inputs = _inputs({**SHORT, "grpo": {**SHORT["grpo"], **grpo}})
+    stage = _iteration(bed, inputs, tmp_path)
     kills = (_kill_a_worker, _kill_a_node, _kill_the_head)
-    for number, kill in enumerate(kills):
-        attempt = _wait_for(lambda n=number: _attempt(bed, n), launched.poll)
-        step = SAVE_EVERY * (number + 1)
-        _wait_for(lambda a=attempt, s=step: s in _saved_steps(bed, a), launched.poll)
-        kill(bed)
-    output, _ = launched.communicate(timeout=1200)
-    (execution,) = bed.backend.executions.values()
-    assert launched.returncode == 0, output[-2000:] + execution.error
-    (node,) = execution.named("grpo_iteration.laptop_2_8_any")
-    errors = [attempt.error for attempt in node.attempts]
-    assert len(errors) == 4 and not errors[3], errors
+    with ThreadPoolExecutor(1) as background:
+        running = background.submit(stage.run)
+
+        def ended() -> int | None:
+            return 0 if running.done() else None
+
+        for number, kill in enumerate(kills):
+            _wait_for(lambda n=number: len(stage.attempts) > n, ended)
+            attempt, step = stage.attempts[number], SAVE_EVERY * (number + 1)
+            _wait_for(lambda a=attempt, s=step: s in _saved_steps(bed, a), ended)
+            kill(bed)
+        there = running.result()
+    errors = [attempt.error for attempt in stage.attempts]
+    assert len(errors) == 1 + len(kills) and not errors[-1], errors
     assert "WorkerLostError" in errors[0]
     assert "no result" in errors[2]
     # Lines have durations: those of a step that ran again would be others.
-    metrics = _metrics_of_artifact(bed, execution)
-    for killed, attempt in zip(node.attempts[:-1], (1, 2, 3), strict=True):
-        saved = _metrics_of_save(bed, killed)
-        assert saved == metrics[: len(saved)] and len(saved) >= SAVE_EVERY * attempt
+    metrics = _lines(bed, there["directory"]["path"])
+    saved = [_metrics_of_save(bed, attempt) for attempt in stage.attempts[:-1]]
+    assert [len(lines) >= SAVE_EVERY * n for n, lines in enumerate(saved, 1)] == [True] * 3
+    assert all(lines == metrics[: len(lines)] for lines in saved)
+    assert there["content_hash"] == _iteration_here(inputs).content_hash
 
+
+@pytest.mark.thorough
+def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> None:
+    ask = "from nemo_rl_core.distributed.virtual_cluster import start_ray; start_ray(); "
+    ask += "import ray; print('cores', ray.cluster_resources()['CPU'])"
+    both = "ray start --head --num-cpus=7 --include-dashboard=false --disable-usage-stats && "
+    command = ["sh", "-c", f'{both} python -c "{ask}"']
+    code = {"PYTHONPATH": "/var/nemo_rl", "NEMO_RL_HOME": "/home/nemo/store"}
+    with Network() as network:
+        pod = Pod(network, "laptop", command, code, log=tmp_path / "log", volume=REPOSITORY)
+        try:
+            _wait_for(lambda: pod.poll() is not None, lambda: None)
+        finally:
+            pod.remove()
+    assert f"cores {float(os.cpu_count() or 0)}" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.thorough
+def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
+    bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
+) -> None:
+    output, _ = (launched := _launch(bed, tmp_path)).communicate(timeout=1500)
+    (execution,) = bed.backend.executions.values()
+    assert launched.returncode == 0, output[-2000:] + execution.error
     local = run_recipe(SMALL, tmp_path / "local")
     assert local.exit_code == 0, local.output[-2000:]
     assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
-    there = [manifest for _, manifest in _manifests(bed, execution)]
-    assert _contents(there) == _contents(_manifests_of(local.store))
+    assert _contents(_manifests(bed, execution)) == _contents(_manifests_of(local.store))
+
+
+def _inputs(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Of an iteration from an untrained model."""
+    from tasks.prepare_data import prepare_data
+    from tasks.prepare_model import prepare_model
+    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+
+    stages = plan_grpo(config=GRPORecipe.model_validate(recipe))
+    model = prepare_model(config=stages.model)
+    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    models = {"start": model.base, "reference": model.base}
+    return {"config": stages.grpo, "train": data.train, "iteration": 1, **models}
+
+
+def _iteration(bed: ClusterBed, inputs: dict[str, Any], folder: Path) -> "SingleStage":
+    from tasks.grpo_iteration import grpo_iteration
+    from tasks.platform.shapes import shape_of
+    from tests.workflows.cluster_bed.single_stage import SingleStage
+
+    stage = grpo_iteration.on_shape(shape_of(inputs["config"].cluster))
+    return SingleStage(bed, stage, inputs, folder / "stage")
+
+
+def _iteration_here(inputs: dict[str, Any]) -> Any:
+    """The artifact of a local run."""
+    from nemo_rl_core.distributed.session import shutdown
+    from tasks.grpo_iteration import grpo_iteration
+
+    try:
+        return grpo_iteration(**inputs)
+    finally:
+        shutdown()
 
 
 def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
@@ -183,14 +231,6 @@ def _wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
     raise TimeoutError("it did not come")
 
 
-def _attempt(bed: ClusterBed, number: int) -> Attempt | None:
-    for execution in bed.backend.executions.values():
-        for node in execution.named("grpo_iteration.laptop_2_8_any"):
-            if len(node.attempts) > number:
-                return node.attempts[number]
-    return None
-
-
 def _saved_steps(bed: ClusterBed, attempt: Attempt) -> set[int]:
     """Steps of the checkpoints that Flyte would give the next attempt."""
     if not bed.bucket.list(bed.bucket.path(attempt.checkpoint)):
@@ -212,13 +252,10 @@ def _metrics_of_save(bed: ClusterBed, attempt: Attempt) -> list[str]:
         return file.read().decode().splitlines()[: max(_saved_steps(bed, attempt))]
 
 
-def _metrics_of_artifact(bed: ClusterBed, execution: ExecutionRecord) -> list[str]:
-    (folder,) = [
-        path.removesuffix("manifest.json")
-        for path, manifest in _manifests(bed, execution)
-        if manifest["stage"] == "grpo_iteration 1"
-    ]
-    return (bed.bucket.read(f"{folder}metrics.jsonl") or b"").decode().splitlines()
+def _lines(bed: ClusterBed, folder: str) -> list[str]:
+    content = bed.bucket.read(f"{bed.bucket.path(folder)}/metrics.jsonl")
+    assert content is not None
+    return content.decode().splitlines()
 
 
 def _kill_a_worker(bed: ClusterBed) -> None:
@@ -235,10 +272,10 @@ def _kill_the_head(bed: ClusterBed) -> None:
     bed.jobs[-1].head.kill()
 
 
-def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[tuple[str, dict[str, Any]]]:
-    """Path and content of the manifest of each artifact in the bucket."""
+def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[dict[str, Any]]:
+    """Of each artifact in the bucket."""
     paths = [p for p in bed.bucket.list(f"{execution.name}/") if p.endswith("/manifest.json")]
-    return [(path, json.loads(bed.bucket.read(path) or b"")) for path in paths]
+    return [json.loads(bed.bucket.read(path) or b"") for path in paths]
 
 
 def _contents(manifests: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -26,13 +26,14 @@ from flytekit.types.directory import FlyteDirectory
 from tasks.artifacts import Artifact
 from tests.commands import REPOSITORY
 from tests.workflows.cluster_bed.bed import ClusterBed
-from tests.workflows.flyte_backend.containers import Place, run_container
+from tests.workflows.flyte_backend.admin import DOMAIN, PROJECT
+from tests.workflows.flyte_backend.catalog import Catalog
+from tests.workflows.flyte_backend.graph import Scope, Walk
+from tests.workflows.flyte_backend.records import Attempt, ExecutionRecord
 
-_EXECUTION = "single"
 
-
-def run_stage(bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], folder: Path) -> Any:
-    """Runs one attempt of a stage.
+class SingleStage:
+    """A stage that was registered on a bed, and its inputs, which lie in the bucket.
 
     Args:
         bed: Started.
@@ -40,40 +41,53 @@ def run_stage(bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], folder: Pa
         inputs: As the stage is called with; folders of artifacts are uploaded.
         folder: Of this machine, for the archive of the code and the logs.
 
-    Returns:
-        The fields of the artifact that it made.
-
-    Raises:
-        ContainerError: If it failed.
+    Attributes:
+        attempts: Every start of its container so far.
     """
-    (folder / "pod").mkdir(parents=True)
-    bed.bucket.write("single/inputs.pb", _uploaded(bed, stage, inputs, folder / "sandbox"))
-    _, outputs = run_container(
-        _template(bed, stage, folder),
-        Place(
-            pod=folder / "pod",
-            inputs="single/inputs.pb",
-            outputs="single/0",
-            raw="single/0/raw",
-            checkpoint="single/0/checkpoint",
-            previous_checkpoint=None,
-        ),
-        0,
-        bucket=bed.bucket,
-        machine=bed,
-        environment={
-            "FLYTE_INTERNAL_EXECUTION_ID": _EXECUTION,
-            "FLYTE_INTERNAL_EXECUTION_PROJECT": "project",
-            "FLYTE_INTERNAL_EXECUTION_DOMAIN": "domain",
-        },
-        started=lambda _: None,
-        aborted=threading.Event(),
-    )
-    literal = literals_pb2.LiteralMap.FromString(outputs).literals["o0"]
-    return msgpack.loads(literal.scalar.binary.value)
+
+    def __init__(
+        self, bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], folder: Path
+    ) -> None:
+        folder.mkdir(parents=True)
+        self._bed, self._folder = bed, folder
+        self._inputs = _uploaded(bed, stage, inputs, folder / "sandbox")
+        self._template = _template(bed, stage, folder)
+        self._record = ExecutionRecord("single", "no launch plan", self._inputs)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """In order."""
+        return [attempt for node in self._record.nodes.values() for attempt in node.attempts]
+
+    def run(self) -> Any:
+        """Runs it, with as many attempts as it may have.
+
+        Returns:
+            The fields of the artifact that it made.
+
+        Raises:
+            NodeError: If it failed.
+        """
+        walk = Walk(
+            self._record,
+            Catalog(),
+            bucket=self._bed.bucket,
+            machine=self._bed,
+            pods=self._folder / "pods",
+            environment={
+                "FLYTE_INTERNAL_EXECUTION_ID": self._record.name,
+                "FLYTE_INTERNAL_EXECUTION_PROJECT": PROJECT,
+                "FLYTE_INTERNAL_EXECUTION_DOMAIN": DOMAIN,
+            },
+            aborted=threading.Event(),
+        )
+        outputs = walk.task(self._template, self._inputs, Scope(self._bed.backend, {}, {}))
+        return msgpack.loads(outputs.literals["o0"].scalar.binary.value)
 
 
-def _uploaded(bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], sandbox: Path) -> bytes:
+def _uploaded(
+    bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], sandbox: Path
+) -> literals_pb2.LiteralMap:
     access = bed.bucket.environment
     data = DataConfig(
         s3=S3Config(
@@ -88,8 +102,7 @@ def _uploaded(bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], sandbox: P
         types = {name: stage.python_interface.inputs[name] for name in inputs}
         given = {name: _as_made_here(value) for name, value in inputs.items()}
         literals = TypeEngine.dict_to_literal_map(uploading, given, types)
-    content: bytes = literals.to_flyte_idl().SerializeToString()
-    return content
+    return literals.to_flyte_idl()
 
 
 def _as_made_here(value: Any) -> Any:
@@ -105,8 +118,8 @@ def _template(bed: ClusterBed, stage: Any, folder: Path) -> tasks_pb2.TaskTempla
     archive = Path(fast_package(REPOSITORY, folder, options=options))
     bed.bucket.write(f"single/{archive.name}", archive.read_bytes())
     settings = SerializationSettings(
-        project="project",
-        domain="domain",
+        project=PROJECT,
+        domain=DOMAIN,
         version="1",
         image_config=ImageConfig.auto(img_name="unused:0"),
         fast_serialization_settings=FastSerializationSettings(
