@@ -1,30 +1,22 @@
-"""The main job on pods that share nothing but a volume and an S3 server, and are killed.
+"""The main job on pods that share nothing but a volume and an S3 server.
 
 Everything of `tests/workflows/cluster_bed`; what that is, and what it is not, is said there.
 """
 
-import io
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.commands import RECIPE, REPOSITORY
 from tests.workflows.cluster_bed import ClusterBed, Network, Pod, why_no_pods
-from tests.workflows.flyte_backend import Attempt, ExecutionRecord
-
-if TYPE_CHECKING:
-    from tests.workflows.cluster_bed.single_stage import SingleStage
+from tests.workflows.flyte_backend import ExecutionRecord
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,13 +36,6 @@ SMALL: dict[str, Any] = {
     # Two ranks train and two engines sample, one of each in a pod: half of all weights cross.
     "generation": {"backend": "hf", "max_new_tokens": 3, "num_engines": 2},
     "cluster": {"num_workers": 2, "num_threads": 1},
-}
-
-SHORT: dict[str, Any] = {
-    **SMALL,
-    "grpo": {**SMALL["grpo"], "num_steps_per_iteration": 2, "save_every_num_steps": 1},
-    # A model that has learnt nothing is told apart by it.
-    "environment": {"kind": "function", "target": "tests.workflows.rewards:digits"},
 }
 
 
@@ -95,52 +80,6 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
     assert "Connection refused" in seen.partition("reached\n")[2]
 
 
-def test_an_iteration_across_two_nodes_equals_a_local_one(
-    bed: ClusterBed, own_store: Path, tmp_path: Path
-) -> None:
-    inputs = _inputs(SHORT)
-    there = _iteration(bed, inputs, tmp_path).run()
-    here = _iteration_here(inputs)
-    lines = (here.folder / "metrics.jsonl").read_text().splitlines()
-    assert any(json.loads(line)["metrics"]["grad_norm"] > 0 for line in lines)
-    assert there["content_hash"] == here.content_hash
-    # What is uploaded leaves the volume, and what was downloaded does.
-    assert not any((bed.volume / "artifacts").iterdir())
-    assert not any((bed.volume / "inputs").iterdir())
-
-
-@pytest.mark.thorough
-def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_the_head_were_killed(
-    bed: ClusterBed, own_store: Path, tmp_path: Path
-) -> None:
-    grpo = {"num_steps_per_iteration": NUM_STEPS, "save_every_num_steps": SAVE_EVERY}
-    inputs = _inputs({**SHORT, "grpo": {**SHORT["grpo"], **grpo}})
-    stage = _iteration(bed, inputs, tmp_path)
-    kills = (_kill_a_worker, _kill_a_node, _kill_the_head)
-    with ThreadPoolExecutor(1) as background:
-        running = background.submit(stage.run)
-
-        def ended() -> int | None:
-            return 0 if running.done() else None
-
-        for number, kill in enumerate(kills):
-            _wait_for(lambda n=number: len(stage.attempts) > n, ended)
-            attempt, step = stage.attempts[number], SAVE_EVERY * (number + 1)
-            _wait_for(lambda a=attempt, s=step: s in _saved_steps(bed, a), ended)
-            kill(bed)
-        there = running.result()
-    errors = [attempt.error for attempt in stage.attempts]
-    assert len(errors) == 1 + len(kills) and not errors[-1], errors
-    assert "WorkerLostError" in errors[0]
-    assert "no result" in errors[2]
-    # Lines have durations: those of a step that ran again would be others.
-    metrics = _lines(bed, there["directory"]["path"])
-    saved = [_metrics_of_save(bed, attempt) for attempt in stage.attempts[:-1]]
-    assert [len(lines) >= SAVE_EVERY * n for n, lines in enumerate(saved, 1)] == [True] * 3
-    assert all(lines == metrics[: len(lines)] for lines in saved)
-    assert there["content_hash"] == _iteration_here(inputs).content_hash
-
-
 @pytest.mark.thorough
 def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> None:
     ask = "from nemo_rl_core.distributed.virtual_cluster import start_ray; start_ray(); "
@@ -170,39 +109,6 @@ def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
     assert _contents(_manifests(bed, execution)) == _contents(_manifests_of(local.store))
 
 
-def _inputs(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Of an iteration from an untrained model."""
-    from tasks.prepare_data import prepare_data
-    from tasks.prepare_model import prepare_model
-    from tasks.recipes.grpo import GRPORecipe, plan_grpo
-
-    stages = plan_grpo(config=GRPORecipe.model_validate(recipe))
-    model = prepare_model(config=stages.model)
-    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
-    models = {"start": model.base, "reference": model.base}
-    return {"config": stages.grpo, "train": data.train, "iteration": 1, **models}
-
-
-def _iteration(bed: ClusterBed, inputs: dict[str, Any], folder: Path) -> "SingleStage":
-    from tasks.grpo_iteration import grpo_iteration
-    from tasks.platform.shapes import shape_of
-    from tests.workflows.cluster_bed.single_stage import SingleStage
-
-    stage = grpo_iteration.on_shape(shape_of(inputs["config"].cluster))
-    return SingleStage(bed, stage, inputs, folder / "stage")
-
-
-def _iteration_here(inputs: dict[str, Any]) -> Any:
-    """The artifact of a local run."""
-    from nemo_rl_core.distributed.session import shutdown
-    from tasks.grpo_iteration import grpo_iteration
-
-    try:
-        return grpo_iteration(**inputs)
-    finally:
-        shutdown()
-
-
 def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
     """`pyflyte run --remote`, as a user has it."""
     flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
@@ -229,47 +135,6 @@ def _wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
         assert ended() is None, "it ended before that"
         time.sleep(0.05)
     raise TimeoutError("it did not come")
-
-
-def _saved_steps(bed: ClusterBed, attempt: Attempt) -> set[int]:
-    """Steps of the checkpoints that Flyte would give the next attempt."""
-    if not bed.bucket.list(bed.bucket.path(attempt.checkpoint)):
-        return set()
-    with _last_save(bed, attempt) as tar:
-        return {int(found) for found in re.findall(r"step-(\d+)/", " ".join(tar.getnames()))}
-
-
-def _last_save(bed: ClusterBed, attempt: Attempt) -> tarfile.TarFile:
-    (archive,) = bed.bucket.list(bed.bucket.path(attempt.checkpoint))
-    return tarfile.open(fileobj=io.BytesIO(bed.bucket.read(archive) or b""))
-
-
-def _metrics_of_save(bed: ClusterBed, attempt: Attempt) -> list[str]:
-    """A line a step, up to the last save that was handed to Flyte."""
-    with _last_save(bed, attempt) as tar:
-        file = tar.extractfile("metrics.jsonl")
-        assert file is not None
-        return file.read().decode().splitlines()[: max(_saved_steps(bed, attempt))]
-
-
-def _lines(bed: ClusterBed, folder: str) -> list[str]:
-    content = bed.bucket.read(f"{bed.bucket.path(folder)}/metrics.jsonl")
-    assert content is not None
-    return content.decode().splitlines()
-
-
-def _kill_a_worker(bed: ClusterBed) -> None:
-    """One of the two ranks that train."""
-    (rank,) = bed.jobs[-1].workers[1].processes("ray::DTensorBackend")
-    os.kill(rank, signal.SIGKILL)
-
-
-def _kill_a_node(bed: ClusterBed) -> None:
-    bed.jobs[-1].workers[1].kill()
-
-
-def _kill_the_head(bed: ClusterBed) -> None:
-    bed.jobs[-1].head.kill()
 
 
 def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[dict[str, Any]]:
