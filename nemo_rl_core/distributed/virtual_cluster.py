@@ -39,6 +39,7 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     local: dict[str, Any] = {
+        "address": "local",  # else Ray joins whatever `ray start` has left on this machine
         "num_cpus": os.cpu_count(),
         "include_dashboard": False,
         "runtime_env": {"worker_process_setup_hook": _end_of_workers_is_quiet()},

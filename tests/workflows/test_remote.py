@@ -140,7 +140,7 @@ def test_a_killed_container_goes_on_from_its_checkpoint(
         return None
 
     attempt = _wait_for(first_attempt, launched)
-    _wait_for(lambda: any(attempt.checkpoint.rglob("*")), launched)
+    _wait_for(lambda: any(Path(attempt.checkpoint).rglob("*")), launched)
     os.killpg(attempt.pid, signal.SIGKILL)
     output = launched.communicate(timeout=500)[0]
     (execution,) = backend.executions.values()

@@ -1,12 +1,9 @@
 """The services that flytekit's client speaks to: registration, launches, and uploads."""
 
-import base64
 import hashlib
-import os
 import threading
 import uuid
 from concurrent import futures
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +18,9 @@ from flyteidl.admin import workflow_pb2 as workflows
 from flyteidl.core import compiler_pb2, execution_pb2, identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
 
+from tests.workflows.flyte_backend.buckets import Bucket, FolderBucket
 from tests.workflows.flyte_backend.catalog import Catalog
+from tests.workflows.flyte_backend.containers import Machine, Processes
 from tests.workflows.flyte_backend.graph import Scope, Walk
 from tests.workflows.flyte_backend.records import ExecutionRecord
 
@@ -39,7 +38,9 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
     """Flyte's admin service, its data proxy and its engine. A context manager.
 
     Args:
-        root: A folder for the bucket (`blobs`) and the pods' disks (`pods`).
+        root: A folder for the bucket (`blobs`) and the pods' disks and logs (`pods`).
+        bucket: Where files lie between containers; by default that folder.
+        machine: What starts the containers; by default they are processes of this machine.
 
     Attributes:
         tasks: What was registered, by name and version; the others likewise.
@@ -50,8 +51,11 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         ...     subprocess.run(["pyflyte", "--config", backend.config, "register", "workflows"])
     """
 
-    def __init__(self, root: Path) -> None:
-        self._blobs, self._pods = root / "blobs", root / "pods"
+    def __init__(
+        self, root: Path, *, bucket: Bucket | None = None, machine: Machine | None = None
+    ) -> None:
+        self._bucket, self._pods = bucket or FolderBucket(root / "blobs"), root / "pods"
+        self._machine = machine or Processes()
         self.tasks: dict[Key, tasks.TaskSpec] = {}
         self.workflows: dict[Key, workflows.WorkflowSpec] = {}
         self.launch_plans: dict[Key, launch_plans.LaunchPlanSpec] = {}
@@ -65,7 +69,6 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(self, self._server)
         self._port = self._server.add_insecure_port(f"{_HOST}:0")
-        self._uploads = ThreadingHTTPServer((_HOST, 0), _upload_handler(self._blobs))
         self._root = root
 
     @property
@@ -76,9 +79,9 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return path
 
     def __enter__(self) -> Self:
-        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._bucket.__enter__()
         self._server.start()
-        threading.Thread(target=self._uploads.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,9 +89,8 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             event.set()
         for walk in self._walks:
             walk.join(60)
-        self._uploads.shutdown()
-        self._uploads.server_close()
         self._server.stop(1).wait()
+        self._bucket.__exit__()
 
     # What the graph asks for.
 
@@ -229,7 +231,8 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         walk = Walk(
             record,
             self._catalog,
-            blobs=self._blobs,
+            bucket=self._bucket,
+            machine=self._machine,
             pods=self._pods,
             environment=environment,
             aborted=self._aborted[record.name],
@@ -286,10 +289,10 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
     def CreateUploadLocation(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         """A place in the bucket, and an address that takes the bytes for it."""
         digest = request.filename_root or hashlib.sha256(request.content_md5).hexdigest()[:24]
-        path = Path("uploads") / digest / request.filename
+        path = f"uploads/{digest}/{request.filename}"
         return dataproxy_pb2.CreateUploadLocationResponse(
-            signed_url=f"http://{_HOST}:{self._uploads.server_port}/{path}",
-            native_url=str(self._blobs / path),
+            signed_url=self._bucket.upload_url(path, request.content_md5),
+            native_url=self._bucket.url(path),
         )
 
 
@@ -305,23 +308,3 @@ def _meaning(spec: Any) -> bytes:
 
 def _execution_id(name: str) -> identifier_pb2.WorkflowExecutionIdentifier:
     return identifier_pb2.WorkflowExecutionIdentifier(project=PROJECT, domain=DOMAIN, name=name)
-
-
-def _upload_handler(blobs: Path) -> type[BaseHTTPRequestHandler]:
-    class Upload(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            content = self.rfile.read(int(self.headers["Content-Length"]))
-            digest = base64.b64encode(hashlib.md5(content).digest()).decode()
-            target = blobs / os.path.normpath(self.path.lstrip("/"))
-            if digest != self.headers["Content-MD5"] or not target.is_relative_to(blobs):
-                self.send_error(400)
-                return
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
-
-    return Upload

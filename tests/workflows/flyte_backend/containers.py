@@ -1,4 +1,4 @@
-"""A task's container as a process: its real command, in a folder that stands for the pod."""
+"""A task's container: its real command, on what starts it, and what it leaves in the bucket."""
 
 import os
 import shutil
@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from flyteidl.core import errors_pb2, literals_pb2, tasks_pb2
 
+from tests.workflows.flyte_backend.buckets import Bucket
 from tests.workflows.flyte_backend.records import Attempt
 
 _BIN = Path(sys.executable).parent
@@ -20,9 +23,11 @@ _KEPT = ("LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True)
 class Place:
-    """Where an attempt reads and writes.
+    """Where an attempt reads and writes; paths in the bucket, but for the pod.
 
     Attributes:
+        pod: A folder of this machine for the container's log, and for its disk where it has no
+            other.
         outputs: Metadata of the node: `outputs.pb`, `futures.pb` or `error.pb`, and the deck.
         raw: Files and folders that it hands on.
         checkpoint: Where this attempt may leave what the next one goes on from.
@@ -30,11 +35,43 @@ class Place:
     """
 
     pod: Path
-    inputs: Path
-    outputs: Path
-    raw: Path
-    checkpoint: Path
-    previous_checkpoint: Path | None
+    inputs: str
+    outputs: str
+    raw: str
+    checkpoint: str
+    previous_checkpoint: str | None
+
+
+class Container(Protocol):
+    """A started one.
+
+    Attributes:
+        pid: Of its first process, as this machine counts.
+    """
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        ...
+
+    def remove(self) -> None:
+        """Ends it, if it still runs, and what it had on its disk; the log stays."""
+        ...
+
+
+class Machine(Protocol):
+    """What starts containers."""
+
+    def start(
+        self,
+        task: tasks_pb2.TaskTemplate,
+        command: list[str],
+        pod: Path,
+        environment: dict[str, str],
+    ) -> Container:
+        """Starts one, with its output in `pod / "log"`."""
+        ...
 
 
 class ContainerError(Exception):
@@ -54,6 +91,8 @@ def run_container(
     place: Place,
     number: int,
     *,
+    bucket: Bucket,
+    machine: Machine,
     environment: dict[str, str],
     started: Callable[[Attempt], None],
     aborted: threading.Event,
@@ -70,19 +109,28 @@ def run_container(
     Raises:
         ContainerError: If there is no result.
     """
-    command = _command(task.container.args, place)
-    for folder in (place.outputs, place.raw, place.checkpoint, place.pod / "home"):
-        folder.mkdir(parents=True, exist_ok=True)
-    process = _start(command, task, place.pod, environment)
-    attempt = Attempt(number, command, place.pod, place.checkpoint, process.pid)
-    started(attempt)
-    seconds = task.metadata.timeout.seconds or None
-    attempt.exit_code = _wait(process, aborted, seconds)
-    _take_disk(place.pod)
+    command = _command(task.container.args, place, bucket)
+    own = {pair.key: pair.value for pair in task.container.env}
+    own |= {
+        "FLYTE_INTERNAL_TASK_PROJECT": task.id.project,
+        "FLYTE_INTERNAL_TASK_DOMAIN": task.id.domain,
+        "FLYTE_INTERNAL_TASK_NAME": task.id.name,
+        "FLYTE_INTERNAL_TASK_VERSION": task.id.version,
+    }
+    container = machine.start(task, command, place.pod, own | environment)
+    try:
+        attempt = Attempt(
+            number, command, place.pod, bucket.folder(place.checkpoint), container.pid
+        )
+        started(attempt)
+        attempt.exit_code = _wait(container, aborted, task.metadata.timeout.seconds or None)
+    finally:
+        container.remove()
     for name in ("outputs.pb", "futures.pb"):
-        if attempt.exit_code == 0 and (place.outputs / name).exists():
-            return name, (place.outputs / name).read_bytes()
-    attempt.error, may_retry = _error(place.outputs, attempt)
+        content = bucket.read(f"{place.outputs}/{name}")
+        if attempt.exit_code == 0 and content is not None:
+            return name, content
+    attempt.error, may_retry = _error(bucket.read(f"{place.outputs}/error.pb"), attempt)
     raise ContainerError(attempt.error, may_retry=may_retry)
 
 
@@ -91,68 +139,81 @@ def read_outputs(content: bytes) -> literals_pb2.LiteralMap:
     return literals_pb2.LiteralMap.FromString(content)
 
 
-def _command(args: list[str], place: Place) -> list[str]:
-    previous = str(place.previous_checkpoint) if place.previous_checkpoint else '""'
+def _command(args: list[str], place: Place, bucket: Bucket) -> list[str]:
+    previous = place.previous_checkpoint
     meant = {
-        "{{.input}}": str(place.inputs),
-        "{{.outputPrefix}}": str(place.outputs),
-        "{{.rawOutputDataPrefix}}": str(place.raw),
-        "{{.checkpointOutputPrefix}}": str(place.checkpoint),
-        "{{.prevCheckpointPrefix}}": previous,
+        "{{.input}}": bucket.url(place.inputs),
+        "{{.outputPrefix}}": bucket.folder(place.outputs),
+        "{{.rawOutputDataPrefix}}": bucket.folder(place.raw),
+        "{{.checkpointOutputPrefix}}": bucket.folder(place.checkpoint),
+        "{{.prevCheckpointPrefix}}": bucket.folder(previous) if previous else '""',
     }
     return [meant.get(argument, argument) for argument in args]
 
 
-def _start(
-    command: list[str], task: tasks_pb2.TaskTemplate, pod: Path, environment: dict[str, str]
-) -> "subprocess.Popen[bytes]":
-    own = {key: value for key, value in os.environ.items() if key in _KEPT}
-    own |= {pair.key: pair.value for pair in task.container.env}
-    own |= {
-        # An image has flytekit's programs on its path; here they lie beside this very Python.
-        "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(pod / "home"),
-        "NEMO_RL_HOME": str(pod / "store"),
-        # The code is what the distribution unpacks into the working directory, and nothing else.
-        "PYTHONPATH": str(pod / "code"),
-        "FLYTE_INTERNAL_TASK_PROJECT": task.id.project,
-        "FLYTE_INTERNAL_TASK_DOMAIN": task.id.domain,
-        "FLYTE_INTERNAL_TASK_NAME": task.id.name,
-        "FLYTE_INTERNAL_TASK_VERSION": task.id.version,
-        **environment,
-    }
-    (pod / "code").mkdir(exist_ok=True)
-    with (pod / "log").open("wb") as log:
-        return subprocess.Popen(
-            command, cwd=pod / "code", env=own, stdout=log, stderr=log, start_new_session=True
-        )
+class Processes:
+    """Starts containers as processes of this machine, each with a folder as its disk."""
+
+    def start(
+        self,
+        task: tasks_pb2.TaskTemplate,
+        command: list[str],
+        pod: Path,
+        environment: dict[str, str],
+    ) -> "ProcessContainer":
+        own = {key: value for key, value in os.environ.items() if key in _KEPT}
+        own |= {
+            # An image has flytekit's programs on its path; here they lie beside this very Python.
+            "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(pod / "home"),
+            "NEMO_RL_HOME": str(pod / "store"),
+            # The code is what the distribution unpacks into the working directory, nothing else.
+            "PYTHONPATH": str(pod / "code"),
+            **environment,
+        }
+        for folder in ("code", "home"):
+            (pod / folder).mkdir(exist_ok=True)
+        with (pod / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=pod / "code", env=own, stdout=log, stderr=log, start_new_session=True
+            )
+        return ProcessContainer(process, pod)
 
 
-def _wait(
-    process: "subprocess.Popen[bytes]", aborted: threading.Event, seconds: float | None
-) -> int:
-    waited = 0.0
-    while True:
-        try:
-            return process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            waited += 0.2
-        if aborted.is_set() or (seconds is not None and waited > seconds):
-            os.killpg(process.pid, signal.SIGKILL)
-            return process.wait()
+class ProcessContainer:
+    """A process group, and the folder that is its disk.
+
+    Attributes:
+        pid: Of the group.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", pod: Path) -> None:
+        self._process, self._pod, self.pid = process, pod, process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def remove(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        # A pod's disk goes with the pod: what the next stage needs has gone to the bucket.
+        for entry in self._pod.iterdir():
+            if entry.name != "log":
+                shutil.rmtree(entry, ignore_errors=True)
 
 
-def _take_disk(pod: Path) -> None:
-    """A pod's disk goes with the pod: what the next stage needs has gone to the bucket."""
-    for entry in pod.iterdir():
-        if entry.name != "log":
-            shutil.rmtree(entry, ignore_errors=True)
+def _wait(container: Container, aborted: threading.Event, seconds: float | None) -> int:
+    deadline = float("inf") if seconds is None else time.monotonic() + seconds
+    while (code := container.poll()) is None:
+        if aborted.wait(0.2) or time.monotonic() > deadline:
+            return -signal.SIGKILL
+    return code
 
 
-def _error(outputs: Path, attempt: Attempt) -> tuple[str, bool]:
-    written = outputs / "error.pb"
-    if not written.exists():
+def _error(written: bytes | None, attempt: Attempt) -> tuple[str, bool]:
+    if written is None:
         last = "\n".join(attempt.log.splitlines()[-15:])
         return f"the container ended with {attempt.exit_code} and no result\n{last}", True
-    error = errors_pb2.ErrorDocument.FromString(written.read_bytes()).error
+    error = errors_pb2.ErrorDocument.FromString(written).error
     return error.message, error.kind == errors_pb2.ContainerError.RECOVERABLE

@@ -9,9 +9,11 @@ from typing import Protocol
 from flyteidl.core import dynamic_job_pb2, literals_pb2, tasks_pb2, workflow_pb2
 
 from tests.workflows.flyte_backend.bindings import resolve
+from tests.workflows.flyte_backend.buckets import Bucket
 from tests.workflows.flyte_backend.catalog import Catalog
 from tests.workflows.flyte_backend.containers import (
     ContainerError,
+    Machine,
     Place,
     read_outputs,
     run_container,
@@ -58,7 +60,8 @@ class Walk:
     """One execution on its way through its graphs.
 
     Args:
-        blobs: The folder that stands for the bucket.
+        bucket: Where files lie between containers.
+        machine: What starts the containers.
         pods: Where a folder is made for every container.
         environment: What Flyte tells every container of the execution.
     """
@@ -68,13 +71,14 @@ class Walk:
         record: ExecutionRecord,
         catalog: Catalog,
         *,
-        blobs: Path,
+        bucket: Bucket,
+        machine: Machine,
         pods: Path,
         environment: dict[str, str],
         aborted: threading.Event,
     ) -> None:
         self._record, self._catalog = record, catalog
-        self._blobs, self._pods = blobs / record.name, pods / record.name
+        self._bucket, self._machine, self._pods = bucket, machine, pods / record.name
         self._environment, self._aborted = environment, aborted
 
     def workflow(
@@ -226,6 +230,8 @@ class Walk:
                     task,
                     place,
                     number,
+                    bucket=self._bucket,
+                    machine=self._machine,
                     environment=environment,
                     started=record.attempts.append,
                     aborted=self._aborted,
@@ -237,18 +243,18 @@ class Walk:
         raise AssertionError("a task has at least one attempt")
 
     def _place(self, path: str, number: int, inputs: literals_pb2.LiteralMap) -> Place:
-        node = self._blobs / path.replace("/", "-")
-        node.mkdir(parents=True, exist_ok=True)
-        (node / "inputs.pb").write_bytes(inputs.SerializeToString())
-        pod = self._pods / path.replace("/", "-") / str(number)
+        flat = path.replace("/", "-")
+        node = f"{self._record.name}/{flat}"
+        self._bucket.write(f"{node}/inputs.pb", inputs.SerializeToString())
+        pod = self._pods / flat / str(number)
         pod.mkdir(parents=True)
         return Place(
             pod=pod,
-            inputs=node / "inputs.pb",
-            outputs=node / str(number),
-            raw=node / str(number) / "raw",
-            checkpoint=node / str(number) / "checkpoint",
-            previous_checkpoint=node / str(number - 1) / "checkpoint" if number else None,
+            inputs=f"{node}/inputs.pb",
+            outputs=f"{node}/{number}",
+            raw=f"{node}/{number}/raw",
+            checkpoint=f"{node}/{number}/checkpoint",
+            previous_checkpoint=f"{node}/{number - 1}/checkpoint" if number else None,
         )
 
 

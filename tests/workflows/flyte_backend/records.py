@@ -16,7 +16,7 @@ class Attempt:
     Attributes:
         command: As it was started.
         pod: The folder that stands for the pod's disk, empty at first; only `log` outlives it.
-        checkpoint: Where it leaves what the next attempt goes on from.
+        checkpoint: The address in the bucket where it leaves what the next attempt goes on from.
         exit_code: None while it runs.
         error: What `error.pb` said, or how the process ended.
     """
@@ -24,7 +24,7 @@ class Attempt:
     number: int
     command: list[str]
     pod: Path
-    checkpoint: Path
+    checkpoint: str
     pid: int
     exit_code: int | None = None
     error: str = ""

@@ -1,0 +1,130 @@
+"""A RayJob: the pods of its cluster, made from the task's own specification, and its command."""
+
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flyteidl.core import tasks_pb2
+from google.protobuf import json_format
+
+from tests.workflows.cluster_bed.network import Network
+from tests.workflows.cluster_bed.pod import Pod
+
+_GCS_PORT = 6379
+_OBJECT_STORE_BYTES = 200_000_000
+_START_SECONDS = 600.0  # a busy machine takes long to start three Ray nodes
+
+
+class RayJob:
+    """Runs from the first pod to the end of the command; a `Container`.
+
+    Args:
+        network: Of the pods.
+        task: Whose `custom` has head and worker groups.
+        command: Runs in the head's pod.
+        folder: Of this machine, for logs: `log` has the command's, beside one a pod.
+        environment: Of all pods.
+        volume: Folder that all pods share.
+        pods_per_worker: Into how many pods each worker pod is divided, and its CPUs with it.
+
+    Attributes:
+        head: The pod without CPUs.
+        workers: The others.
+        pid: Of the command.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        task: tasks_pb2.TaskTemplate,
+        command: list[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        volume: Path,
+        pods_per_worker: int = 1,
+    ) -> None:
+        self._network, self._folder, self._volume = network, folder, volume
+        self._environment = {"RAY_USAGE_STATS_ENABLED": "0", **environment}
+        self.workers: list[Pod] = []
+        self._command: subprocess.Popen[bytes] | None = None
+        cluster = json_format.MessageToDict(task.custom)["rayCluster"]
+        try:
+            self.head = self._start_head(cluster["headGroupSpec"])
+            self._await(self._gcs_is_up, "the head's control store")
+            for group in cluster["workerGroupSpec"]:
+                self._start_workers(group, pods_per_worker)
+            self._await(lambda: self._num_nodes() == 1 + len(self.workers), "all Ray nodes")
+            self._command = self.head.run(
+                command, {**self._environment, "RAY_ADDRESS": f"{self.head.address}:{_GCS_PORT}"}
+            )
+        except BaseException:
+            self.remove()
+            raise
+        self.pid = self._command.pid
+
+    def poll(self) -> int | None:
+        """The command's exit code; None while it runs. Without the head there is no command."""
+        assert self._command is not None
+        if self.head.poll() is not None and self._command.poll() is None:
+            self._command.kill()
+        return self._command.poll()
+
+    def remove(self) -> None:
+        """Ends all pods, as KubeRay does after the job."""
+        for pod in [*self.workers, *([self.head] if hasattr(self, "head") else [])]:
+            pod.remove()
+        if self._command is not None:
+            self._command.wait(60)
+
+    def _start_head(self, group: Mapping[str, Any]) -> Pod:
+        given = [f"--{key}={value}" for key, value in group["rayStartParams"].items()]
+        return self._start(
+            "ray-head", "--head", f"--port={_GCS_PORT}", "--include-dashboard=false", *given
+        )
+
+    def _start_workers(self, group: Mapping[str, Any], pods_per_worker: int) -> None:
+        spec = group["k8sPod"]["podSpec"]
+        cores = int(spec["containers"][0]["resources"]["limits"]["cpu"]) // pods_per_worker
+        for _ in range(int(group["replicas"]) * pods_per_worker):
+            address = f"--address={self.head.address}:{_GCS_PORT}"
+            name = f"ray-{group['groupName']}-{len(self.workers)}"
+            self.workers.append(self._start(name, address, f"--num-cpus={cores}"))
+
+    def _start(self, name: str, *options: str) -> Pod:
+        memory = f"--object-store-memory={_OBJECT_STORE_BYTES}"
+        return Pod(
+            self._network,
+            name,
+            ["ray", "start", "--block", "--disable-usage-stats", memory, *options],
+            self._environment,
+            log=self._folder / ("log" if name == "ray-head" else f"log-{name}"),
+            volume=self._volume,
+        )
+
+    def _await(self, is_so: Any, what: str) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not is_so():
+            for pod in [self.head, *self.workers]:
+                if pod.poll() is not None or time.monotonic() > deadline:
+                    logs = "\n".join(p.read_text()[-2000:] for p in self._folder.glob("log*"))
+                    raise TimeoutError(f"{what} did not come up\n{logs}")
+            time.sleep(0.1)
+
+    def _gcs_is_up(self) -> bool:
+        import socket
+
+        try:
+            socket.create_connection((self.head.address, _GCS_PORT), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def _num_nodes(self) -> int:
+        from ray._raylet import GcsClient
+
+        client = GcsClient(address=f"{self.head.address}:{_GCS_PORT}")
+        alive = 0  # ALIVE, as Ray's GcsNodeInfo.GcsNodeState counts
+        return sum(node.state == alive for node in client.get_all_node_info(timeout=10).values())

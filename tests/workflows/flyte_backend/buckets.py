@@ -1,0 +1,191 @@
+"""Where files lie between containers: a folder of this machine, or a server that speaks S3."""
+
+import base64
+import hashlib
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+_HOST = "127.0.0.1"
+
+
+class Bucket(Protocol):
+    """Objects by their path; a context manager while its server runs."""
+
+    def __enter__(self) -> "Bucket": ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def url(self, path: str) -> str:
+        """What containers know an object by."""
+        ...
+
+    def folder(self, path: str) -> str:
+        """What containers know a folder by, which is there from now on where there are such."""
+        ...
+
+    def write(self, path: str, content: bytes) -> None:
+        """Puts an object."""
+        ...
+
+    def read(self, path: str) -> bytes | None:
+        """An object's bytes; None where there is none."""
+        ...
+
+    def upload_url(self, path: str, content_md5: bytes) -> str:
+        """An address that takes the bytes by PUT, with their MD5 in the header."""
+        ...
+
+
+class FolderBucket:
+    """A folder, which all containers see.
+
+    Attributes:
+        root: The folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._uploads = ThreadingHTTPServer((_HOST, 0), _upload_handler(root))
+
+    def __enter__(self) -> "FolderBucket":
+        self.root.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=self._uploads.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._uploads.shutdown()
+        self._uploads.server_close()
+
+    def url(self, path: str) -> str:
+        return str(self.root / path)
+
+    def folder(self, path: str) -> str:
+        (self.root / path).mkdir(parents=True, exist_ok=True)
+        return self.url(path)
+
+    def write(self, path: str, content: bytes) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+    def read(self, path: str) -> bytes | None:
+        found = self.root / path
+        return found.read_bytes() if found.is_file() else None
+
+    def upload_url(self, path: str, content_md5: bytes) -> str:
+        return f"http://{_HOST}:{self._uploads.server_port}/{path}"
+
+
+class S3Bucket:
+    """A bucket of moto's S3 server.
+
+    Args:
+        address: Of this machine, that containers reach it at.
+
+    Attributes:
+        environment: What Flyte's propeller gives every container for it.
+    """
+
+    _NAME = "flyte-data"
+
+    def __init__(self, address: str) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._address = address
+        self._server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+        self.environment: dict[str, str] = {}
+        self._client: Any = None
+
+    def __enter__(self) -> "S3Bucket":
+        import logging
+
+        import boto3
+        from botocore.config import Config
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server.start()
+        endpoint = f"http://{self._address}:{self._server.get_host_and_port()[1]}"
+        key, secret, region = "a-key", "its-secret", "us-east-1"
+        self.environment = {
+            "FLYTE_AWS_ENDPOINT": endpoint,
+            "FLYTE_AWS_ACCESS_KEY_ID": key,
+            "FLYTE_AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_DEFAULT_REGION": region,
+        }
+        self._client = boto3.client(
+            "s3",
+            endpoint_url=endpoint,
+            aws_access_key_id=key,
+            aws_secret_access_key=secret,
+            region_name=region,
+            config=Config(signature_version="s3v4"),
+        )
+        self._client.create_bucket(Bucket=self._NAME)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+    def url(self, path: str) -> str:
+        return f"s3://{self._NAME}/{path}"
+
+    def folder(self, path: str) -> str:
+        return self.url(path)
+
+    def write(self, path: str, content: bytes) -> None:
+        self._client.put_object(Bucket=self._NAME, Key=path, Body=content)
+
+    def read(self, path: str) -> bytes | None:
+        from botocore.exceptions import ClientError
+
+        try:
+            found: bytes = self._client.get_object(Bucket=self._NAME, Key=path)["Body"].read()
+        except ClientError as error:
+            if error.response["Error"]["Code"] == "NoSuchKey":
+                return None
+            raise
+        return found
+
+    def upload_url(self, path: str, content_md5: bytes) -> str:
+        signed: str = self._client.generate_presigned_url(
+            "put_object",
+            Params={
+                "Bucket": self._NAME,
+                "Key": path,
+                "ContentMD5": base64.b64encode(content_md5).decode(),
+            },
+        )
+        return signed
+
+    def list(self, prefix: str) -> list[str]:
+        """Paths of the objects that begin so."""
+        pages = self._client.get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=self._NAME, Prefix=prefix)
+        return [each["Key"] for page in found for each in page.get("Contents", [])]
+
+    def path(self, url: str) -> str:
+        """The path of an address that `url` gave."""
+        return url.removeprefix(self.url(""))
+
+
+def _upload_handler(blobs: Path) -> type[BaseHTTPRequestHandler]:
+    class Upload(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            digest = base64.b64encode(hashlib.md5(content).digest()).decode()
+            target = blobs / os.path.normpath(self.path.lstrip("/"))
+            if digest != self.headers["Content-MD5"] or not target.is_relative_to(blobs):
+                self.send_error(400)
+                return
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    return Upload

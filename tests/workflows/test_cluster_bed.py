@@ -1,0 +1,152 @@
+"""The main job on pods that share nothing but a volume and an S3 server.
+
+Everything of `tests/workflows/cluster_bed`; what that is, and what it is not, is said there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import RECIPE, REPOSITORY
+from tests.workflows.cluster_bed import ClusterBed, Network, Pod, why_no_pods
+from tests.workflows.flyte_backend import ExecutionRecord
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_no_pods() is not None, reason=f"{why_no_pods()}"),
+]
+
+NUM_STEPS, SAVE_EVERY = 8, 2
+SMALL: dict[str, Any] = {
+    **RECIPE,
+    "sft": {"num_steps": 100, "global_batch_size": 32, "learning_rate": 0.003},
+    "grpo": {
+        **RECIPE["grpo"],
+        "num_iterations": 1,
+        "num_steps_per_iteration": NUM_STEPS,
+        "save_every_num_steps": SAVE_EVERY,
+    },
+    # Two ranks train and two engines sample, one of each in a pod: half of all weights cross.
+    "generation": {"backend": "hf", "max_new_tokens": 3, "num_engines": 2},
+    "cluster": {"num_workers": 2, "num_threads": 1},
+}
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[ClusterBed]:
+    with ClusterBed(tmp_path / "bed", pods_per_worker=2) as started:
+        yield started
+
+
+def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir(mode=0o777)
+    (tmp_path / "volume").chmod(0o777)
+    folders = ["/tmp", "/dev/shm", "/home/nemo", "/var/nemo_rl"]
+    writes = " && ".join(f"echo here > {folder}/note" for folder in folders)
+    reads = f"cat {' '.join(f'{folder}/note' for folder in folders)}; ls {REPOSITORY}"
+    serve = "python -c 'import http.server as s; s.test(s.SimpleHTTPRequestHandler, port=8000)'"
+    with Network() as network:
+        logs = {name: tmp_path / name for name in ("one", "two")}
+        given = {"volume": tmp_path / "volume"}
+        command = ["sh", "-c", f"{writes}; cd /var/nemo_rl; exec {serve}"]
+        one = Pod(network, "one", command, {}, log=logs["one"], **given)
+        _wait_for((tmp_path / "volume/note").exists, one.poll)
+        look = f"{reads}; id -u; hostname -i; touch /etc/x; touch {sys.prefix}/x; "
+        look += "python -c 'import nemo_rl_core'; "
+        look += "until python -c \"import urllib.request as u; u.urlopen('http://$ADDRESS:8000')\" "
+        look += "2> /dev/null; do sleep 0.2; done; echo reached; "
+        look += "python -c \"import urllib.request as u; u.urlopen('http://127.0.0.1:8000')\""
+        look = look.replace("$ADDRESS", one.address)
+        two = Pod(network, "two", ["sh", "-c", look], {}, log=logs["two"], **given)
+        try:
+            _wait_for(lambda: two.poll() is not None, lambda: None)
+        finally:
+            two.remove()
+            one.remove()
+    seen = logs["two"].read_text()
+    assert seen.count("here\n") == 1
+    assert seen.count("No such file or directory") == 3
+    assert "No module named 'nemo_rl_core'" in seen
+    assert f"1000\n{two.address}\n" in seen
+    assert seen.count("Read-only file system") == 2
+    assert "reached\n" in seen
+    assert "Connection refused" in seen.partition("reached\n")[2]
+
+
+@pytest.mark.thorough
+def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> None:
+    ask = "from nemo_rl_core.distributed.virtual_cluster import start_ray; start_ray(); "
+    ask += "import ray; print('cores', ray.cluster_resources()['CPU'])"
+    both = "ray start --head --num-cpus=7 --include-dashboard=false --disable-usage-stats && "
+    command = ["sh", "-c", f'{both} python -c "{ask}"']
+    code = {"PYTHONPATH": "/var/nemo_rl", "NEMO_RL_HOME": "/home/nemo/store"}
+    with Network() as network:
+        pod = Pod(network, "laptop", command, code, log=tmp_path / "log", volume=REPOSITORY)
+        try:
+            _wait_for(lambda: pod.poll() is not None, lambda: None)
+        finally:
+            pod.remove()
+    assert f"cores {float(os.cpu_count() or 0)}" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.thorough
+def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
+    bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
+) -> None:
+    output, _ = (launched := _launch(bed, tmp_path)).communicate(timeout=1500)
+    (execution,) = bed.backend.executions.values()
+    assert launched.returncode == 0, output[-2000:] + execution.error
+    local = run_recipe(SMALL, tmp_path / "local")
+    assert local.exit_code == 0, local.output[-2000:]
+    assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
+    assert _contents(_manifests(bed, execution)) == _contents(_manifests_of(local.store))
+
+
+def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
+    """`pyflyte run --remote`, as a user has it."""
+    flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
+    recipe = ["--config", json.dumps(SMALL)]
+    return subprocess.Popen(
+        [
+            *(Path(sys.executable).with_name("pyflyte"), "--config", bed.backend.config, "run"),
+            *(*flags, "workflows/grpo.py", "grpo", *recipe),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "NEMO_RL_HOME": str(home / "store"), "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
+    deadline = time.monotonic() + 900
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        assert ended() is None, "it ended before that"
+        time.sleep(0.05)
+    raise TimeoutError("it did not come")
+
+
+def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[dict[str, Any]]:
+    """Of each artifact in the bucket."""
+    paths = [p for p in bed.bucket.list(f"{execution.name}/") if p.endswith("/manifest.json")]
+    return [json.loads(bed.bucket.read(path) or b"") for path in paths]
+
+
+def _contents(manifests: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What each stage made: the digest of weights, rows, completions and figures."""
+    return sorted((each["stage"], each["content_hash"]) for each in manifests)
+
+
+def _manifests_of(store: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in store.glob("artifacts/*/manifest.json")]
