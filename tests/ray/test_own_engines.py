@@ -106,6 +106,7 @@ def test_two_engines_give_the_tokens_of_one(
     assert [each.token_ids for each in completed(engine, prompts)]
 
 
+@pytest.mark.thorough
 def test_the_ranks_of_an_engine_take_requests_and_weights_between_the_same_steps(
     session: ClusterSession,
     generation_setup: GenerationSetup,
@@ -151,6 +152,7 @@ def fitted(kind: type[GRPOTrainer], model: Path, own: int, **settings: Any) -> T
     return trainer.fit(ROWS, reward_fn=lambda prompt, response: float(response.count("7")))
 
 
+@pytest.mark.thorough
 def test_own_engines_change_no_bit_of_synchronous_training(
     session: ClusterSession, tiny_model: Path
 ) -> None:

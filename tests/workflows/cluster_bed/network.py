@@ -67,7 +67,12 @@ class Network:
         return port
 
     def disconnect(self, port: Port) -> None:
-        """Removes the name space; its interface goes with it."""
+        """Removes the name space and its interface.
+
+        The interface goes first: with the name space it would go some time after its end, and a
+        later network of this process could not have its name.
+        """
+        _ip("-netns", port.namespace, "link", "delete", "eth0")
         _ip("netns", "delete", port.namespace)
 
 
