@@ -21,7 +21,14 @@ from tests.benchmarks.beside.turns import Baton
 
 MAX_TOKENS = 8192
 CLIP = 0.2
+WORKER = {
+    "OMP_WAIT_POLICY": "passive",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**60),
+}
+"""What the project's workers are started with: a limit is computed under the same conditions."""
 VLLM = {
+    "OMP_WAIT_POLICY": "passive",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",

@@ -67,7 +67,10 @@ def training(bench: Bench) -> Measured:
     generator = random.Random(0)
     batches = [grpo_batch(generator, PROMPTS, GROUP, 6, 3, 4) for _ in range((bench.n + 1) * steps)]
     common = {"model": model, "batches": batches, "steps": steps, "share": True}
-    sides = {"ours": Side(own.training, common), "bare": Side(bare.training, common)}
+    sides = {
+        "ours": Side(own.training, common),
+        "bare": Side(bare.training, common, bare.WORKER),
+    }
     turns = take_turns(sides, num_turns=bench.n, logs=bench.logs)
     require_equal("loss", turns, within=1e-5)
     names = ("this project", "bare loop")
