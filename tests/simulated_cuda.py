@@ -7,7 +7,8 @@
 What runs inside computes the numbers of the CPU, so that they can be compared with a run outside.
 Every operator is held to the rules of CUDA before it runs:
 
-- A tensor on the GPU meets none on the CPU, but one without dimensions, an index of it, and `copy_`.
+- A tensor on the GPU meets none on the CPU, but for one without dimensions, an index of it, and
+  the other side of `copy_`.
 - It is not converted to numpy, and a generator of the CPU draws nothing on the GPU.
 - Under `torch.use_deterministic_algorithms(True)`, operators without such a kernel raise.
 
@@ -49,7 +50,7 @@ _NONDETERMINISTIC: dict[str, Callable[[Sequence[Any]], bool]] = {
     "nll_loss2d_forward": lambda arguments: True,
     "bincount": lambda arguments: len(arguments) > 1 and arguments[1] is not None,
 }
-"""As `torch.use_deterministic_algorithms` lists them (torch 2.13), by whether these arguments do."""
+"""As `torch.use_deterministic_algorithms` lists them (torch 2.13): for which arguments."""
 
 
 class CudaRuleError(RuntimeError):
@@ -248,9 +249,8 @@ def _apply_rules(name: str, args: Sequence[Any], leaves: Sequence[Any]) -> None:
 
 def _record_waits(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Records the syncs and copies of an operator with tensors on the GPU."""
-    if name in _ALWAYS_SYNCS:
-        _record("sync", name)
-    elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+    has_unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if name in _ALWAYS_SYNCS or has_unknown_size:
         _record("sync", name)
     elif name == "copy_" and isinstance(args[0], SimulatedTensor) != isinstance(
         args[1], SimulatedTensor
@@ -362,11 +362,11 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     )
     yield torch, "is_autocast_enabled", lambda kind="cuda": enabled("cpu")
     yield torch, "get_autocast_dtype", lambda kind: dtype("cpu")
-    yield (
-        torch.autocast,
-        "__init__",
-        lambda self, kind, *args, **options: start(self, "cpu", *args, **options),
-    )
+
+    def start_on_cpu(self: Any, device_type: str, *args: Any, **options: Any) -> None:
+        start(self, "cpu", *args, **options)
+
+    yield torch.autocast, "__init__", start_on_cpu
 
 
 def _forget_answers() -> None:
