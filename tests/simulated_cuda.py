@@ -191,7 +191,10 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if on_gpu:
         _apply_rules(name, args, leaves)
         _record_waits(name, args, kwargs)
-    to_cuda = bool(on_gpu)
+    # C++ says the CPU where it means the device of a tensor that is given.
+    if name == "_to_copy" and _is_cuda(kwargs.get("device")):
+        raise CudaRuleError("a move to the GPU within backward is not simulated")
+    to_cuda = bool(on_gpu) or _is_cuda(kwargs.get("device"))
     if _CREATED_ON:
         to_cuda = _CREATED_ON[-1] == _CUDA
     elif name == "copy_":
@@ -213,9 +216,13 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _values_of_option(name: str, value: Any) -> Any:
     if name == "pin_memory":
         return False
-    if name == "device" and value is not None and torch.device(value).type == "cuda":
+    if name == "device" and _is_cuda(value):
         return _CPU
     return tree_map(_values, value)
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
 
 
 def _is_on_cpu(found: Any) -> bool:
@@ -270,13 +277,18 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        if _CREATED_ON or any(isinstance(each, SimulatedTensor) for each in leaves):
+        is_created = bool(_CREATED_ON) or _is_cuda(kwargs.get("device"))
+        if is_created or any(isinstance(each, SimulatedTensor) for each in leaves):
             return _compute(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 class _Calls(TorchFunctionMode):
-    """Sees calls where Python names a device, before C++ looks for it."""
+    """Sees calls where Python names a device, before C++ looks for it.
+
+    Torch takes it away during `backward`: layers that are computed again there may create tensors
+    on the GPU, but what they move to it raises.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -39,7 +39,7 @@ LORA = {"lora": LoRAConfig(rank=4, alpha=8.0)}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "packed": ("sdpa", {}),
     "boundaries": ("boundaries", {}),
-    "recomputed": ("sdpa", {"activation_checkpointing": True}),
+    "recomputed": ("boundaries", {"activation_checkpointing": True}),
     "shared prefixes": ("sdpa", {"share_prefixes": True}),
     "lora": ("boundaries", LORA),
     "shared prefixes and lora": ("boundaries", {"share_prefixes": True, **LORA}),
