@@ -364,14 +364,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "is_bf16_supported", lambda *_, **__: True
     for name in ("empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats"):
         yield cuda, name, lambda *_: None
-    for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
-        yield cuda, name, lambda device=None: 0
     # For C++ all lies on the CPU, and so does autocast.
-    enabled, dtype, start = (
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-        torch.autocast.__init__,
-    )
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    start = torch.autocast.__init__
     yield torch, "is_autocast_enabled", lambda kind="cuda": enabled("cpu")
     yield torch, "get_autocast_dtype", lambda kind: dtype("cpu")
 
