@@ -214,14 +214,10 @@ def pack(input_ids: torch.Tensor, lengths: torch.Tensor, microbatch: Microbatch)
     """
     num_rows, row_length = len(microbatch.rows), microbatch.row_length
     device = input_ids.device
-    counts = torch.tensor([len(row) for row in microbatch.rows], device=device)
-    row_of = torch.repeat_interleave(torch.arange(num_rows, device=device), counts)
-    shared = torch.zeros_like(lengths)
-    if microbatch.shared:
-        shared = torch.tensor(microbatch.shared, device=device)
+    row_of, first, shared = _places(microbatch).to(device).unbind()
     # Own tokens of all rows in a line: where each sequence's begin, and where its row does.
     starts = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths - shared, 0)])
-    row_start = starts[torch.cumsum(counts, 0) - counts][row_of]
+    row_start = starts[first]
 
     positions = torch.arange(input_ids.shape[1], device=device)
     valid = positions < lengths[:, None]
@@ -230,18 +226,33 @@ def pack(input_ids: torch.Tensor, lengths: torch.Tensor, microbatch: Microbatch)
     row = torch.where(valid, row_of[:, None], 0)
     column = torch.where(valid, column, 0)
 
+    # All tokens are written, those that are not laid out here into one row more, which is cut off:
+    # to select the others by a mask, the host would wait for a GPU to count them.
     own = valid & (positions >= shared[:, None])
-    place = row[own], column[own]
-    packed_ids = torch.zeros(num_rows, row_length, dtype=input_ids.dtype, device=device)
-    used = torch.zeros(num_rows, dtype=torch.long, device=device)
+    place = torch.where(own, row, num_rows), torch.where(own, column, 0)
+    packed_ids = torch.zeros(num_rows + 1, row_length, dtype=input_ids.dtype, device=device)
+    used = torch.zeros(num_rows + 1, dtype=torch.long, device=device)
     used.index_add_(0, row_of, lengths - shared)
     # Filler counts from 0 after the last sequence of its row.
     packed_positions = torch.arange(row_length, device=device) - used[:, None]
-    last = torch.full((num_rows, row_length), row_length - 1, device=device)
-    packed_ids[place] = input_ids[own]
-    packed_positions[place] = positions.expand_as(row)[own]
-    last[place] = (starts[end] - 1 - row_start[:, None])[own]
-    return PackedRows(packed_ids, packed_positions, last, row, column)
+    last = torch.full((num_rows + 1, row_length), row_length - 1, device=device)
+    packed_ids[place] = input_ids
+    packed_positions[place] = positions.expand_as(row)
+    last[place] = starts[end] - 1 - row_start[:, None]
+    return PackedRows(
+        packed_ids[:num_rows], packed_positions[:num_rows], last[:num_rows], row, column
+    )
+
+
+def _places(microbatch: Microbatch) -> torch.Tensor:
+    """`[3, B]` of each sequence: its row, the first sequence of that row, its shared tokens."""
+    row_of: list[int] = []
+    first: list[int] = []
+    for number, row in enumerate(microbatch.rows):
+        first += [len(row_of)] * len(row)
+        row_of += [number] * len(row)
+    shared = microbatch.shared or [0] * len(row_of)
+    return torch.tensor([row_of, first, list(shared)], dtype=torch.long)
 
 
 def _owners(shared: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

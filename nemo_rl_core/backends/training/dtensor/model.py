@@ -15,7 +15,7 @@ from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
-from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
+from nemo_rl_core.backends.training.padded import next_tokens, places_of, scatter, wanted_positions
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
@@ -95,7 +95,8 @@ class LogprobModel(PackedModel):
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
             normalized over the whole head; both 0 where the mask is not set.
         """
-        wanted = wanted_positions(batch)
+        mask = wanted_positions(batch)
+        wanted = places_of(mask)
 
         def most_likely(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
@@ -104,13 +105,14 @@ class LogprobModel(PackedModel):
                 )
 
         ids, logprobs = self._read(batch, microbatch, wanted, most_likely)
-        return scatter(ids, wanted), scatter(logprobs, wanted)
+        return scatter(ids, wanted, mask.shape), scatter(logprobs, wanted, mask.shape)
 
     def _token_logprobs(
         self, batch: BatchedDataDict, microbatch: Microbatch, token_ids: torch.Tensor
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
-        wanted = wanted_positions(batch)
+        mask = wanted_positions(batch)
+        wanted = places_of(mask)
         wanted_ids = token_ids[wanted]
 
         def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,7 +120,7 @@ class LogprobModel(PackedModel):
                 ids = wanted_ids[numbers]
                 return (token_logprobs(hidden, self._head, ids, temperature=self._temperature),)
 
-        return scatter(self._read(batch, microbatch, wanted, chosen)[0], wanted)
+        return scatter(self._read(batch, microbatch, wanted, chosen)[0], wanted, mask.shape)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
@@ -179,12 +181,13 @@ class ScoreModel(PackedModel):
         Returns:
             `[B, T]` float32; 0 past a sequence's end.
         """
-        valid = valid_tokens(batch)
+        mask = valid_tokens(batch)
+        valid = places_of(mask)
 
         def score(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (self._head(hidden.float())[:, 0],)
 
-        return scatter(self._read(batch, microbatch, valid, score)[0], valid)
+        return scatter(self._read(batch, microbatch, valid, score)[0], valid, mask.shape)
 
     def save(
         self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]

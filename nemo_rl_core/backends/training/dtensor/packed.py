@@ -22,7 +22,7 @@ from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
-from nemo_rl_core.backends.training.padded import cropped
+from nemo_rl_core.backends.training.padded import Places, cropped
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -100,7 +100,7 @@ class PackedModel(ABC):
         self,
         batch: BatchedDataDict,
         microbatch: Microbatch,
-        wanted: torch.Tensor,
+        wanted: Places,
         head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
         """Applies a head to hidden states of tokens; the same result on all ranks of a replica.
@@ -108,7 +108,7 @@ class PackedModel(ABC):
         Args:
             batch: The micro-batch.
             microbatch: Its plan.
-            wanted: `[B, T' <= T]` bool, set for N tokens.
+            wanted: The N tokens.
             head: Called with `[N, D]` hidden states and `[N]` indices among the N tokens; under
                 context parallelism, only with this rank's tokens.
 
@@ -117,11 +117,10 @@ class PackedModel(ABC):
         """
 
         def read() -> tuple[torch.Tensor, ...]:
-            num_wanted = int(wanted.sum())
-            numbers = torch.arange(num_wanted, device=wanted.device)
+            num_wanted = len(wanted[0])
+            numbers = torch.arange(num_wanted, device=wanted[0].device)
             if images := _image_inputs(batch):
-                hidden = self._hidden_with_images(batch, images)[:, : wanted.shape[1]][wanted]
-                return head(hidden, numbers)
+                return head(self._hidden_with_images(batch, images)[wanted], numbers)
             hidden, own = self._hidden_of_text(batch, microbatch, wanted)
             if own is None:
                 return head(hidden, numbers)
@@ -132,7 +131,7 @@ class PackedModel(ABC):
         return values
 
     def _hidden_of_text(
-        self, batch: BatchedDataDict, microbatch: Microbatch, wanted: torch.Tensor
+        self, batch: BatchedDataDict, microbatch: Microbatch, wanted: Places
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[N, D]` hidden states; or those of this rank's n tokens, and an `[N]` mask of them."""
         mesh = self._mesh
@@ -157,8 +156,7 @@ class PackedModel(ABC):
                 use_cache=False,
                 **boundaries,
             ).last_hidden_state
-        width = wanted.shape[1]
-        row, column = rows.row[:, :width][wanted], rows.column[:, :width][wanted]
+        row, column = rows.row[wanted], rows.column[wanted]
         if mesh is None or not split:
             return hidden[row, column], None
         positions = own_part(torch.arange(microbatch.row_length), mesh.context_group, dim=0)
@@ -338,8 +336,10 @@ class Microbatches:
         """
         plan, most = agreed_plan(lambda: self._of_rank(batch, share_rows, sharing), self._largest)
         for microbatch in plan:
-            part = batch.select_indices(microbatch.indices).to(device)
-            yield MicrobatchPart(cropped(part, int(part["input_lengths"].max())), microbatch)
+            part = batch.select_indices(microbatch.indices)
+            # Before the move: the GPU would have to be asked for the width, and got the padding.
+            part = cropped(part, int(part["input_lengths"].max()))
+            yield MicrobatchPart(part.to(device), microbatch)
         for _ in range(most - len(plan)):
             yield _filler(device)
 

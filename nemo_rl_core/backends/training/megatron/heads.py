@@ -8,7 +8,13 @@ from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.context_parallel import sum_parts
 from nemo_rl_core.backends.training.megatron.packed import output_weight, own_positions
-from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
+from nemo_rl_core.backends.training.padded import (
+    Places,
+    next_tokens,
+    places_of,
+    scatter,
+    wanted_positions,
+)
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
@@ -66,14 +72,14 @@ class LogprobHead:
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
             normalized over the whole head; both 0 where the mask is not set.
         """
-        wanted = wanted_positions(batch)
-        options = self._options()
+        mask = wanted_positions(batch)
+        wanted, options = places_of(mask), self._options()
 
         def most_likely(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return vocab_parallel_topk_logprobs_from_hidden(picked, k=k, num_ids=num_ids, **options)
 
         ids, logprobs = _read(hidden, rows, wanted, most_likely)
-        return scatter(ids, wanted), scatter(logprobs, wanted)
+        return scatter(ids, wanted, mask.shape), scatter(logprobs, wanted, mask.shape)
 
     def _token_logprobs(
         self,
@@ -83,14 +89,15 @@ class LogprobHead:
         token_ids: torch.Tensor,
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
-        wanted = wanted_positions(batch)
-        options, wanted_ids = self._options(), token_ids[wanted]
+        mask = wanted_positions(batch)
+        wanted, options = places_of(mask), self._options()
+        wanted_ids = token_ids[wanted]
 
         def chosen(picked: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ids = wanted_ids[numbers]
             return (vocab_parallel_logprobs_from_hidden(picked, token_ids=ids, **options),)
 
-        return scatter(_read(hidden, rows, wanted, chosen)[0], wanted)
+        return scatter(_read(hidden, rows, wanted, chosen)[0], wanted, mask.shape)
 
     def _options(self) -> dict[str, Any]:
         """This rank's rows of the head, and how they are read."""
@@ -109,7 +116,7 @@ class LogprobHead:
 def _read(
     hidden: torch.Tensor,
     rows: PackedRows,
-    wanted: torch.Tensor,
+    wanted: Places,
     head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, ...]:
     """Applies a head to hidden states of tokens; the same result on all context ranks.
@@ -117,14 +124,13 @@ def _read(
     Args:
         hidden: `[M, D]` at this rank's `own_positions`.
         rows: Positions of the tokens.
-        wanted: `[B, T' <= T]` bool, set for N tokens.
+        wanted: The N tokens.
         head: Called with the hidden states and indices of this rank's tokens among the N.
 
     Returns:
         The head's outputs, each `[N, ...]`.
     """
-    width, row_length = wanted.shape[1], rows.position_ids.shape[1]
-    position = rows.row[:, :width][wanted] * row_length + rows.column[:, :width][wanted]
+    position = rows.row[wanted] * rows.position_ids.shape[1] + rows.column[wanted]
     numbers = torch.arange(len(position), device=position.device)
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
