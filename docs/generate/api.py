@@ -100,9 +100,10 @@ def _place(module: types.ModuleType, name: str) -> str:
     value = getattr(module, name)
     home = getattr(value, "__module__", module.__name__)
     if inspect.ismethod(value):
+        # A copy: to look into a module that is loaded on demand loads it, and what it imports.
         holders = [
             holder
-            for holder, loaded in sys.modules.items()
+            for holder, loaded in list(sys.modules.items())
             if getattr(loaded, "__dict__", {}).get(name) is value
         ]
         return f"{max(holders, key=len)}.{name}"
