@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _NOT_THE_USERS = (
     *sys.modules[__name__.partition(".")[0]].__path__,  # this library
@@ -156,6 +157,15 @@ def score_rollouts(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]
         else rollout.scored(outcome)
         for rollout, outcome in zip(rollouts, scorer.score(rollouts), strict=True)
     ]
+
+
+def reads_rewards_alone(hook: Hook) -> Hook:
+    """Marks a hook that reads no column of its batch but `rewards`: it is given no other.
+
+    A subclass's own hook is not marked by that of its base.
+    """
+    hook.reads_rewards_alone = True  # type: ignore[attr-defined]
+    return hook
 
 
 def attempt(

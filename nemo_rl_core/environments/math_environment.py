@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_core.config.single_turn import MathVerify
-from nemo_rl_core.environments.interfaces import EnvironmentReturn, raise_first
-from nemo_rl_core.environments.post_processing import reads_rewards_alone
+from nemo_rl_core.environments.interfaces import (
+    EnvironmentReturn,
+    raise_first,
+    reads_rewards_alone,
+)
 from nemo_rl_core.environments.rewards.math import MathScorer
 from nemo_rl_core.types import Completion, Prompt, Rollout
 

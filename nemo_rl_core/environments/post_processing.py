@@ -2,8 +2,8 @@
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +12,6 @@ from nemo_rl_core.environments.interfaces import shorten
 from nemo_rl_core.errors import NemoRLError, RewardError
 
 HOOK = "global_post_process_and_metrics"
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def reads_rewards_alone(hook: F) -> F:
-    """Marks a hook that reads no column of its batch but `rewards`: it is given no other.
-
-    A subclass's own hook is not marked by that of its base.
-    """
-    hook.reads_rewards_alone = True  # type: ignore[attr-defined]
-    return hook
 
 
 def post_process(environment: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:

@@ -12,8 +12,8 @@ from nemo_rl_core.environments.interfaces import (
     checked,
     failure,
     raise_first,
+    reads_rewards_alone,
 )
-from nemo_rl_core.environments.post_processing import reads_rewards_alone
 from nemo_rl_core.environments.rewards.awaiting import AsyncCalls, Call, is_async
 from nemo_rl_core.environments.rewards.loading import RewardCallable, as_list, load_function
 from nemo_rl_core.environments.rewards.row_fields import Fields, fields_of, given_fields

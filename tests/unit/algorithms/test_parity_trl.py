@@ -111,7 +111,8 @@ def theirs(tmp_path: Path) -> Callable[..., Run]:
 
 
 def assert_equal(one: Run, other: Run) -> None:
-    assert one.losses == pytest.approx(other.losses, rel=1e-5)
+    # The losses begin near 1; of one that ends near 0 no more digits are known than of those.
+    assert one.losses == pytest.approx(other.losses, rel=1e-5, abs=1e-6 * one.losses[0])
     assert one.losses[-1] < one.losses[0]
     assert one.weights
     for name, weight in one.weights.items():

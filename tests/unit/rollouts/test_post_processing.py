@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_rl_core.environments.post_processing import reads_rewards_alone
+from nemo_rl_core.environments.interfaces import reads_rewards_alone
 from nemo_rl_core.rollouts.sampler import mean_metrics, post_processed
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
