@@ -212,7 +212,7 @@ def smollm2_generation(bench: Bench) -> Measured:
 
 
 def asynchronous(bench: Bench) -> Measured:
-    """Sampling ahead against taking turns, where both phases cost about the same.
+    """Asynchronous against synchronous GRPO, where both phases cost about the same.
 
     Every process computes with one thread, and once more, for comparison, those of the synchronous
     side with two.
