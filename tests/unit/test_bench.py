@@ -80,6 +80,17 @@ def test_a_command_counts_with_all_that_it_starts(tmp_path: Path) -> None:
         spent_by(["/bin/sh", "-c", "exit 3"], {}, tmp_path)
 
 
+def test_a_command_counts_with_what_no_parent_waits_for(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 1.5: pass"
+    parent = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"  # as Ray's raylet has it
+        f"burning = subprocess.Popen([sys.executable, '-c', {burn!r}])\n"
+        "while burning.poll() is None: time.sleep(0.01)\n"
+    )
+    assert spent_by([sys.executable, "-c", parent], {}, tmp_path).cpu >= 0.9
+
+
 def said(**figures: float) -> list[Turn]:
     return [Turn(1.0, 1.0, figures)]
 

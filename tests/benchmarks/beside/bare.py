@@ -215,19 +215,32 @@ class Engine:
 
 
 def generation(
-    baton: Baton, *, model: Path, prompts: Sequence[Sequence[str]], sampling: dict[str, Any]
+    baton: Baton,
+    *,
+    model: Path,
+    prompts: Sequence[Sequence[str]],
+    steps: int,
+    sampling: dict[str, Any],
 ) -> None:
-    """Completions of as many prompts a turn as a step has."""
+    """Completions of as many prompts as so many steps have."""
     engine = Engine(model, **sampling)
     ids = [engine.prompt_ids(each) for each in prompts]
     baton.wait()
     for turn in range(baton.num_turns):
-        found = engine.generate(ids[turn % len(ids)], seed=turn)
-        baton.done(tokens=float(sum(len(each) for group in found for each in group)))
+        tokens = 0
+        for step in range(turn * steps, (turn + 1) * steps):
+            found = engine.generate(ids[step % len(ids)], seed=step)
+            tokens += sum(len(each) for group in found for each in group)
+        baton.done(tokens=float(tokens))
 
 
 def least_step(
-    baton: Baton, *, model: Path, prompts: Sequence[Sequence[str]], sampling: dict[str, Any]
+    baton: Baton,
+    *,
+    model: Path,
+    prompts: Sequence[Sequence[str]],
+    steps: int,
+    sampling: dict[str, Any],
 ) -> None:
     """Completions, the reference's logprobs of them, and one optimizer step: what GRPO needs.
 
@@ -238,15 +251,18 @@ def least_step(
     trained, reference = Trained(model), Trained(model)
     baton.wait()
     for turn in range(baton.num_turns):
-        asked = ids[turn % len(ids)]
-        found = engine.generate(asked, seed=turn)
-        batch = _batch(asked, found)
-        layout = laid_out(batch, model, share=True)
-        with torch.no_grad():
-            for rows in layout:
-                rows.wanted["reference_logprobs"] = reference.logprobs(rows)
-        loss = trained.step(layout)
-        baton.done(tokens=float(batch["token_mask"].sum()), loss=loss)
+        tokens, loss = 0.0, float("nan")
+        for step in range(turn * steps, (turn + 1) * steps):
+            asked = ids[step % len(ids)]
+            found = engine.generate(asked, seed=step)
+            batch = _batch(asked, found)
+            layout = laid_out(batch, model, share=True)
+            with torch.no_grad():
+                for rows in layout:
+                    rows.wanted["reference_logprobs"] = reference.logprobs(rows)
+            loss = trained.step(layout)
+            tokens += float(batch["token_mask"].sum())
+        baton.done(tokens=tokens, loss=loss)
 
 
 def _batch(asked: Sequence[Sequence[int]], found: list[list[list[int]]]) -> BatchedDataDict:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.beside.turns import SideError, cpu_times
+from tests.benchmarks.beside.turns import CpuTimes, SideError, cpu_times
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _BECOME_SUBREAPER = 36  # prctl(PR_SET_CHILD_SUBREAPER)
 _SECONDS_TO_END = 30.0
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ def spent_by(
 ) -> Spent:
     """Runs a command to its end, or until something is true, and then ends it.
 
-    Processes that outlive their parents come to this one, so that their CPU time counts.
+    Processes that outlive their parents come to this one, so that their CPU time counts. Ray's
+    raylet does not wait for its workers, whose time would be lost with them: it is read while they
+    run, twice a second.
 
     Args:
         command: The program and its arguments.
@@ -66,15 +69,30 @@ def spent_by(
             if until is not None:
                 cpu = _wait_until(process, until, log)
                 return Spent(time.perf_counter() - started, cpu)
-            code = process.wait()
+            code, seen = _watched(process, others)
             wall = time.perf_counter() - started
         finally:
             _end(process, others)
     if code != 0:
         raise SideError(f"{command[0]} ended with {code}:\n{log.read_text()[-3000:]}")
     after = os.times()
-    cpu = after.children_user + after.children_system
-    return Spent(wall, cpu - before.children_user - before.children_system)
+    reaped = after.children_user + after.children_system
+    reaped -= before.children_user + before.children_system
+    return Spent(wall, max(reaped, sum(seen.values())))
+
+
+def _watched(
+    process: "subprocess.Popen[bytes]", others: set[psutil.Process]
+) -> tuple[int, CpuTimes]:
+    """The exit code, and what each process of the command had spent when last looked at."""
+    seen: CpuTimes = {}
+    while True:
+        try:
+            return process.wait(_SECONDS_BETWEEN_LOOKS), seen
+        except subprocess.TimeoutExpired:
+            for each in set(psutil.Process().children()) - others:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    seen |= cpu_times(each)
 
 
 def _wait_until(process: "subprocess.Popen[bytes]", until: Callable[[], bool], log: Path) -> float:

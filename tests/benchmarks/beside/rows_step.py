@@ -27,6 +27,9 @@ from tests.benchmarks.beside.measured import (
 from tests.benchmarks.beside.turns import Side, Turn, take_turns
 
 PROMPTS, GROUP, MAX_NEW_TOKENS = 32, 16, 5
+DEFAULT_STEPS = 4
+"""Of one turn: a side that was stopped wakes with cold caches."""
+_A_TURN = f"{DEFAULT_STEPS} steps a turn"
 BALANCED_PROMPTS, BALANCED_GROUP, BALANCED_TOKENS, BALANCED_STEPS = 16, 8, 64, 4
 TEXT_OF_128 = TextModelFromConfig(
     kind="text_from_config",
@@ -84,16 +87,16 @@ def sums(count: int) -> list[dict[str, str]]:
 
 
 def default_step(bench: Bench, other: str) -> dict[str, list[Turn]]:
-    """Turns of one step of the default recipe, and of a bare side.
+    """Turns of a few steps of the default recipe, and of a bare side.
 
     The learning rate is nearly 0, so that completions are as long on both sides.
     """
-    model, rows = model_folder(bench.scratch, SUMS), sums(PROMPTS * 16)
+    model, rows = model_folder(bench.scratch, SUMS), sums(PROMPTS * 16 * DEFAULT_STEPS)
     ours = {
         "model": model,
         "train": saved(rows, model, bench.folder("sums")),
         "work": bench.folder("run"),
-        "steps": 1,
+        "steps": DEFAULT_STEPS,
         "settings": {
             "num_prompts_per_step": PROMPTS,
             "num_generations_per_prompt": GROUP,
@@ -101,14 +104,20 @@ def default_step(bench: Bench, other: str) -> dict[str, list[Turn]]:
             "learning_rate": 1e-9,
             "loss": {"kl": {"kind": "k3", "beta": 0.001}},
             "generation": {"max_new_tokens": MAX_NEW_TOKENS},
+            "training": {"share_prefixes": True},
         },
     }
     sampling = {"max_new_tokens": MAX_NEW_TOKENS, "group": GROUP, "temperature": 1.0}
     sides = {"ours": Side(own.grpo, ours)}
     if other:
-        arguments = {"model": model, "prompts": _batches(rows, PROMPTS), "sampling": sampling}
+        arguments = {
+            "model": model,
+            "prompts": _batches(rows, PROMPTS),
+            "steps": DEFAULT_STEPS,
+            "sampling": sampling,
+        }
         sides[other] = Side(getattr(bare, other), arguments, bare.VLLM)
-    return take_turns(sides, num_turns=bench.n, num_warm=3, logs=bench.logs)
+    return take_turns(sides, num_turns=bench.n, num_warm=1, logs=bench.logs)
 
 
 def _batches(rows: Sequence[dict[str, str]], size: int) -> list[list[str]]:
@@ -134,14 +143,15 @@ def _of_generation(turns: dict[str, list[Turn]], note: str) -> Measured:
 
 def generation(bench: Bench) -> Measured:
     """The phase that samples, conversions included, against `LLM.generate` with n = G."""
-    return _of_generation(default_step(bench, "generation"), "tokens a second")
+    return _of_generation(default_step(bench, "generation"), f"tokens a second, {_A_TURN}")
 
 
 def least(bench: Bench) -> Measured:
     """A whole default step against what it needs at least."""
     turns = default_step(bench, "least_step")
     names = ("this project", "least")
-    return compared(turns["ours"], turns["least_step"], names=names, per="tokens")
+    ours, others = turns["ours"], turns["least_step"]
+    return compared(ours, others, names=names, per="tokens", note=_A_TURN)
 
 
 def overhead(bench: Bench) -> Measured:
@@ -154,8 +164,8 @@ def _overhead(turns: Sequence[Turn]) -> Measured:
     for turn in turns:
         inside = sum(value for name, value in turn.figures.items() if name.endswith("_seconds"))
         outside.append(1 - inside / turn.wall)
-    step = median([turn.wall for turn in turns], "s")
-    return Measured({"wall": median(outside, "%")}, len(turns), {"a step": step.text()})
+    step = median([turn.wall / DEFAULT_STEPS for turn in turns], "s")
+    return Measured({"wall": median(outside, "%")}, len(turns), {"a step": step.text()}, _A_TURN)
 
 
 def _smollm2(bench: Bench) -> Path:
@@ -205,7 +215,7 @@ def smollm2_generation(bench: Bench) -> Measured:
     }
     sampling = {"max_new_tokens": SMOLLM2_TOKENS, "group": SMOLLM2_GROUP, "temperature": 0.7}
     texts = _batches(rows, SMOLLM2_PROMPTS)
-    theirs = {"model": model, "prompts": texts, "sampling": sampling}
+    theirs = {"model": model, "prompts": texts, "steps": 1, "sampling": sampling}
     sides = {"ours": Side(own.grpo, ours), "generation": Side(bare.generation, theirs, bare.VLLM)}
     turns = take_turns(sides, num_turns=max(2, bench.n // 2), logs=bench.logs)
     return _of_generation(turns, "tokens a second")
