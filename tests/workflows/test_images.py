@@ -1,0 +1,164 @@
+"""The images for machines without a GPU are built, and run stages as user 1000 without a network.
+
+They begin with `PYTHON_IMAGE`, or, since no registry may be at hand, with a Debian that debootstrap
+makes here. This machine's certificates and wheels go into `deployment/images/site/` meanwhile.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import REPOSITORY
+
+SITE = REPOSITORY / "deployment/images/site"
+DEBIAN = ("python3", "python3-pip", "python-is-python3", "ca-certificates")
+MIRROR = os.environ.get("DEBIAN_MIRROR", "")
+"""Where debootstrap takes packages from; by default what apt of this machine names."""
+
+
+def why_no_images() -> str | None:
+    """Why none can be built here; None if they can."""
+    if shutil.which("podman") is None:
+        return "podman is not installed"
+    if "PYTHON_IMAGE" not in os.environ and (
+        shutil.which("debootstrap") is None or os.geteuid() != 0
+    ):
+        return "a base image needs PYTHON_IMAGE, or debootstrap and root"
+    probe = subprocess.run(["podman", "info"], capture_output=True, text=True, check=False)
+    return None if probe.returncode == 0 else f"podman does not work: {probe.stderr.strip()}"
+
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.timeout(3600),
+    pytest.mark.xdist_group("images"),
+    pytest.mark.skipif(why_no_images() is not None, reason=f"{why_no_images()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image with Python 3.11, pip, and nothing else of interest."""
+    if given := os.environ.get("PYTHON_IMAGE"):
+        return given
+    root = tmp_path_factory.mktemp("debian") / "root"
+    packages = f"--include={','.join(DEBIAN)}"
+    command = ["debootstrap", "--variant=minbase", packages, "bookworm", str(root)]
+    subprocess.run([*command, *filter(None, [MIRROR or _mirror()])], check=True, text=True)
+    # As in Python's own images, pip installs for the whole system.
+    (root / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()
+    for sources in Path("/etc/apt/sources.list.d").glob("debian*.sources"):
+        shutil.copy(sources, root / "etc/apt/sources.list.d")
+    name = "localhost/nemo-rl-test-python:3.11"
+    with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as packed:
+        subprocess.run(["podman", "import", "-", name], stdin=packed.stdout, check=True)
+    return name
+
+
+def _mirror() -> str | None:
+    for path in Path("/etc/apt/sources.list.d").glob("*.sources"):
+        for line in path.read_text().splitlines():
+            if line.startswith("URIs:"):
+                return line.split()[1]
+    return None
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[None]:
+    """What this machine's network asks for; removed at the end."""
+    wheels = os.environ.get("PIP_FIND_LINKS", "").split()
+    given = [
+        *Path("/usr/local/share/ca-certificates").glob("*.crt"),
+        *(wheel for folder in wheels for wheel in Path(folder).glob("*.whl")),
+    ]
+    added = [SITE / path.name for path in given if not (SITE / path.name).exists()]
+    for path in given:
+        shutil.copy(path, SITE)
+    yield
+    for path in added:
+        path.unlink()
+
+
+def built(kind: str, base: str) -> str:
+    """Builds an image as a user does; returns its name."""
+    done = subprocess.run(
+        ["deployment/images/build.sh", kind, "--", "--network", "host"],
+        cwd=REPOSITORY,
+        env={**os.environ, "NEMO_RL_BUILDER": "podman", "PYTHON_IMAGE": base},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return next(
+        line.removeprefix("build: ")
+        for line in done.stdout.splitlines()
+        if line.startswith("build: ")
+    )
+
+
+def run_in(image: str, command: str) -> str:
+    """What a shell says in a container of the image that sees the code, and no network."""
+    done = subprocess.run(
+        [
+            *("podman", "run", "--rm", "--network=none", "--shm-size=2g"),
+            *("--volume", f"{REPOSITORY}:/code:ro", "--workdir", "/code"),
+            *("--env", "PYTHONPATH=/code", "--env", "PYTHONDONTWRITEBYTECODE=1"),
+            *(image, "sh", "-c", command),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+TOOLS = "gcc", "pytest", "mypy", "ruff"
+
+
+def installed_tools(image: str) -> set[str]:
+    """Those of a compiler's and of development that are there."""
+    found = run_in(image, f"id -u; for each in {' '.join(TOOLS)}; do command -v $each; done; true")
+    user, *paths = found.split()
+    assert user == "1000"
+    return {Path(path).name for path in paths}
+
+
+PREPARE = """
+from pyarrow.parquet import read_metadata
+
+from nemo_rl_core.config.generated_data import ArithmeticData
+from nemo_rl_core.config.model import ModelFromConfig
+from tasks.prepare_data import prepare_data
+from tasks.prepare_model import prepare_model
+from tasks.recipes.common import DataTaskConfig, ModelTaskConfig
+
+made = prepare_model(config=ModelTaskConfig(model=ModelFromConfig(), content="", seed=0))
+data = ArithmeticData(num_train=64, num_validation=8)
+rows = prepare_data(config=DataTaskConfig(data=data, content="", seed=0), tokenizer=made.tokenizer)
+print(*(read_metadata(each.folder / "rows.parquet").num_rows for each in rows))
+"""
+
+
+def test_light_needs_no_compiler_and_runs_a_stage(base: str, site: None) -> None:
+    image = built("light", base)
+    assert installed_tools(image) == set()
+    assert run_in(image, f"python - <<'END'\n{PREPARE}END").endswith("64 8\n")
+
+
+def test_laptop_runs_a_pipeline_with_ray_and_vllm(base: str, site: None) -> None:
+    image = built("laptop", base)
+    assert installed_tools(image) == {"gcc"}
+    recipe = (
+        '{"recipe": "sft_arithmetic", "sft": {"num_steps": 5}, '
+        '"data": {"num_train": 512, "num_validation": 32}}'
+    )
+    said = run_in(image, f"pyflyte run workflows/sft.py sft --config '{recipe}'")
+    assert "accuracy of train_sft" in said
