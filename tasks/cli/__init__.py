@@ -27,6 +27,10 @@ COMMANDS = {
     "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),
     "run": ("tasks.cli.run:run", "Run a pipeline, or only check what it would do."),
     "runs": ("tasks.cli.runs:runs", "List executions, and show one."),
+    "schedule": (
+        "tasks.cli.schedule:schedule",
+        "Run a recipe on a cluster by the clock.",
+    ),
     "serve": ("tasks.cli.serve:serve", "Serve a model to clients of OpenAI's API."),
     "try-reward": (
         "tasks.cli.try_reward:try_reward",
