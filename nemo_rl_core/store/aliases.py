@@ -105,7 +105,7 @@ class Aliases:
                 f"there is no alias {name!r} in {self._place}",
                 expected=f"one of {', '.join(self.names())}" if self.names() else "an alias",
                 got=name,
-                fix=f"make it: nemo-rl promote MODEL {name}",
+                fix=f"make it: nemo-rl promote MODEL {name}; or set {ALIASES} to where it lies",
             )
         return Alias(name, moves)
 

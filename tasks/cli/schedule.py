@@ -15,7 +15,7 @@ _Command = Callable[..., Any]
 
 
 class _AddUnlessNamed(click.Group):
-    """`schedule RECIPE CRON` is `schedule add RECIPE CRON`, which its help does not show."""
+    """`schedule RECIPE CRON` is `schedule add RECIPE CRON`."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name; what names none begins the arguments of `add`."""
@@ -56,7 +56,7 @@ def schedule() -> None:
     """
 
 
-@schedule.command("add", hidden=True)
+@schedule.command("add")
 @click.argument("recipe")
 @click.argument("cron")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
@@ -82,7 +82,7 @@ def add(
     notify: str | None,
     **cluster: Any,
 ) -> None:
-    """Register a schedule."""
+    """Register a schedule; the word `add` may be left out."""
     from tasks.platform.schedules import next_times
 
     times = next_times(cron)  # before the imports of a workflow

@@ -73,8 +73,9 @@ def _num_gpus(experiment: PipelineRecipe) -> int:
 
 
 def _check(experiment: PipelineRecipe) -> None:
-    if isinstance(experiment.model, PretrainedModel):
-        experiment = experiment.replace(model=located_model(experiment.model))
+    model = located_model(experiment.model)
+    if model != experiment.model:
+        experiment = experiment.replace(model=model)
     # One core is enough for any number of workers, which share it on a laptop.
     ResourceManager.of_this_machine().check({"CPU": 1, "GPU": _num_gpus(experiment)})
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
