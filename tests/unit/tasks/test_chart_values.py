@@ -51,6 +51,12 @@ _NOTIFICATIONS = dict.fromkeys(
 INLINE: dict[str, Any] = {
     "storage": {"cache": {"max_size_mbs": ANY, "target_gc_percent": ANY}},
     "notifications": _NOTIFICATIONS,
+    "scheduler": {
+        "workflowExecutor": {
+            "scheme": ANY,
+            "local": {"adminRateLimit": {"tps": ANY, "burst": ANY}, "useUTCTz": ANY},
+        }
+    },
     "propeller": {
         "workers": ANY,
         "max-workflow-retries": ANY,
@@ -138,6 +144,13 @@ def test_a_key_that_is_not_known_is_found() -> None:
         "configuration.inline.plugins.ray.ttlSecondAfterFinished",
         "rbac.extraRule",
     ]
+
+
+def test_schedules_are_in_utc() -> None:
+    """`nemo-rl schedule` prints its times so; Flyte's default is the zone of the scheduler."""
+    (values,) = documents("production/values-s3.yaml")
+    scheduler = values["configuration"]["inline"]["scheduler"]["workflowExecutor"]
+    assert scheduler["local"]["useUTCTz"] is True
 
 
 def test_propeller_may_do_what_its_ray_plugin_does() -> None:
