@@ -2,7 +2,7 @@
 # Registers every workflow, stage and launch plan on a Flyte cluster, with the code of this checkout:
 #   deployment/register.sh --config FLYTE_CONFIG [--project P] [--domain D] [--activate]
 #   deployment/register.sh --package FILE.tgz       writes what would be registered, and stops
-# NEMO_RL_REGISTRY: where the cluster pulls images from; NEMO_RL_NOTIFY: addresses for mail.
+# NEMO_RL_REGISTRY: where the cluster pulls images from; NEMO_RL_NOTIFY: addresses for Flyte's mail.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -25,6 +25,7 @@ from nemo_rl_core.store.store import (
     set_aside_damaged,
 )
 from nemo_rl_core.telemetry import usage
+from nemo_rl_core.telemetry.budget import stage_budget
 from nemo_rl_core.telemetry.cost import Prices, gpu_name, model_flops_utilization
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.events import ArtifactMade, publish
@@ -152,7 +153,8 @@ def produce(
         if artifact is not None and not set_aside_damaged(store, artifact):
             return artifact
         start = time.monotonic()
-        with usage.measured() as spent:
+        limited = stage_budget(_num_gpus(inputs), inputs.parents.values(), run)
+        with limited, usage.measured() as spent:
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
         manifest = _manifest(inputs, made, folder, cost, run)
@@ -173,8 +175,7 @@ def produce(
 def _cost(
     inputs: StageInputs, made: StageResult, spent: usage.Spent, *, wall_seconds: float
 ) -> Cost:
-    cluster = _cluster(inputs)
-    num_gpus = cluster.num_gpus + _num_own_gpus(inputs) if cluster and cluster.num_gpus else 0
+    num_gpus = _num_gpus(inputs)
     device = gpu_name() if num_gpus else ""
     seconds: dict[str, Any] = {
         "cpu_seconds": round(spent.cpu_seconds, 3),
@@ -204,6 +205,12 @@ def _cost(
 def _cluster(inputs: StageInputs) -> ClusterConfig | None:
     cluster = inputs.settings.get("cluster")
     return ClusterConfig.model_validate(cluster) if cluster else None
+
+
+def _num_gpus(inputs: StageInputs) -> int:
+    """GPUs that the stage holds."""
+    cluster = _cluster(inputs)
+    return cluster.num_gpus + _num_own_gpus(inputs) if cluster and cluster.num_gpus else 0
 
 
 def _num_own_gpus(inputs: StageInputs) -> int:

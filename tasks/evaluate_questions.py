@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nemo_rl_core.environments.contents import refuse_changed
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
@@ -25,6 +26,7 @@ def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dat
 
     data = config.questions.data
     found = recognised_validation(data, seed=config.questions.seed or 0)
+    refuse_changed(data, config.questions.content)
 
     def write(folder: Path) -> StageResult:
         rows = checked_rows(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_rl_core.environments.contents import refuse_changed
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.telemetry.curves import completions_html
 from nemo_rl_core.telemetry.decks import records
@@ -30,6 +31,7 @@ def prepare_data(config: DataTaskConfig, tokenizer: Tokenizer) -> PreparedData:
     from nemo_rl_core.data.schemas import check_disjoint, checked_rows
 
     parts = load_parts(config.data, seed=config.seed or 0)
+    refuse_changed(config.data, config.content)
     train, validation = parts.train, parts.validation or []
     recorded = config.replace(read_as=parts.read_as)
     loaded_tokenizer = load_tokenizer(tokenizer.folder)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flytekit import workflow
 
 from nemo_rl_core.config.trainer import LoopConfig
+from tasks.announce import announce
 from tasks.artifacts import Checkpoint, Dataset, Evaluation, Lineage, Promotion, Tokenizer
 from tasks.convert import convert
 from tasks.evaluate import evaluate
@@ -143,7 +144,7 @@ def conclude(
     candidate: Checkpoint,
     validation: Dataset,
 ) -> Outcome:
-    """convert, where Megatron trained → evaluate → promote → export → lineage."""
+    """convert, where Megatron trained → evaluate → promote → export → lineage → notice."""
     readable = as_transformers(checkpoint=candidate, rows=validation)
     after = measure(config=evaluation, checkpoint=readable, validation=validation)
     promoted = promote(
@@ -151,4 +152,5 @@ def conclude(
     )
     exported = export(checkpoint=promoted.checkpoint, decision=promoted.decision)
     lineage = lineage_report(model=exported)
+    announce(decision=promoted.decision, after=after, lineage=lineage)
     return Outcome(exported, promoted.decision, before, after, lineage)

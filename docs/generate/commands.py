@@ -29,14 +29,19 @@ def _nemo_rl() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _command(command: click.Command, context: click.Context) -> list[str]:
+def _command(command: click.Command, context: click.Context, level: int = 2) -> list[str]:
     usage = command.get_usage(context).removeprefix("Usage: ")
     text = inspect.cleandoc(command.help or "").replace("\b\n", "")
-    parts = [f"## {context.info_name}", f"```text\n{usage}\n```", text]
+    heading = context.command_path.removeprefix("nemo-rl ")
+    parts = [f"{'#' * level} {heading}", f"```text\n{usage}\n```", text]
     options = [each for each in command.params if isinstance(each, click.Option)]
     if options:
         rows = [_row(option, context) for option in options]
         parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows]))
+    if isinstance(command, click.Group):
+        for name, each in sorted(command.commands.items()):
+            inner = click.Context(each, info_name=name, parent=context)
+            parts += _command(each, inner, level + 1)
     return parts
 
 

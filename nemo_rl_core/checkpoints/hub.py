@@ -5,13 +5,20 @@ its cache. Here the hub is asked once. If nothing answers, the libraries work of
 `HF_HUB_OFFLINE=1`: what the cache has is used, and for the rest their error comes at once.
 """
 
+import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.store import Store
+
+_LOG = logging.getLogger(__name__)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PROBE_SECONDS = 5.0
 _SECONDS_OF_TRUST = 60.0
 """How long the hub counts as reached after it has answered."""
@@ -43,6 +50,54 @@ def hub_access(name: str | Path) -> Iterator[str]:
             yield problem
     finally:
         retries.setLevel(level)
+
+
+def dataset_commit(name: str, revision: str | None) -> str | None:
+    """The commit that a revision of a data set on the hub is now.
+
+    What the hub answers is kept in the store for times without a network.
+
+    Args:
+        name: As `organization/name`.
+        revision: A branch, a tag or a commit; None is the main branch.
+
+    Returns:
+        None where the hub cannot say and has not said before: a download explains why.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    kept = Store.default().cache / "hub_commits.json"
+    known = _commits(kept)
+    key = f"{name}@{revision or 'main'}"
+    found = _asked(name, revision)
+    if found is None:
+        return known.get(key)
+    if known.get(key) != found:
+        write_atomic(kept, json.dumps({**known, key: found}, indent=1, sort_keys=True))
+    return found
+
+
+def _asked(name: str, revision: str | None) -> str | None:
+    from huggingface_hub import HfApi
+
+    with hub_access(name) as problem:
+        if problem:
+            return None
+        try:
+            sha = HfApi().dataset_info(name, revision=revision, timeout=_PROBE_SECONDS).sha
+        # Named fault boundary: names, tokens and proxies; the download has the better error.
+        except Exception:  # noqa: BLE001
+            _LOG.debug("the hub does not tell the commit of %s", name, exc_info=True)
+            return None
+    return None if sha is None else str(sha)
+
+
+def _commits(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def hub_folder(kind: str, name: str) -> Path:

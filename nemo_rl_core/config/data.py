@@ -17,13 +17,13 @@ from nemo_rl_core.config.row_policy import RowPolicy
 
 class FileData(RowFormat, RowPolicy):
     """Rows of your own: jsonl, csv, parquet or arrow, a folder of one of these, or a folder that
-    `datasets` saved.
+    `datasets` saved; `s3://` and `gs://` name objects, folders of them and patterns.
 
     The columns say what the rows are; docs/data.md lists what is understood.
 
     Attributes:
-        train: The file or folder with rows to train on.
-        validation: The file or folder with rows to validate on; None holds out
+        train: The file, folder or address with rows to train on.
+        validation: The file, folder or address with rows to validate on; None holds out
             `validation_fraction` of the training rows, drawn with the recipe's seed.
         validation_fraction: The share of the training rows that is held out where `validation` is
             None.
@@ -43,7 +43,8 @@ class HubData(RowFormat, RowPolicy):
     Attributes:
         name: As `organization/name`.
         subset: The configuration, where the data set has several.
-        revision: A commit or tag; without one, rows may change under the same name.
+        revision: A commit, tag or branch; None is the main branch. A run reads the commit that it
+            is when the run begins.
         train: The split to train on.
         validation: The split to validate on; None holds out `validation_fraction` of the training
             split, drawn with the recipe's seed.

@@ -44,10 +44,11 @@ class ModelSource(FrozenConfig):
 
 
 class PretrainedModel(ModelSource):
-    """A transformers causal model: a hub name or a local folder with its tokenizer.
+    """A transformers causal model with its tokenizer: of the hub, a folder, or promoted.
 
     Attributes:
-        name: A name on the Hugging Face hub, or a folder in the transformers layout.
+        name: A name on the Hugging Face hub, a folder in the transformers layout, the address of
+            one as s3://BUCKET/FOLDER, or alias:NAME of `nemo-rl promote`.
     """
 
     kind: Literal["pretrained"] = "pretrained"

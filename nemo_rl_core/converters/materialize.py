@@ -1,6 +1,7 @@
 """Materialization of a recipe's model as a transformers folder: config, safetensors, tokenizer."""
 
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from nemo_rl_core.converters.gguf_model import download_gguf, read_gguf
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.data.tokenizer import build_arithmetic_tokenizer, build_byte_tokenizer
 from nemo_rl_core.errors import ModelError
+from nemo_rl_core.store import remote
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 
 
@@ -118,6 +121,9 @@ def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
 
     check_pretrained(model.name)
     folder, called = Path(model.name).expanduser(), f"the model {model.name!r}"
+    if remote.is_remote(model.name):
+        folder = _fetched(model.name)
+        check_model_folder(folder)
     if folder.is_dir():
         with waiting(f"loading {model.name}"):
             loaded, _ = load_pretrained(
@@ -144,6 +150,21 @@ def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
                 fix="check the network, HF_ENDPOINT and the proxy, or name a folder: "
                 "{model: {name: FOLDER}}",
             ) from error
+
+
+def _fetched(address: str) -> Path:
+    """A model of an object store as a folder of this one, each version of it once."""
+    objects = remote.tree(address)
+    folder = Store.default().cache / "remote" / sha256(remote.content(objects).encode()).hexdigest()
+    base = address.rstrip("/") + "/"
+    total = sum(each.size for each in objects)
+    with waiting(f"fetching {address}", total=total, unit="bytes") as wait:
+        for each in objects:
+            path = folder / each.address.removeprefix(base)
+            if not path.is_file():
+                remote.fetch(each, path)
+            wait.advance(each.size)
+    return folder
 
 
 def _from_wheel(model: ModelFromWheel) -> tuple[Any, Any]:

@@ -8,8 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
+from nemo_rl_core.checkpoints.hub import dataset_commit
 from nemo_rl_core.config.base import FrozenConfig
-from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
+from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
 from nemo_rl_core.config.environment import (
     EnvironmentConfig,
     multi_turn_environments,
@@ -25,6 +26,8 @@ from nemo_rl_core.config.single_turn import (
     SingleEnvironmentConfig,
 )
 from nemo_rl_core.environments.targets import module_of
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.store import aliases, remote
 from nemo_rl_core.store.files import hash_file, hash_folder
 from nemo_rl_core.store.user_source import user_source
 from nemo_rl_core.telemetry.waiting import waiting_for_hashes
@@ -33,25 +36,89 @@ Section = TypeVar("Section", bound=FrozenConfig)
 
 
 def data_content(data: DataConfig) -> str:
-    """Returns a digest of the user's files and folders; empty for generated and hub data.
+    """Returns a digest of the user's files and folders, and of listings of an object store.
 
-    A data set on the hub is identified by its name and `revision`: a request to the hub per plan
-    would make offline runs fail on cached rows.
+    It is empty for generated data, and for that of the hub, whose commit `pinned` writes into the
+    config.
+
+    Raises:
+        DataError: If an object store cannot be asked.
     """
     if isinstance(data, MixtureData):
         return " ".join(filter(None, (data_content(each.data) for each in data.sources)))
     if not isinstance(data, FileData):
         return ""
     names = (data.train, data.validation)
-    return " ".join(_path(Path(name).expanduser()) for name in names if name is not None)
+    return " ".join(_named_data(name) for name in names if name is not None)
+
+
+def refuse_changed(data: DataConfig, known: str) -> None:
+    """Refuses rows of an object store that are not those that the run began with.
+
+    Args:
+        data: Has been read.
+        known: What `data_content` returned when the run began.
+
+    Raises:
+        DataError: If the listing is another one by now.
+    """
+    if isinstance(data, MixtureData):
+        for each in data.sources:
+            refuse_changed(each.data, known)
+    if not isinstance(data, FileData):
+        return
+    for name in (data.train, data.validation):
+        if name is None or not remote.is_remote(name):
+            continue
+        now = remote.content(remote.listing(name))
+        if now not in known:
+            raise DataError(
+                f"the data under {name} has changed since the run began",
+                expected=known,
+                got=now,
+                fix="run again when what writes it has ended",
+            )
+
+
+def pinned(data: DataConfig) -> DataConfig:
+    """The same data with the commit that each data set of the hub has now.
+
+    So a new commit is another input, and rows are read from the one that the key names. Without a
+    network, the commit that was seen last is taken; where there was none, the config stays.
+    """
+    if isinstance(data, MixtureData):
+        sources = [each.replace(data=pinned(each.data)) for each in data.sources]
+        return data.replace(sources=sources)
+    if not isinstance(data, HubData):
+        return data
+    return data.replace(revision=dataset_commit(data.name, data.revision) or data.revision)
+
+
+def _named_data(name: str) -> str:
+    if remote.is_remote(name):
+        return remote.content(remote.listing(name))
+    return _path(Path(name).expanduser())
 
 
 def model_content(model: ModelConfig) -> str:
-    """Returns a digest of a local folder; empty for hub names and generated models."""
+    """Returns a digest of a folder, or of its listing; empty for hub names and generated models."""
+    if not isinstance(model, PretrainedModel):
+        return ""
+    if remote.is_remote(model.name):
+        return remote.content(remote.tree(model.name))
     folder = Path(model.name).expanduser()
-    if isinstance(model, PretrainedModel) and folder.is_dir():
-        return _path(folder)
-    return ""
+    return _path(folder) if folder.is_dir() else ""
+
+
+def located_model(model: ModelConfig) -> ModelConfig:
+    """A model whose name is an alias, with the folder or address that it means now.
+
+    Raises:
+        StoreError: If there is no such alias, or its model is gone.
+    """
+    if not isinstance(model, PretrainedModel):
+        return model
+    return model.replace(name=aliases.located(model.name))
 
 
 def reward_content(environment: EnvironmentConfig) -> str:

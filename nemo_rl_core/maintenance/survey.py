@@ -20,6 +20,7 @@ from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import Execution
 from nemo_rl_core.maintenance.disk import newest_change
 from nemo_rl_core.store import locks
+from nemo_rl_core.store.aliases import Aliases
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
 
@@ -57,7 +58,7 @@ class ArtifactRecord:
         name: Name of its folder.
         created_at: Unix seconds.
         parents: Names of its parents.
-        in_use: True if a process holds it.
+        in_use: True if a process holds it, or an alias means it or meant it before.
     """
 
     name: str
@@ -96,10 +97,13 @@ def survey(store: Store) -> Survey:
     """Reads the store's folders, manifests and history; changes nothing."""
     recorded = _read_history(store)
     names = _folders(store.runs)
+    # By the store's own record: a shared one names artifacts by addresses, or by their folders.
+    own = Aliases(store, str(store.root / "aliases"))
+    named = frozenset(Path(each).name for each in own.artifacts())
     runs = [_run(store, name, recorded) for name in names]
     return Survey(
         runs=tuple(sorted(runs, key=lambda run: (run.started_at, run.name))),
-        artifacts={name: _artifact(store, name) for name in _folders(store.artifacts)},
+        artifacts={name: _artifact(store, name, named) for name in _folders(store.artifacts)},
         claimed=frozenset().union(*recorded.uses.values()),
         problem=recorded.problem,
     )
@@ -155,9 +159,9 @@ def _folders(parent: Path) -> list[str]:
     return sorted(path.name for path in parent.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
-def _artifact(store: Store, name: str) -> ArtifactRecord:
+def _artifact(store: Store, name: str, named: frozenset[str]) -> ArtifactRecord:
     folder = store.artifacts / name
-    in_use = locks.is_shared(store.marks, f"artifacts/{name}")
+    in_use = name in named or locks.is_shared(store.marks, f"artifacts/{name}")
     try:
         manifest = Manifest.read(folder)
         created = datetime.fromisoformat(manifest.created_at).timestamp()

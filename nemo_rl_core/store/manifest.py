@@ -8,7 +8,7 @@ ancestors in turn, detects a forged lineage.
 import hashlib
 import json
 import platform
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -223,16 +223,28 @@ class Manifest(_Record):
         Raises:
             StoreError: If it is missing or damaged.
         """
-        path = folder / MANIFEST
+        return cls.parse((folder / MANIFEST).read_bytes, where=str(folder))
+
+    @classmethod
+    def parse(cls, read: Callable[[], bytes], *, where: str) -> "Manifest":
+        """Reads a manifest that may lie in an object store.
+
+        Args:
+            read: Returns the bytes of the file.
+            where: The folder or address of the artifact, for messages.
+
+        Raises:
+            StoreError: If it is missing or damaged.
+        """
         try:
-            fields = json.loads(path.read_bytes())
+            fields = json.loads(read())
             checksum = fields.pop(_CHECKSUM, None)  # older manifests have none
             if checksum is not None and checksum != config_hash(fields):
                 raise ValueError("checksum mismatch: a field has been changed")
             return cls.model_validate(fields)
         except (OSError, ValueError, AttributeError) as error:
             raise StoreError(
-                f"{folder} is not an artifact of this project",
+                f"{where} is not an artifact of this project",
                 expected=f"a valid {MANIFEST}",
                 got=str(error).splitlines()[0],
                 fix="run the command that made it again, which rebuilds it",

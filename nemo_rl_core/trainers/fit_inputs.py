@@ -17,11 +17,12 @@ from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tables import rows_of_frame
 from nemo_rl_core.environments.adapt import as_scorer
+from nemo_rl_core.environments.contents import located_model, model_content
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
 from nemo_rl_core.errors import ConfigError, StoreError
 from nemo_rl_core.produce import StageInputs, StageResult
-from nemo_rl_core.store.files import hash_file, hash_folder
+from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
@@ -138,14 +139,15 @@ def _refuse_incomplete_rows(
 
 def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, seed: int) -> Path:
     model = as_model(model)
-    config = PretrainedModel(name=str(model)) if isinstance(model, str | Path) else model
+    named = PretrainedModel(name=str(model)) if isinstance(model, str | Path) else model
+    config = located_model(named)
     settings: dict[str, Any] = {"model": config.model_dump(mode="json"), "seed": seed}
     folder = Path(config.name).expanduser()
     trained = _trained_here(folder) if config.kind == "pretrained" else None
     if trained is not None:
         return trained
-    if config.kind == "pretrained" and folder.is_dir():
-        settings["content"] = hash_folder(folder)
+    if content := model_content(config):
+        settings["content"] = content
 
     def work(target: Path) -> StageResult:
         count = materialize(config, target / "model", seed=seed)

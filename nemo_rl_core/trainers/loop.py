@@ -12,6 +12,7 @@ from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.produce import StageResult
 from nemo_rl_core.store import files
+from nemo_rl_core.telemetry.budget import current_budget
 from nemo_rl_core.telemetry.events import StageResumed, StageSaved, publish, report
 from nemo_rl_core.telemetry.metrics import MetricsFile
 from nemo_rl_core.types import StepReport
@@ -171,6 +172,9 @@ class StepLoop:
         Args:
             trained: What is saved, and resumed from the last save before the first step.
             on_save: Told the step and the folder of every save.
+
+        Raises:
+            ResourceError: After a save, when the run has used its GPU-hours.
         """
         call = on_save or _ignore
         done = self._resume(trained)
@@ -183,9 +187,14 @@ class StepLoop:
                     self._advance(call, wait=True)
                 raise
             self._advance(call, wait=False)
-            if step == self._range.last or (step - self._range.first + 1) % self._save_every == 0:
+            is_last, budget = step == self._range.last, current_budget()
+            is_spent = budget is not None and budget.is_spent
+            if is_last or is_spent or (step - self._range.first + 1) % self._save_every == 0:
                 self._advance(call, wait=True)
                 self._save(step, trained, call)
+            if budget is not None and is_spent and not is_last:
+                self._advance(call, wait=True)
+                raise budget.error(step=step)
         self._advance(call, wait=True)
 
     def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:

@@ -22,10 +22,15 @@ COMMANDS = {
     "lineage": ("tasks.cli.lineage:lineage", "Show the ancestry of an artifact."),
     "plan": ("tasks.cli.plan:plan", "Plan memory and speed of a recipe on its GPUs."),
     "preview": ("tasks.cli.preview:preview", "Show the trained tokens of a row of data."),
+    "promote": ("tasks.cli.promote:promote", "Give a model a name such as production."),
     "reproduce": ("tasks.cli.reproduce:reproduce", "Run an earlier execution again, and compare."),
     "rollouts": ("tasks.cli.rollouts:rollouts", "Show the recorded rollouts of a training."),
     "run": ("tasks.cli.run:run", "Run a pipeline, or only check what it would do."),
     "runs": ("tasks.cli.runs:runs", "List executions, and show one."),
+    "schedule": (
+        "tasks.cli.schedule:schedule",
+        "Run a recipe on a cluster by the clock.",
+    ),
     "serve": ("tasks.cli.serve:serve", "Serve a model to clients of OpenAI's API."),
     "try-reward": (
         "tasks.cli.try_reward:try_reward",

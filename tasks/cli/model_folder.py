@@ -7,8 +7,8 @@ def model_folder(name: str) -> Path:
     """The transformers folder of a model.
 
     Args:
-        name: A folder, the folder of an artifact around it, an artifact's id, or the beginning of
-            its id or content hash.
+        name: A folder, the folder of an artifact around it, an artifact's id, the beginning of its
+            id or content hash, or `alias:` and the name of an alias.
 
     Returns:
         A folder with config.json; `name` itself where it names no artifact with a model.
@@ -16,8 +16,10 @@ def model_folder(name: str) -> Path:
     from nemo_rl_core.errors import StoreError
     from nemo_rl_core.history.database import path_of
     from nemo_rl_core.history.queries import History
+    from nemo_rl_core.store.aliases import located
     from nemo_rl_core.store.store import Store
 
+    name = located(name)
     folder, store = Path(name).expanduser(), Store.default()
     for found in (folder, folder / "model", store.artifacts / name / "model"):
         if (found / "config.json").is_file():

@@ -20,6 +20,8 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.curves import completions_html
+from tasks.platform.local import on_cluster
+from tasks.platform.notifying import cluster_run, notify
 from tasks.platform.resources import DECK, PLAIN
 from tasks.recipes.common import Recipe, RecipeError
 
@@ -33,6 +35,8 @@ failure_handler = task(**{**PLAIN.options, **DECK})
 def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
     """Writes `failures/<time>-<workflow>.json` and the recipe beside it, and shows both in a deck.
 
+    On a cluster it also sends the notice of the run's end.
+
     A run that was refused before its start leaves no record, since there is nothing to resume.
 
     Args:
@@ -44,6 +48,8 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
     # Locally flytekit calls this while it handles the error; refused runs exit with 2.
     if getattr(sys.exception(), "exit_code", None) == RecipeError.exit_code:
         return
+    if on_cluster():
+        notify(cluster_run(), "failed", [err.message if err else ""])
     now = datetime.now(UTC)
     name = f"{now:%Y%m%dT%H%M%S.%f}-{workflow}"
     folder = Store.default().root / "failures"

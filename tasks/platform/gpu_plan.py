@@ -2,6 +2,7 @@
 
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,8 @@ from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
 from nemo_rl_core.planning.search import HEADROOM, HOST_GIB, Setting, fits, smallest_change
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
 from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
+from nemo_rl_core.store import remote
+from nemo_rl_core.store.aliases import located
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.loads import loads_of
 
@@ -193,7 +196,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     """
     match model:
         case PretrainedModel():
-            return _pretrained_config(model.name)
+            return _pretrained_config(located(model.name))
         case ModelFromWheel():
             raise ModelError(
                 "the config.json of a model from a wheel is not known before it is installed",
@@ -220,8 +223,18 @@ def _vocabulary(*, text: bool) -> int:
 
 def _pretrained_config(name: str) -> dict[str, Any]:
     folder = Path(name).expanduser()
+    if remote.is_remote(name):
+        return _of_object(f"{name.rstrip('/')}/config.json")
     path = folder / "config.json" if folder.is_dir() else _of_hub(name)
     return read_model_config(path)
+
+
+def _of_object(address: str) -> dict[str, Any]:
+    text = remote.read(address)
+    with tempfile.TemporaryDirectory() as aside:
+        path = Path(aside) / "config.json"
+        path.write_bytes(text)
+        return read_model_config(path)
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

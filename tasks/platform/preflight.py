@@ -1,7 +1,7 @@
 """Checks before a run starts: models, files, resources, rewards."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from nemo_rl_core.converters.materialize import check_pretrained
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.resources import ResourceManager
+from nemo_rl_core.environments.contents import located_model
 from nemo_rl_core.environments.factory import make_scorer
 from nemo_rl_core.environments.needs import (
     check_targets,
@@ -41,6 +42,7 @@ from nemo_rl_core.environments.needs import (
     refuse_incomplete_rows,
 )
 from nemo_rl_core.errors import ConfigError, DataError
+from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.cost import num_parameters
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
@@ -71,12 +73,15 @@ def _num_gpus(experiment: PipelineRecipe) -> int:
 
 
 def _check(experiment: PipelineRecipe) -> None:
+    model = located_model(experiment.model)
+    if model != experiment.model:
+        experiment = experiment.replace(model=model)
     # One core is enough for any number of workers, which share it on a laptop.
     ResourceManager.of_this_machine().check({"CPU": 1, "GPU": _num_gpus(experiment)})
     experiment.training.data_parallel_size(experiment.cluster.num_workers)
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
-            check_pretrained(model.name)
+            check_pretrained(located_model(model).name)
     refuse_what_does_not_fit(experiment)
     _warn_of_the_rates(experiment)
     for data in (experiment.data, experiment.evaluation.data):
@@ -195,7 +200,14 @@ def _check_rows(environment: EnvironmentConfig, data: DataConfig) -> None:
 
 
 def _size(data: FileData) -> int:
-    paths = [Path(name).expanduser() for name in (data.train, data.validation) if name]
+    names = [name for name in (data.train, data.validation) if name]
+    listed = [remote.listing(name) for name in names if remote.is_remote(name)]
+    stored = sum(each.size for objects in listed for each in objects)
+    return stored + _size_here([name for name in names if not remote.is_remote(name)])
+
+
+def _size_here(names: Sequence[str]) -> int:
+    paths = [Path(name).expanduser() for name in names]
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
     return sum(file.stat().st_size for file in files if file.is_file())
 
@@ -255,7 +267,11 @@ def _check_files(data: DataConfig) -> None:
     if not isinstance(data, FileData):
         return
     for name in (data.train, data.validation):
-        if name is not None and not Path(name).expanduser().exists():
+        if name is None:
+            continue
+        if remote.is_remote(name):
+            remote.listing(name)
+        elif not Path(name).expanduser().exists():
             raise DataError(
                 "a data file does not exist",
                 expected="a .jsonl, .csv, .parquet or .arrow file, or a folder of such",

@@ -8,6 +8,7 @@ prints; the rest of flytekit is unchanged.
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +28,18 @@ from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.manifest import package_versions
 from nemo_rl_core.store.source_digest import source_digest
 from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.budget import LIMIT, counted_run, limit_from
 from nemo_rl_core.telemetry.console import console_on
 from nemo_rl_core.telemetry.display import choose_display, show_on
 from nemo_rl_core.telemetry.display_lines import summary_table
 from nemo_rl_core.telemetry.events import subscribe
+from nemo_rl_core.telemetry.notices import check_places
 from nemo_rl_core.telemetry.run_log import RunLog, redirect_descriptors
 from nemo_rl_core.telemetry.tracking import tracked
 from tasks.platform import starting
 from tasks.platform.closing import closing_lines
 from tasks.platform.local import on_cluster
+from tasks.platform.notifying import good_end, notify
 from tasks.platform.preflight import preflight
 from tasks.platform.recording import Recorder, said
 from tasks.platform.stopping import StopSignals, stopped_lines
@@ -79,6 +83,7 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
         ray_was_running = _ray_runs()
         with ExitStack() as stack:
             stack.callback(store.release)
+            stack.enter_context(counted_run())
             log = stack.enter_context(RunLog.start(store))
             terminal = stack.enter_context(redirect_descriptors(log.path))
             if not ray_was_running:
@@ -97,6 +102,7 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
             for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
                 stack.enter_context(tracked(recipe.tracking, log.folder.name))
             began = time.monotonic()
+            name = f"{workflow.name.rpartition('.')[2]} {log.folder.name}"
             try:
                 yield recorder
             except BaseException as error:
@@ -104,16 +110,20 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
                 stopped = signals.stopped_by(error)
                 if stopped is None:
                     writer.end("failed", said(error))
+                    _notify(terminal, name, "failed", [said(error), f"log: {log.path}"])
                     raise _explained(error, log) from error
                 seconds = time.monotonic() - began
                 lines = stopped_lines(stopped, recorder.stopped_at, seconds=seconds)
                 writer.end("stopped", "\n".join(lines))
                 display.close()
                 _close(recorder, log, terminal, lines)
+                _notify(terminal, name, "stopped", lines)
                 raise KeyboardInterrupt from error
             writer.end("succeeded")
             display.close()
-            _close(recorder, log, terminal, closing_lines(recorder.artifacts))
+            how, lines = good_end(recorder.records, closing_lines(recorder.artifacts))
+            _close(recorder, log, terminal, lines)
+            _notify(terminal, name, how, lines)
             _ended.append(log.folder.name)
 
 
@@ -121,6 +131,8 @@ def _checked_store(inputs: dict[str, Any]) -> Store:
     try:
         store = Store.default()
         store.check_writable()
+        check_places(os.environ)
+        limit_from(os.environ.get(LIMIT))
         preflight(inputs)
     except NemoRLError as error:
         raise RunRefused(str(error)) from error
@@ -180,6 +192,12 @@ def _close(recorder: Recorder, log: RunLog, terminal: TextIO, lines: Sequence[st
     console.print(summary_table(recorder.records))
     for line in [*lines, f"log: {log.path}"]:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _notify(terminal: TextIO, run: str, how: str, lines: Sequence[str]) -> None:
+    for problem in notify(run, how, lines):
+        text = f"the notice of the run's end was not sent: {problem}"
+        console_on(terminal).print(text, markup=False, soft_wrap=True)
 
 
 class EndedRun:

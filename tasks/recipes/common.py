@@ -45,7 +45,9 @@ from nemo_rl_core.config.trainer import RolloutLimits, RolloutSettings, TrainerS
 from nemo_rl_core.config.training import DTensorTraining, TrainingConfig
 from nemo_rl_core.environments.contents import (
     data_content,
+    located_model,
     model_content,
+    pinned,
     reward_content,
     with_source,
 )
@@ -264,15 +266,16 @@ class ModelTaskConfig(FrozenConfig):
     def of(cls, config: PipelineRecipe) -> "ModelTaskConfig":
         """The recipe's share."""
         seed = config.seed if isinstance(config.model, SmallModel) else None
-        return cls(model=config.model, content=model_content(config.model), seed=seed)
+        model = located_model(config.model)
+        return cls(model=model, content=model_content(model), seed=seed)
 
 
 class DataTaskConfig(FrozenConfig):
     """What `prepare_data` reads; the seed only where rows are drawn or held out.
 
     Attributes:
-        data: Where rows come from.
-        content: The digest of files.
+        data: Where rows come from; of the hub, with the commit that it has when the run begins.
+        content: The digest of files, or of the listing of an object store when the run begins.
         seed: For drawn and held-out rows.
         read_as: What the columns were taken for. The stage fills it in when it has read them, so
             that it is part of the recorded config.
@@ -288,7 +291,7 @@ class DataTaskConfig(FrozenConfig):
         """The recipe's share."""
         read_whole = isinstance(config.data, FileData) and config.data.validation is not None
         seed = None if read_whole else config.seed
-        return cls(data=config.data, content=data_content(config.data), seed=seed)
+        return cls(data=pinned(config.data), content=data_content(config.data), seed=seed)
 
 
 class QuestionTaskConfig(FrozenConfig):

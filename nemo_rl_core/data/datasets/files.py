@@ -1,12 +1,12 @@
-"""Data files of the user: jsonl, csv, parquet and arrow files, folders of them, saved data sets.
+"""Data files of the user, here or in an object store: jsonl, csv, parquet and arrow files, folders
+of them, saved data sets.
 
 Files are read without `datasets`, which copies every file into its cache and infers types (an
 answer `007` of a csv would become 7). Folders saved by `datasets` are read with it.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
 
 from nemo_rl_core.config.data import FileData
 from nemo_rl_core.data.datasets.file_formats import (
@@ -23,9 +23,9 @@ from nemo_rl_core.data.datasets.records import (
     joined,
 )
 from nemo_rl_core.errors import DataError
-
-if TYPE_CHECKING:
-    pass
+from nemo_rl_core.store import remote
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry.waiting import waiting
 
 
 def load(config: FileData, *, seed: int) -> Parts:
@@ -52,8 +52,40 @@ def load(config: FileData, *, seed: int) -> Parts:
 
 def read_split(config: FileData, name: str) -> Recognised:
     """The rows of one file or folder, as the config reads columns."""
-    records = read_records(Path(name).expanduser(), limit=config.max_rows)
+    records = read_named(name, limit=config.max_rows)
     return recognise(records, where=name, task="file", form=config.reading())
+
+
+def read_named(name: str, *, limit: int | None = None) -> Records:
+    """The records under a path of this machine, as `read_records`, or an address in a store.
+
+    Args:
+        name: A path, or an address as `remote.listing` takes it.
+        limit: The first so many records; None reads all.
+
+    Raises:
+        DataError: When it is missing or cannot be read.
+    """
+    if remote.is_remote(name):
+        return read_files(_fetched(name), limit=limit)
+    return read_records(Path(name).expanduser(), limit=limit)
+
+
+def _fetched(address: str) -> list[Path]:
+    """The objects under an address as files of the store, each version of an object once."""
+    folder = Store.default().cache / "remote"
+    objects = remote.listing(address)
+    paths = [folder / each.digest[:32] / PurePosixPath(each.address).name for each in objects]
+    missing = [
+        (each, path) for each, path in zip(objects, paths, strict=True) if not path.is_file()
+    ]
+    if missing:
+        total = sum(each.size for each, _ in missing)
+        with waiting(f"fetching {address}", total=total, unit="bytes") as wait:
+            for each, path in missing:
+                remote.fetch(each, path)
+                wait.advance(each.size)
+    return paths
 
 
 def read_records(path: Path, *, limit: int | None = None) -> Records:

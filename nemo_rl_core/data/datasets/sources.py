@@ -19,6 +19,7 @@ from nemo_rl_core.data.datasets.formats import Recognised, recognise
 from nemo_rl_core.data.datasets.parts import Parts
 from nemo_rl_core.data.datasets.records import Records, of_dataset
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.store import remote
 
 _SUFFIXES = (".jsonl", ".csv", ".parquet", ".arrow", ".json", ".txt")
 
@@ -39,7 +40,8 @@ def read(source: Any, *, seed: int, form: RowFormat | None = None) -> Parts:
 
     Args:
         source: `arithmetic`; `reasoning_gym:TASK` (or several, with commas); the path of a file, a
-            folder of files or a folder that `datasets` saved; `organization/name` on the hub, with
+            folder of files or a folder that `datasets` saved; an address as `s3://BUCKET/PATH`;
+            `organization/name` on the hub, with
             `:SUBSET` where it has several; a list of dicts; a `datasets.Dataset` or `DatasetDict`;
             or a data config of a recipe.
         seed: Seed of generated rows.
@@ -100,6 +102,8 @@ class _Reader:
             _refuse_form(self.form, repr(name))
             tasks = [task for task in rest.split(",") if task]
             return load_parts(ReasoningGymData(tasks=tasks or ["chain_sum"]), seed=seed)
+        if remote.is_remote(name):
+            return self.rows(files.read_named(name, limit=self.limit), name, "file")
         path = Path(name).expanduser()
         if path.is_dir():
             return self.folder(path)

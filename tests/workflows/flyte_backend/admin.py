@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from flyteidl.admin import common_pb2 as common
 from flyteidl.admin import execution_pb2 as executions
 from flyteidl.admin import launch_plan_pb2 as launch_plans
 from flyteidl.admin import node_execution_pb2 as node_executions
@@ -22,6 +23,7 @@ from tests.workflows.flyte_backend.buckets import Bucket, FolderBucket
 from tests.workflows.flyte_backend.catalog import Catalog
 from tests.workflows.flyte_backend.containers import Machine, Processes
 from tests.workflows.flyte_backend.graph import Scope, Walk
+from tests.workflows.flyte_backend.launch_plans import refusals
 from tests.workflows.flyte_backend.records import ExecutionRecord
 
 PROJECT, DOMAIN = "flytesnacks", "development"
@@ -65,6 +67,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         self._aborted: dict[str, threading.Event] = {}
         self._walks: list[threading.Thread] = []
         self._catalog = Catalog()
+        self._projects = {(PROJECT, DOMAIN)}
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(self, self._server)
@@ -115,8 +118,12 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return workflows.WorkflowCreateResponse()
 
     def CreateLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """Keeps a launch plan; as Flyte does, refuses a schedule whose workflow lacks an input."""
-        self._refuse_unbound(request.spec, context)
+        """Keeps a launch plan; as Flyte does, refuses what it could not launch."""
+        workflow = self.workflows.get(_key(request.spec.workflow_id))
+        interface = workflow and workflow.template.interface
+        wrong = list(refusals(request, interface, projects=self._projects))
+        if wrong:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "; ".join(wrong))
         self._keep(self.launch_plans, request, context)
         return launch_plans.LaunchPlanCreateResponse()
 
@@ -128,17 +135,6 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{key} is there already")
         else:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{key} is there with other content")
-
-    def _refuse_unbound(self, spec: Any, context: grpc.ServicerContext) -> None:
-        kickoff = spec.entity_metadata.schedule.kickoff_time_input_arg
-        needed = {
-            name
-            for name, parameter in spec.default_inputs.parameters.items()
-            if parameter.required and name != kickoff and name not in spec.fixed_inputs.literals
-        }
-        if needed and spec.entity_metadata.schedule.WhichOneof("ScheduleExpression"):
-            said = f"a schedule cannot give {', '.join(sorted(needed))}"
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
 
     def GetTask(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         """A task with its compiled form."""
@@ -166,15 +162,70 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
 
     def GetLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         """A launch plan with its expected inputs and outputs."""
-        spec = self._find(self.launch_plans, request, context)
-        interface = self.workflows[_key(spec.workflow_id)].template.interface
-        closure = launch_plans.LaunchPlanClosure(
-            expected_inputs=spec.default_inputs, expected_outputs=interface.outputs
+        self._find(self.launch_plans, request, context)
+        return self._launch_plan(_key(request.id))
+
+    def GetActiveLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The active version of a launch plan."""
+        name = request.id.name
+        if name not in self.active:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no active launch plan {name}")
+        return self._launch_plan((name, self.active[name]))
+
+    def ListLaunchPlans(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The versions of a launch plan, or of all."""
+        found = [key for key in self.launch_plans if request.id.name in ("", key[0])]
+        page, token = _page(found, request, context, sorts=True)
+        return launch_plans.LaunchPlanList(
+            launch_plans=[self._launch_plan(key) for key in page], token=token
         )
-        return launch_plans.LaunchPlan(id=request.id, spec=spec, closure=closure)
+
+    def ListActiveLaunchPlans(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The active version of each launch plan."""
+        page, token = _page([*self.active.items()], request, context, sorts=True)
+        return launch_plans.LaunchPlanList(
+            launch_plans=[self._launch_plan(key) for key in page], token=token
+        )
+
+    def ListLaunchPlanIds(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The names of launch plans, without versions."""
+        names = [*dict.fromkeys(name for name, _ in self.launch_plans)]
+        page, token = _page(names, request, context)
+        entities = [
+            common.NamedEntityIdentifier(project=PROJECT, domain=DOMAIN, name=name) for name in page
+        ]
+        return common.NamedEntityIdentifierList(entities=entities, token=token)
+
+    def ListWorkflows(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The versions of a workflow, or of all, without their graphs."""
+        found = [key for key in self.workflows if request.id.name in ("", key[0])]
+        page, token = _page(found, request, context, sorts=True)
+        identifiers = [self.workflows[key].template.id for key in page]
+        return workflows.WorkflowList(
+            workflows=[workflows.Workflow(id=each) for each in identifiers], token=token
+        )
+
+    def _launch_plan(self, key: Key) -> Any:
+        spec = self.launch_plans[key]
+        interface = self.workflows[_key(spec.workflow_id)].template.interface
+        is_active = self.active.get(key[0]) == key[1]
+        closure = launch_plans.LaunchPlanClosure(
+            state=launch_plans.ACTIVE if is_active else launch_plans.INACTIVE,
+            expected_inputs=spec.default_inputs,
+            expected_outputs=interface.outputs,
+        )
+        identifier = identifier_pb2.Identifier(
+            resource_type=identifier_pb2.LAUNCH_PLAN,
+            project=PROJECT,
+            domain=DOMAIN,
+            name=key[0],
+            version=key[1],
+        )
+        return launch_plans.LaunchPlan(id=identifier, spec=spec, closure=closure)
 
     def UpdateLaunchPlan(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         """Activates a launch plan, or ends that."""
+        self._find(self.launch_plans, request, context)
         name, version = _key(request.id)
         if request.state == launch_plans.ACTIVE:
             self.active[name] = version
@@ -294,6 +345,22 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             signed_url=self._bucket.upload_url(path, request.content_md5),
             native_url=self._bucket.url(path),
         )
+
+
+def _page(
+    found: list[Any], request: Any, context: grpc.ServicerContext, *, sorts: bool = False
+) -> tuple[list[Any], str]:
+    """A page of what was registered in this order, and the token of the next."""
+    if request.limit <= 0:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid value for limit")
+    if request.sort_by.key:
+        if request.sort_by.key not in ("created_at", "name", "version") or not sorts:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid sort_key")
+        if request.sort_by.direction == common.Sort.DESCENDING:
+            found = found[::-1]
+    begin = int(request.token or 0)
+    end = begin + request.limit
+    return found[begin:end], str(end) if end < len(found) else ""
 
 
 def _meaning(spec: Any) -> bytes:

@@ -160,6 +160,10 @@ class S3Bucket:
         )
         return signed
 
+    def remove(self, path: str) -> None:
+        """Deletes an object."""
+        self._client.delete_object(Bucket=self._NAME, Key=path)
+
     def list(self, prefix: str) -> list[str]:
         """Paths of the objects that begin so."""
         pages = self._client.get_paginator("list_objects_v2")

@@ -1,0 +1,26 @@
+"""Task: the notice of a run on a cluster that has ended well; a local run sends its own.
+
+It is not cached, so that a run that finds everything in the cache is announced, too. Failed runs
+are announced by the failure handler of their workflow.
+"""
+
+import os
+
+from nemo_rl_core.telemetry.notices import NOTIFY
+from tasks.artifacts import Evaluation, Lineage, Promotion
+from tasks.platform.local import on_cluster
+from tasks.platform.notifying import NOTHING_NEW, cluster_run, notify
+from tasks.platform.stage import plan_task
+
+
+@plan_task
+def announce(decision: Promotion, after: Evaluation, lineage: Lineage) -> None:
+    """Sends what the run found, or that there was nothing new, where `NEMO_RL_NOTIFY` says."""
+    if not on_cluster() or not os.environ.get(NOTIFY):
+        return
+    maker = lineage.manifest.run
+    # Whatever a run makes leads to its report; one of an earlier run means that nothing was made.
+    if maker is None or maker.execution != os.environ["FLYTE_INTERNAL_EXECUTION_ID"]:
+        notify(cluster_run(), "ended", [NOTHING_NEW])
+    else:
+        notify(cluster_run(), "succeeded", [decision.summary, after.summary])

@@ -1,0 +1,117 @@
+"""What a launch plan has that starts by itself: when, one at a time, and mail of how it ended."""
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from flytekit import CronSchedule, Email
+from flytekit.models.common import Annotations, Labels, Notification
+from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
+from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
+
+from nemo_rl_core.errors import ConfigError
+
+BAD_ENDS = (Phase.FAILED, Phase.TIMED_OUT, Phase.ABORTED)
+"""How a run ends that made nothing."""
+
+ALIASES = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+}
+"""Names of Flyte's scheduler for whole cron expressions."""
+
+_FIELD = re.compile(r"[0-9A-Za-z*/,-]+")
+
+
+def on_schedule(cron: str, addresses: Sequence[str], *phases: int) -> dict[str, Any]:
+    """The options of a launch plan that starts by itself, passed over while its last run runs.
+
+    Args:
+        cron: As `next_times` takes it.
+        addresses: Who is sent mail by Flyte.
+        phases: The ends of a run that are mailed.
+    """
+    one_at_a_time = ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP)
+    return {
+        "schedule": CronSchedule(schedule=cron),
+        "notifications": mail(addresses, *phases),
+        "max_parallelism": 4,
+        "concurrency": one_at_a_time,
+    }
+
+
+def mail(addresses: Sequence[str], *phases: int) -> list[Notification]:
+    """Flyte's notifications by mail; none without an address."""
+    return [Email(phases=list(phases), recipients_email=list(addresses))] if addresses else []
+
+
+def described(purpose: str, text: str) -> dict[str, Any]:
+    """The options of a launch plan that a list of launch plans shows."""
+    return {
+        "labels": Labels({"app.kubernetes.io/part-of": "nemo-rl-flow", "purpose": purpose}),
+        "annotations": Annotations({"nemo-rl-flow/about": text}),
+    }
+
+
+def next_times(cron: str, *, count: int = 3, now: datetime | None = None) -> list[datetime]:
+    """When a schedule starts its next runs, in UTC, as Flyte's scheduler reads it.
+
+    Flyte's scheduler takes less than flytekit's own check, which would register the rest: seconds,
+    `L`, `#` and Sunday as 7 are refused here.
+
+    Args:
+        cron: Minute, hour, day of the month, month and day of the week, or one of `ALIASES`.
+        count: How many times.
+        now: What they come after; the present by default.
+
+    Raises:
+        ConfigError: If it is no such expression, or names a time that never comes.
+
+    Example:
+        >>> next_times("0 2 * * 1", count=1, now=datetime(2026, 11, 23, 5, tzinfo=UTC))
+        [datetime.datetime(2026, 11, 30, 2, 0, tzinfo=datetime.timezone.utc)]
+    """
+    from croniter import CroniterBadDateError, CroniterError, croniter
+
+    fields = ALIASES.get(cron, cron).split()
+    problem = _foreign(fields)
+    if problem is not None:
+        raise _no_schedule(cron, problem)
+    try:
+        times = croniter(" ".join(fields), now or datetime.now(UTC), ret_type=datetime)
+        return [times.get_next() for _ in range(count)]
+    except CroniterBadDateError as error:
+        raise _no_schedule(cron, "a day that never comes") from error
+    except (CroniterError, ValueError) as error:
+        raise _no_schedule(cron, str(error)) from error
+
+
+def _foreign(fields: list[str]) -> str | None:
+    """Why Flyte's scheduler would not take fields that croniter takes."""
+    if len(fields) != 5:
+        return f"{len(fields)} fields"
+    strange = [field for field in fields if not _FIELD.fullmatch(field)]
+    if strange:
+        return f"the field {strange[0]!r}"
+    days = fields[4].partition("/")[0]
+    if "7" in re.split(r"[,-]", days):
+        return "7 as a day of the week, where Sunday is 0"
+    if any(re.fullmatch(r"[Ll]\w*|\d+[Ll]", part) for part in fields[2].split(",")):
+        return f"the day of the month {fields[2]!r}"
+    if re.search(r"\d[Ll]|[Ll]\d", fields[4]):
+        return f"the day of the week {fields[4]!r}"
+    return None
+
+
+def _no_schedule(cron: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"{cron!r} is no schedule",
+        expected="minute, hour, day of the month, month and day of the week (0 to 6), in UTC, or "
+        f"one of {', '.join(ALIASES)}",
+        got=got,
+        fix='write "0 2 * * *" for every night at 02:00, in quotes for the shell',
+    )

@@ -1,0 +1,243 @@
+"""Rows in an object store, over moto's S3 server: keys, bytes, and what is said when they fail."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from nemo_rl_core.checkpoints import hub
+from nemo_rl_core.config.data import FileData, HubData, MixtureData, MixtureSource
+from nemo_rl_core.data.datasets import load_rows
+from nemo_rl_core.data.datasets.sources import read
+from nemo_rl_core.environments.contents import data_content, pinned, refuse_changed
+from nemo_rl_core.errors import DataError
+from nemo_rl_core.store import remote
+from nemo_rl_core.store.store import Store
+from tests.workflows.flyte_backend.buckets import S3Bucket
+
+BUCKET = "s3://flyte-data"
+
+
+def jsonl(*numbers: int) -> bytes:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in numbers]
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def prompts(config: FileData) -> list[str]:
+    train, _ = load_rows(config, seed=0)
+    return [str(row["prompt"]) for row in train]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Bucket]:
+    with S3Bucket("127.0.0.1") as started:
+        yield started
+
+
+@pytest.fixture
+def bucket(server: S3Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Bucket]:
+    for name in ("AWS_PROFILE", "FLYTE_AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.environment["FLYTE_AWS_ENDPOINT"])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.environment["FLYTE_AWS_ACCESS_KEY_ID"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.environment["FLYTE_AWS_SECRET_ACCESS_KEY"])
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
+    yield server
+    for path in server.list(""):
+        server.remove(path)
+
+
+@pytest.mark.parametrize(
+    "address", ["rows/a.jsonl", "rows/*.jsonl", "rows", "rows/", "ro*/?.jsonl", "**/a.jsonl"]
+)
+def test_an_object_a_folder_and_a_pattern_are_read(bucket: S3Bucket, address: str) -> None:
+    bucket.write("rows/a.jsonl", jsonl(1, 2))
+    bucket.write("rows/notes.txt", b"no rows")
+    bucket.write("other/b.jsonl", jsonl(9))
+    config = FileData(train=f"{BUCKET}/{address}", validation=f"{BUCKET}/other/b.jsonl")
+    assert prompts(config) == ["1+1=", "2+1="]
+
+
+def test_objects_are_read_in_the_order_of_their_names(bucket: S3Bucket) -> None:
+    for name, number in (("b", 2), ("a", 1), ("c", 3)):
+        bucket.write(f"rows/{name}.jsonl", jsonl(number))
+    config = FileData(train=f"{BUCKET}/rows", validation=f"{BUCKET}/rows/c.jsonl", max_rows=2)
+    assert prompts(config) == ["1+1=", "2+1="]
+    parts = read(f"{BUCKET}/rows/*.jsonl", seed=0)
+    assert [row["answer"] for row in parts.train] == ["2", "3", "4"]
+
+
+def test_the_key_follows_the_listing(bucket: S3Bucket) -> None:
+    """A new object, a changed one and a removed one are other data; the same listing is not."""
+    config = FileData(train=f"{BUCKET}/rows/*.jsonl")
+    bucket.write("rows/a.jsonl", jsonl(1))
+    seen = [data_content(config)]
+    assert seen[0].startswith("1 objects of 34 bytes ")
+    bucket.write("rows/a.jsonl", jsonl(1))
+    bucket.write("beside/a.jsonl", jsonl(5))
+    assert data_content(config) == seen[0]
+    for change in (
+        lambda: bucket.write("rows/b.jsonl", jsonl(2)),
+        lambda: bucket.write("rows/b.jsonl", jsonl(3)),
+        lambda: bucket.remove("rows/a.jsonl"),
+    ):
+        change()
+        seen.append(data_content(config))
+    assert len(set(seen)) == 4
+    mixed = MixtureData(sources=[MixtureSource(data=config)])
+    assert data_content(mixed) == seen[-1]
+
+
+def test_an_object_is_fetched_once_a_version(bucket: S3Bucket) -> None:
+    config = FileData(train=f"{BUCKET}/rows/a.jsonl", validation=f"{BUCKET}/rows/a.jsonl")
+    bucket.write("rows/a.jsonl", jsonl(1))
+    assert prompts(config) == prompts(config) == ["1+1="]
+    kept = [*(Store.default().cache / "remote").rglob("*.jsonl")]
+    assert len(kept) == 1
+    bucket.write("rows/a.jsonl", jsonl(2))
+    assert prompts(config) == ["2+1="]
+    assert len([*(Store.default().cache / "remote").rglob("*")]) == 4  # two folders, two files
+
+
+def test_rows_that_change_during_a_run_are_refused(bucket: S3Bucket, tmp_path: Path) -> None:
+    bucket.write("rows/a.jsonl", jsonl(1))
+    config = FileData(train=f"{BUCKET}/rows/*.jsonl")
+    known = data_content(config)
+    refuse_changed(config, known)
+    (listed,) = remote.listing(config.train)
+    bucket.write("rows/a.jsonl", jsonl(2))
+    with pytest.raises(DataError, match="has changed since the run began"):
+        refuse_changed(config, known)
+    with pytest.raises(DataError, match="has changed while it was read"):
+        remote.fetch(listed, tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_flytes_names_of_a_store_are_enough(
+    bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container on a cluster has these and no others."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket.write("rows/a.jsonl", jsonl(1))
+    assert len(remote.listing(f"{BUCKET}/rows")) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "problem", "fix"),
+    [
+        (f"{BUCKET}/none.jsonl", "there is nothing under", "correct the address"),
+        ("s3://no-such-bucket/a.jsonl", "there is nothing under", "correct the address"),
+        (f"{BUCKET}/none/*.jsonl", "there is no data under", "correct data.train"),
+        (f"{BUCKET}/texts", "there is no data under", "correct data.train"),
+        (f"{BUCKET}/both", "cannot be read as one data set", f"{BUCKET}/both/*.csv"),
+    ],
+)
+def test_what_cannot_be_listed_is_named(
+    bucket: S3Bucket, address: str, problem: str, fix: str
+) -> None:
+    bucket.write("texts/a.txt", b"a")
+    bucket.write("both/a.csv", b"prompt,answer\n1,2\n")
+    bucket.write("both/a.jsonl", jsonl(1))
+    with pytest.raises(DataError, match=problem) as refused:
+        remote.listing(address)
+    assert fix in str(refused.value.fix)
+    assert address.rpartition("/")[0] in str(refused.value)
+
+
+def test_no_credentials_are_named(
+    bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(DataError, match="access is refused") as refused:
+        remote.listing(f"{BUCKET}/rows")
+    assert "AWS_ACCESS_KEY_ID" in str(refused.value.fix)
+
+
+def test_a_store_that_does_not_answer_is_named(
+    bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(DataError, match=r"rows cannot be read\n") as refused:
+        remote.listing(f"{BUCKET}/rows")
+    assert "check the network" in str(refused.value.fix)
+
+
+def test_an_address_of_another_kind_is_refused() -> None:
+    with pytest.raises(DataError, match="rows cannot be read from ftp://host"):
+        remote.is_remote("ftp://host/rows.csv")
+    assert not remote.is_remote("rows/a.jsonl")
+
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as the commit of a data set takes."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        revision = self.path.partition("?")[0].partition("/revision/")[2] or "main"
+        known = self.path.startswith("/api/datasets/org/rows") and revision in COMMITS
+        body = json.dumps({"id": "org/rows", "sha": COMMITS.get(revision)}).encode()
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", address)
+    monkeypatch.setattr(hub, "_reached", {})
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_data_of_the_hub_is_that_of_its_commit(
+    a_hub: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = HubData(name="org/rows")
+    assert pinned(config) == config.replace(revision="a" * 40)
+    assert pinned(config.replace(revision="v1")).revision == "b" * 40
+    assert pinned(config.replace(revision="c" * 40)).revision == "c" * 40
+    mixed = MixtureData(sources=[MixtureSource(data=config)])
+    (source,) = pinned(mixed).sources
+    assert source.data.revision == "a" * 40
+    # A push to the hub is another input; without a network the last answer holds.
+    monkeypatch.setitem(COMMITS, "main", "d" * 40)
+    assert pinned(config).revision == "d" * 40
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert pinned(config).revision == "d" * 40
+    assert pinned(HubData(name="org/never", revision="v2")).revision == "v2"
+
+
+def test_what_the_hub_does_not_know_is_left_to_the_download(a_hub: HTTPServer) -> None:
+    config = HubData(name="org/none")
+    assert pinned(config) == config

@@ -1,0 +1,54 @@
+"""Cron expressions: what Flyte's scheduler takes, and when it starts runs."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from nemo_rl_core.errors import ConfigError
+from tasks.platform.schedules import BAD_ENDS, next_times, on_schedule
+
+SUNDAY = datetime(2026, 11, 22, 23, 30, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("cron", "times"),
+    [
+        ("0 2 * * *", ["11-23 02:00", "11-24 02:00", "11-25 02:00"]),
+        ("*/20 * * * *", ["11-22 23:40", "11-23 00:00", "11-23 00:20"]),
+        ("0 6 * * 1", ["11-23 06:00", "11-30 06:00", "12-07 06:00"]),
+        ("30 4 1,15 * *", ["12-01 04:30", "12-15 04:30", "01-01 04:30"]),
+        ("0 0 * * MON-FRI", ["11-23 00:00", "11-24 00:00", "11-25 00:00"]),
+        ("@weekly", ["11-29 00:00", "12-06 00:00", "12-13 00:00"]),
+    ],
+)
+def test_the_next_times(cron: str, times: list[str]) -> None:
+    assert [f"{time:%m-%d %H:%M}" for time in next_times(cron, now=SUNDAY)] == times
+
+
+@pytest.mark.parametrize(
+    ("cron", "got"),
+    [
+        ("0 2 * *", "4 fields"),
+        ("0 0 2 * * *", "6 fields"),
+        ("", "0 fields"),
+        ("61 2 * * *", "61"),
+        ("0 2 30 2 *", "a day that never comes"),
+        ("0 2 * * 7", "Sunday is 0"),
+        ("0 2 * * 1-7", "Sunday is 0"),
+        ("0 2 L * *", "'L'"),
+        ("0 2 * * 5L", "'5L'"),
+        ("0 2 * * 1#2", "'1#2'"),
+        ("0 2 ? * 1", "'?'"),
+        ("@fortnightly", "1 fields"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(cron: str, got: str) -> None:
+    with pytest.raises(ConfigError, match="is no schedule") as refused:
+        next_times(cron)
+    assert got in str(refused.value.got)
+
+
+def test_one_run_at_a_time() -> None:
+    options = on_schedule("0 2 * * *", ["a@example.com"], *BAD_ENDS)
+    assert (options["concurrency"].max_concurrency, options["max_parallelism"]) == (1, 4)
+    assert on_schedule("0 2 * * *", [], *BAD_ENDS)["notifications"] == []

@@ -1,0 +1,133 @@
+"""A limit of GPU-hours: the stage that reaches it saves, and goes on from there with a new one."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.produce import StageInputs, StageResult, produce
+from nemo_rl_core.store.stage_run import StageRun
+from nemo_rl_core.telemetry.budget import (
+    LIMIT,
+    counted_run,
+    current_budget,
+    limit_from,
+    stage_budget,
+)
+from nemo_rl_core.trainers.loop import StepLoop, StepRange
+from tasks.platform.retries import is_recoverable
+
+GPU_SECOND = 1 / 3600
+CLUSTER = {"shape": "node_8gpu", "num_workers": 8}
+
+
+class Count:
+    """A policy that counts its steps."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def save_checkpoint(self, path: Path) -> None:
+        for part in ("model", "trainer"):
+            (path / part).mkdir()
+            (path / part / "value.json").write_text(json.dumps(self.value))
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.value = json.loads((path / "trainer" / "value.json").read_text())
+
+
+def trained(folder: Path, *, seconds: float = 0.0) -> tuple[Count, list[int]]:
+    """Ten steps, of which each takes so long; saved every fourth."""
+    loop = StepLoop(folder, stage="count", steps=StepRange(1, 10), save_every_num_steps=4)
+    policy, seen = Count(), []
+    for step in loop.steps(policy):
+        policy.value += 1
+        seen.append(step)
+        time.sleep(seconds)
+        loop.report(step, {}, {})
+    return policy, seen
+
+
+def test_the_stage_that_reaches_the_limit_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT, str(8 * 0.05 * GPU_SECOND))  # 0.05 s of 8 GPUs
+    refused = pytest.raises(ResourceError, match="the run has used its GPU-hours")
+    with refused as spent, stage_budget(8, [], None):
+        trained(tmp_path, seconds=0.03)
+    assert "goes on from step 2" in str(spent.value.fix)
+    assert not is_recoverable(spent.value), "Flyte must not try again"
+    # The same again without a limit takes what was saved, though no save was due.
+    monkeypatch.delenv(LIMIT)
+    with stage_budget(8, [], None) as budget:
+        assert budget is None
+        policy, seen = trained(tmp_path)
+    assert (policy.value, seen) == (10, [3, 4, 5, 6, 7, 8, 9, 10])
+
+
+def test_a_stage_that_ends_in_time_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT, "1")
+    with stage_budget(8, [], None):
+        assert trained(tmp_path / "in_time")[1] == [*range(1, 11)]
+    monkeypatch.setenv(LIMIT, str(1e-12))
+    with stage_budget(0, [], None):  # a laptop
+        assert trained(tmp_path / "laptop")[1] == [*range(1, 11)]
+    assert current_budget() is None
+
+
+def made(name: str, *, parents: dict[str, Path], run: StageRun | None = None) -> Path:
+    def work(folder: Path) -> StageResult:
+        time.sleep(0.02)
+        (folder / "a.txt").write_text(name)
+        return StageResult("checkpoint", "hf")
+
+    settings = {"name": name, "cluster": CLUSTER}
+    return produce(StageInputs(name, settings, parents), work, run=run)
+
+
+def test_stages_of_a_run_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    monkeypatch.setenv(LIMIT, str(8 * 0.03 * GPU_SECOND))
+    with counted_run() as spending:
+        first = made("first", parents={})
+        assert spending.gpu_seconds > 8 * 0.02
+        second = made("second", parents={"start": first})
+        with pytest.raises(ResourceError, match="has used its GPU-hours") as refused:
+            made("third", parents={"start": second})
+    assert "the stage starts" in str(refused.value.fix)
+    with counted_run():  # a cached stage costs nothing
+        assert made("first", parents={}) == first
+        made("third", parents={"start": second})
+
+
+def test_an_execution_counts_what_it_has_made_of_its_ancestors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execution(name: str) -> StageRun:
+        return StageRun(execution=name, workflow="w", task="t", attempt=1, started_at=time.time())
+
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    monkeypatch.setenv(LIMIT, str(8 * 0.05 * GPU_SECOND))
+    earlier = made("earlier", parents={}, run=execution("yesterday"))
+    first = made("first", parents={"start": earlier}, run=execution("today"))
+    with stage_budget(8, [first], execution("today")) as budget:
+        assert budget is not None
+        assert 8 * 0.02 < budget.earlier_seconds < 8 * 0.05, "of today alone"
+    second = made("second", parents={"start": first}, run=execution("today"))
+    # The first is an ancestor of the second, and counted once.
+    with pytest.raises(ResourceError, match="has used its GPU-hours"):
+        made("third", parents={"start": second, "reference": first}, run=execution("today"))
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "0", "inf", "nan"])
+def test_what_is_no_limit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no number of GPU-hours"):
+        limit_from(text)
+
+
+def test_a_limit() -> None:
+    assert (limit_from("12.5"), limit_from(None), limit_from("")) == (12.5, None, None)

@@ -1,0 +1,179 @@
+"""`nemo-rl schedule` against Flyte's protocol on loopback: real client, real launch plans."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from click.testing import CliRunner, Result
+from flyteidl.admin import launch_plan_pb2
+from flytekit.clients.friendly import SynchronousFlyteClient
+from flytekit.configuration import Config, Image, ImageConfig, SerializationSettings
+from flytekit.tools.translator import get_serializable
+
+from tasks import cli
+from tests.workflows.flyte_backend import Backend
+from tests.workflows.flyte_backend.launch_plans import refusals
+from workflows.sft import sft
+
+WORKFLOW = "workflows.sft.sft"
+NIGHTLY = ["sft_arithmetic", "0 2 * * *"]
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    with Backend(tmp_path / "flyte") as started:
+        yield started
+
+
+def registered(backend: Backend, version: str) -> None:
+    """Registers the workflow, without the tasks that a schedule does not name."""
+    settings = SerializationSettings(
+        ImageConfig(default_image=Image("unused", "nemo-rl-unused", "0")),
+        project="flytesnacks",
+        domain="development",
+        version=version,
+    )
+    spec = get_serializable(OrderedDict(), settings, sft)
+    client = SynchronousFlyteClient(Config.auto(str(backend.config)).platform)
+    client.create_workflow(spec.template.id, spec)
+
+
+def invoked(backend: Backend, *arguments: str) -> Result:
+    where = ["--config", str(backend.config), "--project", "flytesnacks"]
+    return CliRunner().invoke(cli.group, ["schedule", *arguments, *where])
+
+
+def listed(backend: Backend) -> list[dict[str, Any]]:
+    result = invoked(backend, "list", "--json")
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.output)
+    return found
+
+
+def recipe_of(spec: launch_plan_pb2.LaunchPlanSpec) -> dict[str, Any]:
+    """The recipe that a scheduled run starts with."""
+    assert not spec.fixed_inputs.literals, "a launch by hand may give another recipe"
+    scalar = spec.default_inputs.parameters["config"].default.scalar
+    found: dict[str, Any] = msgpack.loads(scalar.binary.value)
+    return found
+
+
+def test_a_recipe_of_ones_own_runs_by_the_clock(backend: Backend) -> None:
+    registered(backend, "v1")
+    result = invoked(backend, *NIGHTLY, "seed=7", "--name", "mine", "--notify", "a@example.com")
+    assert result.exit_code == 0, result.output
+    assert result.output.count(" 02:00") == 3
+    assert "state:    paused; to start: nemo-rl schedule resume mine" in result.output
+    ((name, version), spec) = next(iter(backend.launch_plans.items()))
+    assert name == "mine"
+    assert version.startswith("v1-")
+    assert (spec.workflow_id.name, spec.workflow_id.version) == (WORKFLOW, "v1")
+    assert spec.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
+    assert spec.concurrency_policy.max == 1
+    assert spec.concurrency_policy.behavior == launch_plan_pb2.CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+    (notification,) = spec.entity_metadata.notifications
+    assert list(notification.email.recipients_email) == ["a@example.com"]
+    recipe = recipe_of(spec)
+    assert recipe["seed"] == 7
+    assert recipe["data"]["kind"] == "arithmetic"
+    assert backend.active == {}
+
+
+def test_a_schedule_is_paused_and_resumed(backend: Backend) -> None:
+    registered(backend, "v1")
+    assert invoked(backend, *NIGHTLY, "--activate").exit_code == 0
+    (first,) = listed(backend)
+    assert (first["name"], first["cron"], first["active"]) == ("sft_arithmetic", "0 2 * * *", True)
+    # The same again is the same version; another recipe is another, and takes the place at once.
+    assert invoked(backend, *NIGHTLY, "--activate").exit_code == 0
+    assert listed(backend) == [first]
+    assert invoked(backend, *NIGHTLY, "seed=3", "--activate").exit_code == 0
+    (second,) = listed(backend)
+    assert second["version"] != first["version"]
+    assert len(backend.launch_plans) == 2
+
+    assert "is paused" in invoked(backend, "pause", "sft_arithmetic").output
+    assert backend.active == {}
+    assert "paused" in invoked(backend, "list").output
+    assert "next 20" in invoked(backend, "resume", "sft_arithmetic").output
+    assert backend.active == {"sft_arithmetic": second["version"]}
+
+
+def test_the_latest_registered_code_runs_unless_another_is_named(backend: Backend) -> None:
+    for version in ("v1", "v2"):
+        registered(backend, version)
+    assert invoked(backend, *NIGHTLY, "--name", "a").exit_code == 0
+    assert invoked(backend, *NIGHTLY, "--name", "b", "--version", "v1").exit_code == 0
+    assert {each["name"]: each["workflow_version"] for each in listed(backend)} == {
+        "a": "v2",
+        "b": "v1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*NIGHTLY], "the workflow workflows.sft.sft is not registered"),
+        ([*NIGHTLY, "--version", "v9"], "the cluster does not take the schedule sft_arithmetic"),
+        (["sft_arithmetic", "0 2 * * 7"], "'0 2 * * 7' is no schedule"),
+        (["sft_arithmetic", "0 2 * * *", "sft.num_step=1"], "num_step"),
+        (["nothing", "0 2 * * *"], "it is not clear which pipeline"),
+        (["pause", "mine"], "there is no active schedule 'mine'"),
+        (["resume", "mine"], "there is no schedule 'mine'"),
+        (["sft_arithmetic", "0 2 * * *", "data={kind: file, train: /no/rows.jsonl}"],
+         "data.train: the cluster cannot read /no/rows.jsonl"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_scheduled_is_refused(
+    backend: Backend, arguments: list[str], said: str
+) -> None:
+    result = invoked(backend, *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert backend.launch_plans == {}
+
+
+def test_the_backend_refuses_what_flyteadmin_refuses(backend: Backend) -> None:
+    """Each fault by itself, put into a launch plan that is taken."""
+    registered(backend, "v1")
+    assert invoked(backend, *NIGHTLY, "--notify", "a@example.com").exit_code == 0
+    (name, version), spec = next(iter(backend.launch_plans.items()))
+    interface = backend.workflow(WORKFLOW, "v1").interface
+
+    def said(change: str) -> str:
+        request = launch_plan_pb2.LaunchPlanCreateRequest(spec=spec)
+        request.id.CopyFrom(spec.workflow_id)
+        request.id.resource_type, request.id.name, request.id.version = 3, name, version
+        changed = request.spec
+        match change:
+            case "cron":
+                changed.entity_metadata.schedule.cron_schedule.schedule = "0 2 * * 7"
+            case "expression":
+                changed.entity_metadata.schedule.cron_expression = "0 2 * * ? *"
+            case "input":
+                del changed.default_inputs.parameters["config"]
+            case "unknown":
+                changed.fixed_inputs.literals["confg"].scalar.none_type.SetInParent()
+            case "label":
+                changed.labels.values["purpose"] = "a purpose"
+            case "phase":
+                changed.entity_metadata.notifications[0].phases.append(2)
+            case "project":
+                request.id.project = "another"
+            case "version":
+                request.id.version = ""
+        return "; ".join(refusals(request, interface, projects={("flytesnacks", "development")}))
+
+    assert said("nothing") == ""
+    assert "failed to parse '7'" in said("cron")
+    assert "deprecated" in said("expression")
+    assert "unbound input [config]" in said("input")
+    assert "unexpected fixed_input confg" in said("unknown")
+    assert "invalid label value [a purpose]" in said("label")
+    assert "invalid phase" in said("phase")
+    assert "project another" in said("project")
+    assert "missing version" in said("version")
