@@ -2,7 +2,8 @@
 
 NOT_OF_THE_RESULT = frozenset(
     [
-        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.config.tracking"),
+        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.checkpoints.stop_request"),
+        "nemo_rl_core.config.tracking",
         *("nemo_rl_core.documented_names", "nemo_rl_core.history"),
         *(
             "nemo_rl_core.telemetry.display",
