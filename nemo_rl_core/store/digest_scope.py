@@ -20,6 +20,7 @@ NOT_OF_THE_RESULT = frozenset(
             "nemo_rl_core.store.source_digest",
             "nemo_rl_core.store.source_files",
             "tasks.platform.attempts",
+            "tasks.platform.downloads",
             "tasks.platform.failures",
             "tasks.platform.images",
             "tasks.platform.literal_types",

@@ -168,6 +168,17 @@ def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
     assert local.exit_code == 0, local.output[-2000:]
     assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
     assert _contents(_manifests(bed, execution)) == _contents(_manifests_of(local.store))
+    _assert_optimizers_stayed_in_the_bucket(bed)
+
+
+def _assert_optimizers_stayed_in_the_bucket(bed: ClusterBed) -> None:
+    """GRPO began from SFT's weights, and what followed from GRPO's: no stage went on."""
+    stored = {path for path in bed.bucket.list("") if "/trainer/" in path}
+    assert {path.rpartition("/")[2] for path in stored} >= {"state.json"}
+    read = {path: bed.bucket.sent[path] for path in stored if bed.bucket.sent[path]}
+    assert {path.rpartition("/")[2] for path in read} <= {"state.json"}, read
+    weights = [path for path in bed.bucket.sent if path.endswith("/model/model.safetensors")]
+    assert len(weights) >= 3
 
 
 def _inputs(sft: dict[str, Any]) -> dict[str, Any]:
