@@ -5,6 +5,7 @@ Everything of `tests/workflows/cluster_bed`; what that is, and what it is not, i
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -25,6 +26,8 @@ from tests.workflows.flyte_backend import Attempt, ExecutionRecord
 
 if TYPE_CHECKING:
     from tests.workflows.cluster_bed.single_stage import SingleStage
+
+logger = logging.getLogger(__name__)
 
 pytestmark = [
     pytest.mark.slow,
@@ -173,12 +176,26 @@ def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
 
 def _assert_optimizers_stayed_in_the_bucket(bed: ClusterBed) -> None:
     """GRPO began from SFT's weights, and what followed from GRPO's: no stage went on."""
+    sent = dict(bed.bucket.sent)  # what is read here is counted, too
     stored = {path for path in bed.bucket.list("") if "/trainer/" in path}
     assert {path.rpartition("/")[2] for path in stored} >= {"state.json"}
-    read = {path: bed.bucket.sent[path] for path in stored if bed.bucket.sent[path]}
-    assert {path.rpartition("/")[2] for path in read} <= {"state.json"}, read
-    weights = [path for path in bed.bucket.sent if path.endswith("/model/model.safetensors")]
-    assert len(weights) >= 3
+    read = {path.rpartition("/")[2] for path in stored & sent.keys()}
+    assert read <= {"state.json"}
+    (state,) = [path for path in stored if "train_sft" in _stage_at(bed, path)][:1]
+    folder = state.partition("/trainer/")[0]
+    sizes = {path: len(bed.bucket.read(path) or b"") for path in bed.bucket.list(f"{folder}/")}
+    manifest = f"{folder}/manifest.json"
+    times = sent[manifest] // sizes[manifest]
+    there, whole = sum(sent.get(path, 0) for path in sizes), times * sum(sizes.values())
+    logger.info("of train_sft's checkpoint %d bytes in %d downloads, not %d", there, times, whole)
+    assert times >= 3
+    assert there < whole / 2
+
+
+def _stage_at(bed: ClusterBed, path: str) -> str:
+    """The stage that made the artifact which a file of its `trainer/` is of."""
+    manifest = bed.bucket.read(f"{path.partition('/trainer/')[0]}/manifest.json")
+    return str(json.loads(manifest or b"{}").get("stage", ""))
 
 
 def _inputs(sft: dict[str, Any]) -> dict[str, Any]:
