@@ -15,10 +15,13 @@ from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
 from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Cost, Manifest, config_hash, package_versions
+from nemo_rl_core.store.partial import write_digests
 from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import (
+    HashOfFile,
     Store,
     artifact_name,
+    content_digests,
     hash_content,
     hash_weights,
     refuse_damaged,
@@ -128,7 +131,8 @@ def produce(
     Args:
         inputs: The inputs of the stage.
         work: Fills the folder, which may contain files of an interrupted attempt.
-        run: On a cluster, the run of the stage.
+        run: On a cluster, the run of the stage. An artifact of another execution, unless a process
+            uses it, is made again: Flyte alone decides what is reused.
 
     Returns:
         The artifact's folder.
@@ -149,6 +153,10 @@ def produce(
             raise NotMade(inputs)
         return artifact
     with store.work_folder(stage, key) as folder:
+        if run is not None:
+            # Flyte's catalogue decides what is reused. What an earlier execution has left on the
+            # volume before it was uploaded would be an answer to --overwrite-cache.
+            store.discard_published(stage, key, is_unwanted=functools.partial(_is_of_another, run))
         artifact = store.published(stage, key)
         if artifact is not None and not set_aside_damaged(store, artifact):
             return artifact
@@ -157,12 +165,14 @@ def produce(
         with limited, usage.measured() as spent:
             made = work(folder)
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
-        manifest = _manifest(inputs, made, folder, cost, run)
+        hash_of = functools.cache(hash_file)  # weights are a part of the content
+        manifest = _manifest(inputs, made, folder, cost, run, hash_of)
         # The key is part of the name: equal content from other inputs has other parents.
         digest = config_hash({"content": manifest.content_hash, "key": key})
         name = artifact_name(stage, digest)
         manifest.model_copy(update={"name": name}).write(folder)
         write_ancestors(folder, inputs.parents.values())
+        write_digests(folder, content_digests(folder, hash_of))
         (folder / "deck.html").write_text(made.deck + cost_html(cost))
         (folder / "summary.txt").write_text(made.summary)
         # An artifact may exist without the record that `published` reads.
@@ -170,6 +180,10 @@ def produce(
         artifact = store.publish(folder, stage=stage, content_hash=digest)
         publish(ArtifactMade(artifact))
         return artifact
+
+
+def _is_of_another(run: StageRun, manifest: Manifest) -> bool:
+    return manifest.run is not None and manifest.run.execution != run.execution
 
 
 def _cost(
@@ -236,11 +250,15 @@ def cost_html(cost: Cost) -> str:
 
 
 def _manifest(
-    inputs: StageInputs, made: StageResult, folder: Path, cost: Cost, run: StageRun | None
+    inputs: StageInputs,
+    made: StageResult,
+    folder: Path,
+    cost: Cost,
+    run: StageRun | None,
+    hash_of: HashOfFile,
 ) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
     cluster = _cluster(inputs)
-    hash_of = functools.cache(hash_file)  # weights are a part of the content
     with waiting_for_hashes(f"hashing the result of {inputs.stage}"):
         content_hash = hash_content(folder, hash_of)
         weights_hash = hash_weights(folder, hash_of)

@@ -11,8 +11,9 @@ from flytekit import HashMethod
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel, ConfigDict
 
-from nemo_rl_core.checkpoints.state_file import saved_by
+from nemo_rl_core.checkpoints.state_file import STATE_FILE, saved_by
 from nemo_rl_core.store.manifest import Manifest
+from tasks.platform.downloads import fetch, fetch_whole
 
 
 class Artifact(BaseModel):
@@ -36,13 +37,18 @@ class Artifact(BaseModel):
 
     @property
     def folder(self) -> Path:
-        """The files on this machine, downloaded where they lie elsewhere."""
-        return Path(self.directory)
+        """The files on this machine, all of them downloaded where they lie elsewhere."""
+        return fetch_whole(self.directory)
+
+    @property
+    def records(self) -> Path:
+        """The same folder, where only the files at its top need be: manifest, metrics, rows."""
+        return fetch(self.directory)
 
     @property
     def manifest(self) -> Manifest:
         """Origin and cost."""
-        return Manifest.read(self.folder)
+        return Manifest.read(self.records)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.content_hash[:12]} in {self.directory.path})"
@@ -67,13 +73,13 @@ class CheckpointArtifact(Artifact):
 
     @property
     def model_folder(self) -> Path:
-        """Weights, config and tokenizer."""
-        return self.folder / "model"
+        """Weights, config and tokenizer; nothing else of the checkpoint is downloaded."""
+        return fetch(self.directory, "model") / "model"
 
     @property
     def backend(self) -> str | None:
         """What wrote `trainer/`; None where there is nothing to go on from."""
-        return saved_by(self.folder)
+        return saved_by(fetch(self.directory, STATE_FILE))
 
 
 class EvalReport(Artifact):

@@ -31,7 +31,7 @@ def export(checkpoint: Checkpoint, decision: Promotion) -> Checkpoint:
         with waiting_for_files("writing the model", folder / "model"):
             count = export_model(checkpoint.model_folder, folder / "model")
         evaluations = evaluations_behind(decision.folder)
-        card = model_card(checkpoint.folder, evaluations=evaluations)
+        card = model_card(checkpoint.model_folder.parent, evaluations=evaluations)
         write_atomic(folder / "model" / CARD, card)
         # Equal weights may come from other decisions; the content then says which.
         origin = {"checkpoint": checkpoint.content_hash, "decision": decision.content_hash}

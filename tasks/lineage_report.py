@@ -23,7 +23,7 @@ def lineage_report(model: Checkpoint) -> Lineage:
     """Walks from the model through its parents back to data, code and config."""
 
     def work(folder: Path) -> StageResult:
-        found = ancestry_of(model.folder)
+        found = ancestry_of(model.records)
         rows = [_row(0, model.manifest)]
         rows += [
             _row(a.depth, a.manifest)

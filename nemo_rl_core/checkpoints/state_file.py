@@ -7,6 +7,8 @@ from typing import Any
 from nemo_rl_core.errors import StoreError
 
 _NAME = "state.json"
+STATE_FILE = f"trainer/{_NAME}"
+"""Its path in a checkpoint."""
 
 
 def write_state(trainer: Path, *, backend: str, num_updates: int, **more: Any) -> None:
@@ -40,5 +42,5 @@ def saved_by(checkpoint: Path) -> str | None:
     Args:
         checkpoint: Folder with `model/` and, optionally, `trainer/`.
     """
-    path = checkpoint / "trainer" / _NAME
+    path = checkpoint / STATE_FILE
     return str(json.loads(path.read_text())["backend"]) if path.exists() else None

@@ -2,7 +2,8 @@
 
 NOT_OF_THE_RESULT = frozenset(
     [
-        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.config.tracking"),
+        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.checkpoints.stop_request"),
+        "nemo_rl_core.config.tracking",
         *("nemo_rl_core.documented_names", "nemo_rl_core.history"),
         *(
             "nemo_rl_core.telemetry.display",
@@ -19,6 +20,7 @@ NOT_OF_THE_RESULT = frozenset(
             "nemo_rl_core.store.source_digest",
             "nemo_rl_core.store.source_files",
             "tasks.platform.attempts",
+            "tasks.platform.downloads",
             "tasks.platform.failures",
             "tasks.platform.images",
             "tasks.platform.literal_types",

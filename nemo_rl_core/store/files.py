@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -164,14 +164,33 @@ def hash_folder(
     Raises:
         FileNotFoundError: If there is no such folder (an absent folder is not an empty one).
     """
+    return digest_of(hash_files(folder, exclude=exclude, hash_of=hash_of))
+
+
+def hash_files(
+    folder: Path, *, exclude: Sequence[str] = (), hash_of: Callable[[Path], str] = hash_file
+) -> dict[str, str]:
+    """The sha256 of each file of a folder by its relative path; arguments as of `hash_folder`.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder to hash", str(folder))
+    return {
+        name: hash_of(folder / name)
+        for name in list_files(folder)
+        if not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """One sha256 over relative paths and the sha256 of their contents, as `hash_folder` has it."""
     digest = hashlib.sha256()
-    for name in list_files(folder):
-        if not any(fnmatchcase(name, pattern) for pattern in exclude):
-            # A path contains any byte but NUL, and a digest has a fixed length, so that different
-            # folders give different input to the hash.
-            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(hash_of(folder / name)))
+    for name in sorted(digests):
+        # A path contains any byte but NUL, and a digest has a fixed length, so that different
+        # folders give different input to the hash.
+        digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(digests[name]))
     return digest.hexdigest()
 
 

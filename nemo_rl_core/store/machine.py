@@ -3,10 +3,26 @@
 import os
 import platform
 import re
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+_CHOOSE_KERNELS = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "VLLM_ATTENTION_BACKEND",
+)
+"""Variables by which libraries choose kernels."""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 _VECTOR_FLAGS = re.compile(r"avx|amx|fma|f16c|sse4|asimd|sve|bf16|i8mm")
 
 
@@ -21,6 +37,9 @@ class Machine(BaseModel):
         cores: Number of logical cores.
         instruction_set: The processor's vector extensions, such as "avx2 avx512f fma".
         threads: Threads of each worker; of a stage without workers, the libraries' default.
+        driver: Version of NVIDIA's driver on the machine of the stage's own process; empty without
+            one. CUDA's version is part of torch's.
+        variables: Variables of the environment that choose kernels, those that are set.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,6 +48,8 @@ class Machine(BaseModel):
     cores: int
     instruction_set: str = ""
     threads: int = 0
+    driver: str = ""
+    variables: dict[str, str] = {}
 
     @classmethod
     def current(cls, threads: int | None = None) -> "Machine":
@@ -44,6 +65,8 @@ class Machine(BaseModel):
             cores=os.cpu_count() or 1,
             instruction_set=extensions,
             threads=threads or _default_threads(),
+            driver=_driver(),
+            variables={name: os.environ[name] for name in _CHOOSE_KERNELS if name in os.environ},
         )
 
 
@@ -56,6 +79,17 @@ def read_cpuinfo(text: str) -> tuple[str, str]:
     }
     flags = fields.get("flags", fields.get("Features", "")).split()
     return fields.get("model name", ""), " ".join(sorted(filter(_VECTOR_FLAGS.match, flags)))
+
+
+def read_driver(text: str) -> str:
+    """Returns the version in the text of NVIDIA's kernel module; empty if it has none."""
+    found = re.search(r"Kernel Module .*?(\d+\.[\d.]+)", text)
+    return found[1] if found else ""
+
+
+@cache
+def _driver() -> str:
+    return read_driver(_DRIVER.read_text()) if _DRIVER.exists() else ""
 
 
 def _default_threads() -> int:

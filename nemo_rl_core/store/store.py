@@ -26,9 +26,10 @@ from pathlib import Path
 
 from nemo_rl_core.errors import StoreError
 from nemo_rl_core.store import files, locks
-from nemo_rl_core.store.files import hash_file, hash_folder
+from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.hash_cache import HashCache
 from nemo_rl_core.store.manifest import ANCESTORS, MANIFEST, Manifest, config_hash
+from nemo_rl_core.store.partial import DIGESTS, LEFT_OUT, left_out
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,12 @@ VOLATILE = (
     "finished.json",
     "deck.html",
     "summary.txt",
+    DIGESTS,
+    LEFT_OUT,
     f"model/{CARD}",
 )
-"""Files with times, costs or the maker of an artifact; its content hash leaves them out."""
+"""Files with times, costs, hashes or the maker of an artifact; its content hash has none of them.
+"""
 
 HashOfFile = Callable[[Path], str]
 
@@ -235,6 +239,36 @@ class Store:
 
         The artifact is held from then on; see `hold`.
         """
+        artifact = self._recorded(stage, key)
+        return artifact if artifact is not None and self.hold(artifact) else None
+
+    def discard_published(
+        self, stage: str, key: str, *, is_unwanted: Callable[[Manifest], bool]
+    ) -> None:
+        """Deletes the artifact of these inputs if it is unwanted and no process uses it.
+
+        Call it inside `work_folder`, before `published`. A damaged manifest stays for
+        `set_aside_damaged`.
+
+        Args:
+            stage: Name of the stage.
+            key: Key of its inputs.
+            is_unwanted: Decides by the manifest.
+        """
+        artifact = self._recorded(stage, key)
+        if artifact is None:
+            return
+        try:
+            manifest = Manifest.read(artifact)
+        except StoreError:
+            return
+        if not is_unwanted(manifest):
+            return
+        with locks.exclusive(self.marks, f"artifacts/{artifact.name}") as is_free:
+            if is_free:
+                files.discard(artifact)
+
+    def _recorded(self, stage: str, key: str) -> Path | None:
         record = _record_path(self.work / _work_name(stage, key))
         try:
             artifact = self.artifacts / str(json.loads(record.read_text())["artifact"])
@@ -243,7 +277,7 @@ class Store:
         except (ValueError, KeyError, TypeError):
             logger.warning("ignoring the damaged record %s: the stage runs again", record)
             return None
-        return artifact if artifact.is_dir() and self.hold(artifact) else None
+        return artifact if artifact.is_dir() else None
 
     def set_aside(self, path: Path) -> Path:
         """Moves a damaged artifact or record into `damaged/`.
@@ -304,15 +338,32 @@ def _remove_if_empty(folder: Path) -> None:
         logger.debug("%s stays: it contains work, or was published", folder)
 
 
+def is_volatile(name: str) -> bool:
+    """Whether an artifact's content hash leaves a file out, by its relative path."""
+    return name in VOLATILE
+
+
+def content_digests(folder: Path, hash_of: HashOfFile = hash_file) -> dict[str, str]:
+    """The sha256 of each file that the content hash covers, left out ones among them."""
+    return {**left_out(folder), **files.hash_files(folder, exclude=VOLATILE, hash_of=hash_of)}
+
+
 def hash_content(folder: Path, hash_of: HashOfFile = hash_file) -> str:
     """Computes the `content_hash` of an artifact's manifest."""
-    return hash_folder(folder, exclude=VOLATILE, hash_of=hash_of)
+    return files.digest_of(content_digests(folder, hash_of))
 
 
 def hash_weights(folder: Path, hash_of: HashOfFile = hash_file) -> str | None:
     """Computes the `weights_hash` of an artifact's manifest; None without a model."""
-    model = folder / "model"
-    return hash_folder(model, exclude=(CARD,), hash_of=hash_of) if model.is_dir() else None
+    model, prefix = folder / "model", "model/"
+    known = {
+        name.removeprefix(prefix): digest
+        for name, digest in left_out(folder).items()
+        if name.startswith(prefix)
+    }
+    if model.is_dir():
+        known |= files.hash_files(model, exclude=(CARD,), hash_of=hash_of)
+    return files.digest_of(known) if known or model.is_dir() else None
 
 
 def damage(folder: Path, hash_of: HashOfFile = hash_file) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.checkpoints.manager import BackgroundWriter, CheckpointManager, PendingSave
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
@@ -174,28 +175,36 @@ class StepLoop:
             on_save: Told the step and the folder of every save.
 
         Raises:
+            KeyboardInterrupt: After a step and its save, where `stop_request.ask` was called.
             ResourceError: After a save, when the run has used its GPU-hours.
         """
         call = on_save or _ignore
-        done = self._resume(trained)
-        for step in range(done + 1, self._range.last + 1):
-            try:
-                yield step
-            except GeneratorExit:
-                # The step has failed; what was saved before it must not be lost with it.
-                with suppress(NemoRLError):
-                    self._advance(call, wait=True)
-                raise
-            self._advance(call, wait=False)
-            is_last, budget = step == self._range.last, current_budget()
-            is_spent = budget is not None and budget.is_spent
-            if is_last or is_spent or (step - self._range.first + 1) % self._save_every == 0:
-                self._advance(call, wait=True)
-                self._save(step, trained, call)
-            if budget is not None and is_spent and not is_last:
-                self._advance(call, wait=True)
-                raise budget.error(step=step)
+        with stop_request.listened_to():
+            done = self._resume(trained)
+            for step in range(done + 1, self._range.last + 1):
+                try:
+                    yield step
+                except GeneratorExit:
+                    # The step has failed; what was saved before it must not be lost with it.
+                    with suppress(NemoRLError):
+                        self._advance(call, wait=True)
+                    raise
+                self._end_step(step, trained, call)
+            self._advance(call, wait=True)
+
+    def _end_step(self, step: int, trained: Checkpointed, call: OnSave) -> None:
+        self._advance(call, wait=False)
+        is_last, budget = step == self._range.last, current_budget()
+        is_spent, stops = budget is not None and budget.is_spent, stop_request.is_asked()
+        if is_last or stops or is_spent or (step - self._range.first + 1) % self._save_every == 0:
+            self._advance(call, wait=True)
+            self._save(step, trained, call)
+        if is_last or not (stops or is_spent):
+            return
         self._advance(call, wait=True)
+        if budget is not None and is_spent:
+            raise budget.error(step=step)
+        raise KeyboardInterrupt
 
     def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:
         metrics = self._last_metrics

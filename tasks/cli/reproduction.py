@@ -1,6 +1,5 @@
-"""Repetition of a recorded run in a separate store, and its artifact."""
+"""Repetition of a recorded training in a separate store, and what every repetition needs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -37,23 +36,6 @@ class OutputRef:
     output: str
 
 
-def run_of(history: History, artifact: ArtifactRow) -> Execution:
-    """Returns the run that made an artifact.
-
-    Raises:
-        StoreError: If the run is not recorded.
-    """
-    execution = history.maker(artifact)
-    if execution is None:
-        raise StoreError(
-            f"the run that made {artifact.id} is not recorded",
-            expected="an artifact that a recorded run made",
-            got="one older than the store's record, or from another store",
-            fix="run its workflow again, and reproduce the new artifact",
-        )
-    return execution
-
-
 @contextmanager
 def checkout(commit: str | None, folder: Path) -> Iterator[Path]:
     """A git worktree of this repository at a commit, removed at the end.
@@ -82,24 +64,6 @@ def checkout(commit: str | None, folder: Path) -> Iterator[Path]:
         subprocess.run(
             [*git, "worktree", "remove", "--force", str(target)], capture_output=True, check=False
         )
-
-
-def run_again(execution: Execution, store: Store, *, source: Path = ROOT) -> int:
-    """Runs the recorded workflow with the recorded inputs; returns the command's exit code.
-
-    Args:
-        execution: The run to repeat.
-        store: A store without its artifacts, to avoid cache hits.
-        source: The repository's root, or a checkout of another commit.
-    """
-    module, _, name = execution.workflow.rpartition(".")
-    store.root.mkdir(parents=True, exist_ok=True)
-    inputs = store.root / "inputs.json"
-    inputs.write_text(json.dumps(execution.inputs))
-    workflow = source.joinpath(*module.split(".")).with_suffix(".py")
-    pyflyte = Path(sys.executable).with_name("pyflyte")
-    command = [str(pyflyte), "run", str(workflow), name, "--inputs-file", str(inputs)]
-    return _run_in(execution, store, command, source=source)
 
 
 def is_training(execution: Execution) -> bool:

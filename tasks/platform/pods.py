@@ -23,14 +23,36 @@ SECRETS = "nemo-rl-secrets"
 ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
 """Node label of the GPU type: Flyte's default for `gpu-device-node-label`."""
 
+STAGE_PID = "/tmp/nemo_rl_stage.pid"
+"""File of the head's own disk with the id of the stage's process, while the stage runs."""
+
+# The kubelet signals only the first process of a pod, and here that is Ray. The pod is ended when
+# this command is over, or the grace period.
+_STOP_IN_ORDER = (
+    f"test -f {STAGE_PID} || exit 0; pid=$(cat {STAGE_PID}); kill -TERM $pid; "
+    "while kill -0 $pid 2> /dev/null; do sleep 1; done"
+)
+_GRACE_SECONDS = 120
+
 _GPU = "nvidia.com/gpu"
 _HEAD = Resources(cpu="4", mem="32Gi", ephemeral_storage="50Gi")
 _HEAD_SHARED_MEMORY_GIB = 12
 
 
 def head_pod() -> PodTemplate:
-    """The stage's process, which runs the loop and holds the current batch."""
-    return _template("ray-head", _HEAD, _HEAD_SHARED_MEMORY_GIB)
+    """The stage's process, which runs the loop and holds the current batch.
+
+    Before the pod is ended, the stage gets SIGTERM and two minutes to save its step.
+    """
+    from kubernetes import client
+
+    template = _template("ray-head", _HEAD, _HEAD_SHARED_MEMORY_GIB)
+    stop = client.V1ExecAction(command=["sh", "-c", _STOP_IN_ORDER])
+    head = template.pod_spec.containers[0]
+    handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec
+    head.lifecycle = client.V1Lifecycle(pre_stop=handler)
+    template.pod_spec.termination_grace_period_seconds = _GRACE_SECONDS
+    return template
 
 
 def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:

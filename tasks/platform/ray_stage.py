@@ -9,8 +9,10 @@ it by the shape's name.
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flytekit.configuration import SerializationSettings
@@ -23,6 +25,7 @@ from flytekit.models.literals import LiteralMap
 from flytekitplugins.ray import HeadNodeConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
+from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.distributed.resources import Resource, ResourceManager
@@ -30,10 +33,11 @@ from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import is_dry_run
 from nemo_rl_core.telemetry.waiting import waiting
-from tasks.platform import pods
+from tasks.platform import local, pods
 from tasks.platform.cluster_volume import downloaded_to_the_store, remove_uploaded
 from tasks.platform.resources import Kind
 from tasks.platform.shapes import Shape, laptop, shape_named, shape_of
+from tasks.platform.stopping import StopSignals
 
 CLUSTER_GPUS = "NEMO_RL_CLUSTER_GPUS"
 """The variable with the number of GPUs of the cluster, or its maximum."""
@@ -148,8 +152,12 @@ class RayStageTask(RayFunctionTask):
         return literals
 
     def execute(self, **kwargs: Any) -> Any:
-        """Runs the function of the stage."""
-        self._returned = super().execute(**kwargs)
+        """Runs the function of the stage; on a cluster, SIGTERM saves its step and exits with 143.
+
+        Here, since Ray sets a handler of its own when the stage joins it.
+        """
+        with _stopped_in_order() if local.on_cluster() else nullcontext():
+            self._returned = super().execute(**kwargs)
         return self._returned
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
@@ -167,6 +175,18 @@ class RayStageTask(RayFunctionTask):
                 for library in ("torch", "transformers.modeling_utils"):
                     importlib.import_module(library)
         return user_params
+
+
+@contextmanager
+def _stopped_in_order() -> Iterator[None]:
+    """Within it the pod's hook finds the process, and SIGTERM ends it after a save."""
+    pid = Path(pods.STAGE_PID)
+    pid.write_text(str(os.getpid()))
+    try:
+        with StopSignals(stop_request.ask):
+            yield
+    finally:
+        pid.unlink(missing_ok=True)
 
 
 TaskPlugins.register_pythontask_plugin(RayStage, RayStageTask)

@@ -85,7 +85,8 @@ def make(
     inputs = StageInputs(
         stage=stage,
         settings=config.model_dump(mode="json"),
-        parents={role: parent.folder for role, parent in parents.items()},
+        # Of parents on a cluster the work downloads what it reads, when it reads it.
+        parents={role: parent.records for role, parent in parents.items()},
         source=source_digest(module),
         part=part,
     )

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,16 @@ class StopSignals:
     Within a command of pyflyte or nemo-rl a stopped run ends the process with exit code 130 or 143.
     Elsewhere, as in a notebook, Ctrl-C passes on as `KeyboardInterrupt`.
 
+    Args:
+        ask: Called at the first SIGTERM in place of an interruption: asks the work to save and to
+            raise `KeyboardInterrupt` itself. Returns whether it will.
+
     Attributes:
         received: The first signal; None if there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[], bool] | None = None) -> None:
+        self._ask = ask
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._terminal: int | None = None
@@ -82,6 +87,8 @@ class StopSignals:
             os._exit(_SHELLS_OFFSET + number)
         self.received = signal.Signals(number)
         self._say(f"{_SIGNALS[self.received]}: the run stops in order; once more stops it at once")
+        if self.received is signal.SIGTERM and self._ask is not None and self._ask():
+            return
         raise KeyboardInterrupt
 
     def _say(self, text: str, *, cursor: bool = False) -> None:

@@ -1,22 +1,33 @@
-"""The main job on pods that share nothing but a volume and an S3 server.
+"""The main job on pods that share nothing but a volume and an S3 server, and are killed.
 
 Everything of `tests/workflows/cluster_bed`; what that is, and what it is not, is said there.
 """
 
+import io
 import json
+import logging
 import os
+import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.commands import RECIPE, REPOSITORY
 from tests.workflows.cluster_bed import ClusterBed, Network, Pod, why_no_pods
-from tests.workflows.flyte_backend import ExecutionRecord
+from tests.workflows.flyte_backend import Attempt, ExecutionRecord
+
+if TYPE_CHECKING:
+    from tests.workflows.cluster_bed.single_stage import SingleStage
+
+logger = logging.getLogger(__name__)
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,6 +48,9 @@ SMALL: dict[str, Any] = {
     "generation": {"backend": "hf", "max_new_tokens": 3, "num_engines": 2},
     "cluster": {"num_workers": 2, "num_threads": 1},
 }
+
+# Steps of milliseconds: many, so that each attempt is killed long before its end.
+SFT = {"num_steps": 400, "save_every_num_steps": 40, "global_batch_size": 16}
 
 
 @pytest.fixture
@@ -80,6 +94,56 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
     assert "Connection refused" in seen.partition("reached\n")[2]
 
 
+def test_a_stage_across_two_nodes_equals_a_local_one(
+    bed: ClusterBed, own_store: Path, tmp_path: Path
+) -> None:
+    inputs = _inputs({"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16})
+    there = _stage(bed, inputs, tmp_path).run()
+    assert there["content_hash"] == _trained_here(inputs).content_hash
+    # What is uploaded leaves the volume, and what was downloaded does.
+    assert not any((bed.volume / "artifacts").iterdir())
+    assert not any((bed.volume / "inputs").iterdir())
+
+
+@pytest.mark.thorough
+def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
+    bed: ClusterBed, own_store: Path, tmp_path: Path
+) -> None:
+    inputs = _inputs(SFT)
+    stage = _stage(bed, inputs, tmp_path)
+    losses = (_kill_a_worker, _kill_a_node, _evict_the_head, _kill_the_head)
+    saved = [0]  # the last step that each attempt has handed over when it is lost
+    with ThreadPoolExecutor(1) as background:
+        running = background.submit(stage.run)
+
+        def ended() -> int | None:
+            return 0 if running.done() else None
+
+        for number, lose in enumerate(losses):
+            _wait_for(lambda n=number: len(stage.attempts) > n, ended)
+            attempt = stage.attempts[number]
+            last = _handed_over(bed, stage.attempts[number - 1]) if number else 0
+            # The first save of its own: until then it has what it was given.
+            saved.append(
+                _wait_for(lambda a=attempt, n=last: (s := _handed_over(bed, a)) > n and s, ended)
+            )
+            lose(bed)
+        there = running.result()
+    attempts = stage.attempts
+    assert [each.may_retry for each in attempts] == [True, True, None, None, None], attempts
+    assert "WorkerLostError" in attempts[0].error
+    assert [each.exit_code for each in attempts[2:]] == [143, -signal.SIGKILL, 0]
+    # The evicted one has saved the step that it was in.
+    assert _handed_over(bed, attempts[2]) > saved[3]
+    # Lines have durations: those of a step that ran again would be others.
+    metrics = _lines(bed, there["directory"]["path"])
+    assert len(metrics) == SFT["num_steps"]
+    for attempt in attempts[:-1]:
+        lines = _metrics_of_save(bed, attempt)
+        assert lines == metrics[: len(lines)]
+    assert there["content_hash"] == _trained_here(inputs).content_hash
+
+
 @pytest.mark.thorough
 def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> None:
     ask = "from nemo_rl_core.distributed.virtual_cluster import start_ray; start_ray(); "
@@ -107,6 +171,63 @@ def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
     assert local.exit_code == 0, local.output[-2000:]
     assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
     assert _contents(_manifests(bed, execution)) == _contents(_manifests_of(local.store))
+    _assert_optimizers_stayed_in_the_bucket(bed)
+
+
+def _assert_optimizers_stayed_in_the_bucket(bed: ClusterBed) -> None:
+    """GRPO began from SFT's weights, and what followed from GRPO's: no stage went on."""
+    sent = dict(bed.bucket.sent)  # what is read here is counted, too
+    stored = {path for path in bed.bucket.list("") if "/trainer/" in path}
+    assert {path.rpartition("/")[2] for path in stored} >= {"state.json"}
+    read = {path.rpartition("/")[2] for path in stored & sent.keys()}
+    assert read <= {"state.json"}
+    (state,) = [path for path in stored if "train_sft" in _stage_at(bed, path)][:1]
+    folder = state.partition("/trainer/")[0]
+    sizes = {path: len(bed.bucket.read(path) or b"") for path in bed.bucket.list(f"{folder}/")}
+    manifest = f"{folder}/manifest.json"
+    times = sent[manifest] // sizes[manifest]
+    there, whole = sum(sent.get(path, 0) for path in sizes), times * sum(sizes.values())
+    logger.info("of train_sft's checkpoint %d bytes in %d downloads, not %d", there, times, whole)
+    assert times >= 3
+    assert there < whole / 2
+
+
+def _stage_at(bed: ClusterBed, path: str) -> str:
+    """The stage that made the artifact which a file of its `trainer/` is of."""
+    manifest = bed.bucket.read(f"{path.partition('/trainer/')[0]}/manifest.json")
+    return str(json.loads(manifest or b"{}").get("stage", ""))
+
+
+def _inputs(sft: dict[str, Any]) -> dict[str, Any]:
+    """Of `train_sft` from an untrained model, over two ranks."""
+    from tasks.prepare_data import prepare_data
+    from tasks.prepare_model import prepare_model
+    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+
+    stages = plan_grpo(config=GRPORecipe.model_validate({**SMALL, "sft": sft}))
+    model = prepare_model(config=stages.model)
+    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    return {"config": stages.sft, "base": model.base, "train": data.train}
+
+
+def _stage(bed: ClusterBed, inputs: dict[str, Any], folder: Path) -> "SingleStage":
+    from tasks.platform.shapes import shape_of
+    from tasks.train_sft import train_sft
+    from tests.workflows.cluster_bed.single_stage import SingleStage
+
+    stage = train_sft.on_shape(shape_of(inputs["config"].cluster))
+    return SingleStage(bed, stage, inputs, folder / "stage")
+
+
+def _trained_here(inputs: dict[str, Any]) -> Any:
+    """The artifact of a local run."""
+    from nemo_rl_core.distributed.session import shutdown
+    from tasks.train_sft import train_sft
+
+    try:
+        return train_sft(**inputs)
+    finally:
+        shutdown()
 
 
 def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
@@ -135,6 +256,56 @@ def _wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
         assert ended() is None, "it ended before that"
         time.sleep(0.05)
     raise TimeoutError("it did not come")
+
+
+def _saved_steps(bed: ClusterBed, attempt: Attempt) -> set[int]:
+    """Steps of the checkpoints that Flyte would give the next attempt."""
+    if not bed.bucket.list(bed.bucket.path(attempt.checkpoint)):
+        return set()
+    with _last_save(bed, attempt) as tar:
+        return {int(found) for found in re.findall(r"step-(\d+)/", " ".join(tar.getnames()))}
+
+
+def _handed_over(bed: ClusterBed, attempt: Attempt) -> int:
+    """The last of them; 0 before any."""
+    return max(_saved_steps(bed, attempt), default=0)
+
+
+def _last_save(bed: ClusterBed, attempt: Attempt) -> tarfile.TarFile:
+    (archive,) = bed.bucket.list(bed.bucket.path(attempt.checkpoint))
+    return tarfile.open(fileobj=io.BytesIO(bed.bucket.read(archive) or b""))
+
+
+def _metrics_of_save(bed: ClusterBed, attempt: Attempt) -> list[str]:
+    """A line a step, up to the last save that was handed to Flyte."""
+    with _last_save(bed, attempt) as tar:
+        file = tar.extractfile("metrics.jsonl")
+        assert file is not None
+        return file.read().decode().splitlines()[: max(_saved_steps(bed, attempt))]
+
+
+def _lines(bed: ClusterBed, folder: str) -> list[str]:
+    content = bed.bucket.read(f"{bed.bucket.path(folder)}/metrics.jsonl")
+    assert content is not None
+    return content.decode().splitlines()
+
+
+def _kill_a_worker(bed: ClusterBed) -> None:
+    """One of the two ranks that train."""
+    (rank,) = bed.jobs[-1].workers[1].processes("ray::DTensorBackend")
+    os.kill(rank, signal.SIGKILL)
+
+
+def _kill_a_node(bed: ClusterBed) -> None:
+    bed.jobs[-1].workers[1].kill()
+
+
+def _evict_the_head(bed: ClusterBed) -> None:
+    bed.jobs[-1].evict_head()
+
+
+def _kill_the_head(bed: ClusterBed) -> None:
+    bed.jobs[-1].head.kill()
 
 
 def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[dict[str, Any]]:

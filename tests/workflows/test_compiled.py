@@ -286,6 +286,9 @@ def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: 
     head_pod = head["k8sPod"]["podSpec"]
     assert "nvidia.com/gpu" not in head_pod["containers"][0]["resources"]["requests"]
     assert "nodeSelector" not in head_pod
+    assert head_pod["terminationGracePeriodSeconds"] == 120
+    hook = head_pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[:2] == ["sh", "-c"] and "kill -TERM" in hook[2]
     assert _requests(template) == ["2", "8Gi"], "it reaches the head and the submitter: small"
 
     assert len(ray["workerGroupSpec"]) == len(groups)

@@ -15,7 +15,10 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 
+from nemo_rl_core.produce import StageInputs, StageResult, produce
 from nemo_rl_core.store import locks
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.stage_run import StageRun
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import DatasetArtifact
 from tasks.platform.ray_stage import RayStage, RayStageTask
@@ -128,3 +131,30 @@ def test_what_is_uploaded_leaves_the_volume(
     assert not (tmp_path / "out" / "error.pb").exists()
     assert [bucket.cat(p) for p in bucket.find("/bucket/raw") if p.endswith("rows.txt")] == [b"{}"]
     assert (Store.default().artifacts / "made-1").exists() == is_used
+
+
+@pytest.mark.parametrize("used_by", ["another execution", "this execution", "another process"])
+def test_an_artifact_that_an_earlier_execution_has_left_is_made_again(
+    own_store: Path, used_by: str
+) -> None:
+    """As `--overwrite-cache` asks; one of an earlier attempt of this execution is taken."""
+    made = []
+
+    def work(folder: Path) -> StageResult:
+        made.append(folder)
+        (folder / "rows.txt").write_text("rows")
+        return StageResult("dataset", "text")
+
+    def run_in(execution: str) -> Path:
+        run = StageRun(execution=execution, workflow="", task="", attempt=1, started_at=0.0)
+        return produce(StageInputs("made", {}), work, run=run)
+
+    left = run_in("first")
+    store = Store.default()
+    if used_by != "another process":
+        store.release()  # its process has ended before the upload
+    assert run_in("first" if used_by == "this execution" else "second") == left
+    assert len(made) == 1 + (used_by == "another execution")
+    made_by = Manifest.read(left).run
+    assert made_by is not None
+    assert made_by.execution == ("second" if used_by == "another execution" else "first")

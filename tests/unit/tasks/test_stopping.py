@@ -71,6 +71,17 @@ def test_an_error_of_the_run_itself_is_no_stop() -> None:
     assert signals.stopped_by(SystemExit(signal.SIGTERM)) is signal.SIGTERM  # of Ray's own handler
 
 
+@pytest.mark.parametrize("does_stop", [True, False])
+def test_work_that_can_save_first_is_asked_and_ends_by_itself(does_stop: bool) -> None:
+    reached = []
+    with pytest.raises(SystemExit) as ended, StopSignals(lambda: does_stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("the end of the step")
+        raise KeyboardInterrupt  # as a loop of steps does after its save
+    assert ended.value.code == 143
+    assert bool(reached) == does_stop, "where nothing listens, the work is interrupted at once"
+
+
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

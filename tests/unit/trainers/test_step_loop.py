@@ -1,10 +1,12 @@
 """The loop that every trainer shares: counted, saved, resumed, finished."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.trainers.loop import StepLoop, StepRange
 
@@ -86,6 +88,33 @@ def test_a_killed_loop_goes_on_from_its_last_save(
     # What the killed attempt reported after its last save is not there twice.
     assert [line["metrics"]["value"] for line in lines(tmp_path)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert loop.finish().num_tokens == 50
+
+
+def run_until_asked(loop: StepLoop, policy: CountingPolicy, *, asked_in: int) -> None:
+    for step in loop.steps(policy):
+        policy.value += 1
+        loop.report(step, {"value": float(policy.value)}, {"train": 1.0})
+        if step == asked_in:
+            assert stop_request.ask()
+
+
+@pytest.mark.parametrize("writer", [CountingPolicy, lambda: SlowWriter(num_polls=3)])
+def test_a_loop_that_is_asked_to_stop_saves_its_step_first(
+    tmp_path: Path, writer: Callable[[], CountingPolicy]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_until_asked(make_loop(tmp_path, save_every=5), writer(), asked_in=3)
+    assert not stop_request.is_asked(), "a request ends with the loop that it was for"
+    assert not stop_request.ask(), "and without a loop nobody is asked"
+    policy = CountingPolicy()
+    assert run(make_loop(tmp_path, save_every=5), policy) == [4, 5]
+    assert policy.value == 5
+
+
+def test_a_loop_that_is_asked_in_its_last_step_ends(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    run_until_asked(loop, CountingPolicy(), asked_in=5)
+    assert loop.finish().step == 5
 
 
 def test_saves_are_counted_from_the_first_step_of_the_stage(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class RayJob:
         self.workers: list[Pod] = []
         self._command: subprocess.Popen[bytes] | None = None
         cluster = json_format.MessageToDict(task.custom)["rayCluster"]
+        self._head_spec = cluster["headGroupSpec"]["k8sPod"]["podSpec"]
         try:
             self.head = self._start_head(cluster["headGroupSpec"])
             self._await(self._gcs_is_up, "the head's control store")
@@ -71,6 +72,11 @@ class RayJob:
         if self.head.poll() is not None and self._command.poll() is None:
             self._command.kill()
         return self._command.poll()
+
+    def evict_head(self) -> None:
+        """Ends the head's pod as on a drained machine, with the hook and grace of its spec."""
+        hook = self._head_spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        self.head.stop(hook, grace_seconds=self._head_spec["terminationGracePeriodSeconds"])
 
     def remove(self) -> None:
         """Ends all pods, as KubeRay does after the job."""

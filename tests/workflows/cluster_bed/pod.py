@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.commands import REPOSITORY
@@ -93,8 +95,24 @@ class Pod:
     def kill(self) -> None:
         """Ends all of its processes at once, as a machine that loses power."""
         if self._process.poll() is None:
-            os.kill(self._first(), signal.SIGKILL)
+            with suppress(OSError):
+                os.kill(self._first(), signal.SIGKILL)
             self._process.wait(60)
+
+    def stop(self, hook: Sequence[str], *, grace_seconds: float) -> None:
+        """Ends it as a kubelet does: its hook, a SIGTERM for its first process, then SIGKILL.
+
+        Args:
+            hook: The command of its `preStop`.
+            grace_seconds: For all of it.
+        """
+        deadline = time.monotonic() + grace_seconds
+        # What waits for the command may end the pod meanwhile.
+        with suppress(subprocess.TimeoutExpired, OSError):
+            self.run(hook, {}).wait(grace_seconds)
+            os.kill(self._first(), signal.SIGTERM)
+            self._process.wait(max(deadline - time.monotonic(), 0))
+        self.kill()
 
     def remove(self) -> None:
         """Ends it and takes it off the network; may be called again."""

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import os
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,6 +88,7 @@ class S3Bucket:
 
     Attributes:
         environment: What Flyte's propeller gives every container for it.
+        sent: Bytes that the server has sent of each object, by path, over all requests.
     """
 
     _NAME = "flyte-data"
@@ -97,6 +99,7 @@ class S3Bucket:
         self._address = address
         self._server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
         self.environment: dict[str, str] = {}
+        self.sent: Counter[str] = Counter()
         self._client: Any = None
 
     def __enter__(self) -> "S3Bucket":
@@ -107,6 +110,8 @@ class S3Bucket:
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server.start()
+        wsgi: Any = self._server._server
+        wsgi.app = self._counted(wsgi.app)
         endpoint = f"http://{self._address}:{self._server.get_host_and_port()[1]}"
         key, secret, region = "a-key", "its-secret", "us-east-1"
         self.environment = {
@@ -173,6 +178,21 @@ class S3Bucket:
     def path(self, url: str) -> str:
         """The path of an address that `url` gave."""
         return url.removeprefix(self.url(""))
+
+    def _counted(self, app: Any) -> Any:
+        """The server's application, with a count of what it answers to GET with a body."""
+        root = f"/{self._NAME}/"
+
+        def answer(environ: dict[str, Any], start_response: Any) -> Any:
+            found: Any = app(environ, start_response)
+            asked = environ["PATH_INFO"]
+            if environ["REQUEST_METHOD"] != "GET" or not asked.startswith(root):
+                return found
+            content = b"".join(found)
+            self.sent[asked.removeprefix(root)] += len(content)
+            return [content]
+
+        return answer
 
 
 def _upload_handler(blobs: Path) -> type[BaseHTTPRequestHandler]:

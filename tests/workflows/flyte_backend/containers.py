@@ -130,8 +130,8 @@ def run_container(
         content = bucket.read(f"{place.outputs}/{name}")
         if attempt.exit_code == 0 and content is not None:
             return name, content
-    attempt.error, may_retry = _error(bucket.read(f"{place.outputs}/error.pb"), attempt)
-    raise ContainerError(attempt.error, may_retry=may_retry)
+    attempt.error, attempt.may_retry = _error(bucket.read(f"{place.outputs}/error.pb"), attempt)
+    raise ContainerError(attempt.error, may_retry=attempt.may_retry is not False)
 
 
 def read_outputs(content: bytes) -> literals_pb2.LiteralMap:
@@ -211,9 +211,9 @@ def _wait(container: Container, aborted: threading.Event, seconds: float | None)
     return code
 
 
-def _error(written: bytes | None, attempt: Attempt) -> tuple[str, bool]:
+def _error(written: bytes | None, attempt: Attempt) -> tuple[str, bool | None]:
     if written is None:
         last = "\n".join(attempt.log.splitlines()[-15:])
-        return f"the container ended with {attempt.exit_code} and no result\n{last}", True
+        return f"the container ended with {attempt.exit_code} and no result\n{last}", None
     error = errors_pb2.ErrorDocument.FromString(written).error
     return error.message, error.kind == errors_pb2.ContainerError.RECOVERABLE

@@ -81,6 +81,12 @@ class Walk:
         self._bucket, self._machine, self._pods = bucket, machine, pods / record.name
         self._environment, self._aborted = environment, aborted
 
+    def task(
+        self, task: tasks_pb2.TaskTemplate, inputs: literals_pb2.LiteralMap, scope: Scope
+    ) -> literals_pb2.LiteralMap:
+        """Runs one task, as the only node of a graph, with as many attempts as it may have."""
+        return self._task(task, inputs, scope, "n0")
+
     def workflow(
         self,
         template: workflow_pb2.WorkflowTemplate,

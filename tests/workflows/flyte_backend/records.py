@@ -19,6 +19,7 @@ class Attempt:
         checkpoint: The address in the bucket where it leaves what the next attempt goes on from.
         exit_code: None while it runs.
         error: What `error.pb` said, or how the process ended.
+        may_retry: Whether `error.pb` said RECOVERABLE; None where there is none.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Attempt:
     pid: int
     exit_code: int | None = None
     error: str = ""
+    may_retry: bool | None = None
 
     @property
     def log(self) -> str:

@@ -25,7 +25,6 @@ from tasks.cli.card import card
 from tasks.cli.differences import differences_from
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
-from tasks.cli.reproduction import run_of
 from tasks.cli.runs import runs
 from tasks.platform.run import RunFailed
 from tasks.platform.stage import cached_task, make
@@ -169,7 +168,8 @@ def test_a_card_to_a_file(ran: Ran, tmp_path: Path) -> None:
 
 def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
     with History(Store.default()) as history:
-        execution = run_of(history, history.find_artifact(ran.artifact.folder.name))
+        execution = history.maker(history.find_artifact(ran.artifact.folder.name))
+    assert execution is not None
     assert differences_from(execution).bits == ()
     here = Machine.current()
     then = here.model_dump() | {

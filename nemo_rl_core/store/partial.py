@@ -1,0 +1,67 @@
+"""Artifacts of which only a part was downloaded: what is here is verified, the rest is known.
+
+An artifact has the sha256 of each of its files in `digests.json`, whose own digest is the content
+hash of the manifest. So a file can be verified without the others. A folder that lacks files of
+its artifact names them, with their digests, in `left_out.json`; to the hashes of the folder they
+count as if they were there.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_rl_core.store.files import write_atomic
+
+DIGESTS = "digests.json"
+LEFT_OUT = "left_out.json"
+
+
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Writes the sha256 of the files that an artifact's content hash covers, by relative path.
+
+    Raises:
+        StoreError: If the disk refuses.
+    """
+    write_atomic(folder / DIGESTS, _text(digests))
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Reads what `write_digests` has written.
+
+    Raises:
+        OSError: If it is missing, as in artifacts of earlier versions.
+        ValueError: If it is damaged.
+    """
+    return _read(folder / DIGESTS)
+
+
+def write_left_out(folder: Path, digests: Mapping[str, str]) -> None:
+    """Names the files of an artifact that were not downloaded; none of them makes it whole.
+
+    Raises:
+        StoreError: If the disk refuses.
+    """
+    if digests:
+        write_atomic(folder / LEFT_OUT, _text(digests))
+    else:
+        (folder / LEFT_OUT).unlink(missing_ok=True)
+
+
+def left_out(folder: Path) -> dict[str, str]:
+    """Returns the sha256 of the files that were not downloaded, by relative path; mostly none."""
+    try:
+        named = _read(folder / LEFT_OUT)
+    except (OSError, ValueError):
+        return {}
+    return {name: digest for name, digest in named.items() if not (folder / name).exists()}
+
+
+def _read(path: Path) -> dict[str, str]:
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return {str(name): str(digest) for name, digest in content.items()}
+
+
+def _text(digests: Mapping[str, str]) -> str:
+    return json.dumps(dict(digests), indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,120 @@
+"""Download of the parts of an artifact that a stage reads, each file verified.
+
+flytekit downloads a folder as a whole. Of a checkpoint most bytes are `trainer/`, the optimizer's
+state and moments, which only the next iteration reads.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.types.directory import FlyteDirectory
+
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.store import partial
+from nemo_rl_core.store.files import digest_of, hash_file, list_files
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import is_volatile
+
+
+def fetch(directory: FlyteDirectory, *parts: str) -> Path:
+    """Downloads the files at the top of an artifact's folder, and some of its parts.
+
+    What is here already is not downloaded again. An artifact of an earlier version, without
+    digests of its files, is downloaded as a whole.
+
+    Args:
+        directory: The folder, here or in an object store.
+        parts: Folders or files in it, as "model" or "trainer/state.json"; those that it does not
+            have are ignored.
+
+    Returns:
+        The folder on this machine.
+
+    Raises:
+        StoreError: If a file is not the one that the stage has made.
+    """
+    folder = Path(directory.path)
+    if not directory.remote_source:
+        return folder
+    if not (folder / partial.DIGESTS).exists():
+        if not _fetch_top(directory, folder):
+            return Path(directory)
+        _fetched(directory, folder, [n for n in _digests(directory, folder) if "/" not in n])
+    digests = _digests(directory, folder)
+    for part in parts:
+        names = [name for name in digests if name == part or name.startswith(f"{part}/")]
+        if not all((folder / name).exists() for name in names):
+            _get(directory, folder, part, is_folder=names != [part])
+            _fetched(directory, folder, names)
+    return folder
+
+
+def fetch_whole(directory: FlyteDirectory) -> Path:
+    """Downloads an artifact's folder; what is here already is not downloaded again.
+
+    Raises:
+        StoreError: If a file is not the one that the stage has made.
+    """
+    folder = fetch(directory)
+    if not (folder / partial.LEFT_OUT).exists():
+        return folder
+    return fetch(directory, *sorted({name.partition("/")[0] for name in partial.left_out(folder)}))
+
+
+def _fetch_top(directory: FlyteDirectory, folder: Path) -> bool:
+    """Downloads the files at the top, the digests last; False if there are no digests."""
+    source = str(directory.remote_source)
+    system = FlyteContextManager.current_context().file_access.get_filesystem_for_path(source)
+    entries = system.ls(source, detail=True)
+    names = [Path(each["name"]).name for each in entries if each["type"] == "file"]
+    if partial.DIGESTS not in names:
+        return False
+    for name in sorted(names, key=lambda name: name == partial.DIGESTS):
+        _get(directory, folder, name, is_folder=False)
+    return True
+
+
+def _get(directory: FlyteDirectory, folder: Path, part: str, *, is_folder: bool) -> None:
+    source = f"{str(directory.remote_source).rstrip('/')}/{part}"
+    access = FlyteContextManager.current_context().file_access
+    access.get_data(source, str(folder / part), is_multipart=is_folder)
+
+
+def _digests(directory: FlyteDirectory, folder: Path) -> dict[str, str]:
+    try:
+        digests = partial.read_digests(folder)
+    except ValueError as error:
+        raise _damaged(directory, str(error)) from error
+    if digest_of(digests) != Manifest.read(folder).content_hash:
+        raise _damaged(directory, f"{partial.DIGESTS} is of another content than its manifest")
+    return digests
+
+
+def _fetched(directory: FlyteDirectory, folder: Path, names: Iterable[str]) -> None:
+    """Verifies new files, and records which ones are still left out."""
+    digests = _digests(directory, folder)
+    problems = list(_differences(folder, {name: digests[name] for name in names}))
+    here = set(list_files(folder))
+    problems += [f"{n} is not of it" for n in here if n not in digests and not is_volatile(n)]
+    if problems:
+        raise _damaged(directory, "; ".join(sorted(problems)[:5]))
+    partial.write_left_out(folder, {n: d for n, d in digests.items() if n not in here})
+
+
+def _differences(folder: Path, expected: dict[str, str]) -> Iterator[str]:
+    for name, digest in expected.items():
+        path = folder / name
+        if not path.is_file():
+            yield f"{name} is missing"
+        elif (found := hash_file(path)) != digest:
+            yield f"the hash of {name} was {digest[:12]} and is {found[:12]}"
+
+
+def _damaged(directory: FlyteDirectory, got: str) -> StoreError:
+    return StoreError(
+        f"the artifact in {directory.remote_source} is damaged",
+        expected="the content that its stage made",
+        got=got,
+        fix="run the same command again with --overwrite-cache",
+    )

@@ -1,0 +1,124 @@
+"""`nemo-rl reproduce` of what a cluster made: its stages run again from the manifests."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from nemo_rl_core.config.base import FrozenConfig
+from nemo_rl_core.history.cluster import import_folders
+from nemo_rl_core.produce import StageResult
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.store.store import Store
+from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
+from tasks.cli.reproduce import reproduce
+from tasks.platform import attempts
+from tasks.platform.stage import cached_task, make
+
+
+class Rate(FrozenConfig):
+    rate: float = 0.1
+
+
+@cached_task(deck_fields=())
+def rows(config: Rate) -> Dataset:
+    def work(folder: Path) -> StageResult:
+        (folder / "rows.txt").write_text("rows")
+        return StageResult("dataset", "text", "1 row")
+
+    return DatasetArtifact(**make(__name__, "rows", config=config, parents={}, work=work))
+
+
+@cached_task(deck_fields=())
+def tune(
+    config: Rate, train: Dataset, iteration: int, start: Checkpoint | None = None
+) -> Checkpoint:
+    def work(folder: Path) -> StageResult:
+        before = (start.model_folder / "weights.txt").read_text() if start else ""
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.txt").write_text(f"{before}{config.rate} {iteration}\n")
+        return StageResult("checkpoint", "text", "tuned", step=iteration)
+
+    parents = {"train": train} | ({"start": start} if start else {})
+    fields = make(__name__, "tune", config=config, parents=parents, work=work, part=str(iteration))
+    return CheckpointArtifact(**fields)
+
+
+@pytest.fixture
+def downloaded(own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The last of three stages of a cluster, alone; no store has the others."""
+    with monkeypatch.context() as container:
+        container.setenv("FLYTE_INTERNAL_EXECUTION_ID", "a1b2")
+        container.setenv("FLYTE_INTERNAL_EXECUTION_WORKFLOW", "workflows.tune.tune")
+        container.setattr(attempts, "on_cluster", lambda: False)  # whose saves it would hand over
+        data = rows.task_function(config=Rate(rate=0.5))
+        first = tune.task_function(config=Rate(rate=0.5), train=data, iteration=1)
+        last = tune.task_function(config=Rate(rate=0.25), train=data, iteration=2, start=first)
+        folder = tmp_path / "downloaded"
+        shutil.copytree(last.folder, folder)
+    shutil.rmtree(own_store)
+    return folder
+
+
+def ask(*words: str) -> Result:
+    return CliRunner().invoke(reproduce, words)
+
+
+def stages_in(store: Path) -> set[str]:
+    paths = (store / "artifacts").glob("*/manifest.json")
+    return {str(json.loads(path.read_text())["stage"]) for path in paths}
+
+
+@pytest.mark.slow
+def test_a_downloaded_artifact_is_made_again_from_its_manifests(
+    downloaded: Path, tmp_path: Path
+) -> None:
+    """Without a store that knows its run."""
+    again = ask(str(downloaded), "--store", str(tmp_path / "new"))
+    assert again.exit_code == 0, (again.output, again.exception)
+    assert "running rows, tune 1, tune 2 again" in again.output
+    assert f"EQUAL to the bit: {Manifest.read(downloaded).name}" in again.output
+    assert stages_in(tmp_path / "new") == {"rows", "tune 1", "tune 2"}
+
+
+@pytest.mark.slow
+def test_an_ancestor_that_lies_elsewhere_is_compared_by_its_hash(
+    downloaded: Path, tmp_path: Path
+) -> None:
+    import_folders(Store.default(), [downloaded])
+    (first,) = [p.name for p in Manifest.read(downloaded).parents if p.stage == "tune 1"]
+    again = ask(first, "--store", str(tmp_path / "new"))
+    assert again.exit_code == 0, (again.output, again.exception)
+    assert f"EQUAL to the bit: {first}" in again.output
+    assert stages_in(tmp_path / "new") == {"rows", "tune 1"}, "it stops after what was asked for"
+
+
+def test_what_differs_is_said_before_anything_runs(downloaded: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(downloaded)
+    machine = manifest.machine.model_copy(
+        update={
+            "driver": "570.86.15",
+            "threads": manifest.machine.threads + 6,
+            "variables": {"ATEN_CPU_CAPABILITY": "default"},
+        }
+    )
+    changed = {"source_digest": "another", "machine": machine, "git_commit": "c0ffee"}
+    manifest.model_copy(update=changed).write(downloaded)
+    refused = ask(str(downloaded), "--store", str(tmp_path / "new"))
+    assert "the source of tune 2 differs" in str(refused.exception)
+    assert "the commit was c0ffee" in refused.stderr
+    assert "the driver of its GPUs was 570.86.15 and is" in refused.stderr
+    threads = machine.threads
+    assert f"libraries took {threads} threads and take {threads - 6}" in refused.stderr
+    assert "variables that choose kernels were ATEN_CPU_CAPABILITY=default and are none" in (
+        refused.stderr
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_the_record_of_an_ancestor_nothing_can_be_made_again(downloaded: Path) -> None:
+    (downloaded / "ancestors.json").unlink()
+    refused = ask(str(downloaded))
+    assert "cannot be made again from its record" in str(refused.exception)
