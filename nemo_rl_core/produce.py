@@ -175,7 +175,8 @@ def _cost(
 ) -> Cost:
     cluster = _cluster(inputs)
     num_gpus = cluster.num_gpus + _num_own_gpus(inputs) if cluster and cluster.num_gpus else 0
-    device = gpu_name() if num_gpus else ""
+    # Of the workers: where they are, this process often has no GPU.
+    device = (spent.device or gpu_name()) if num_gpus else ""
     seconds: dict[str, Any] = {
         "cpu_seconds": round(spent.cpu_seconds, 3),
         "gpu_seconds": round(num_gpus * wall_seconds, 3),
@@ -195,6 +196,7 @@ def _cost(
         ),
         device=device,
         peak_memory_gib=round(made.peak_memory_gib, 3),
+        peak_gpu_gib=round(spent.peak_gpu_gib, 3),
         money=prices.total(**seconds, device=device) if prices else None,
         currency=prices.currency if prices else "",
         **seconds,
@@ -223,6 +225,7 @@ def cost_html(cost: Cost) -> str:
         "TFLOPs": f"{cost.flops / 1e12:.3g}" if cost.flops else "",
         "MFU": f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else "",
         "peak GiB": f"{cost.peak_memory_gib:.2f}" if cost.peak_memory_gib else "",
+        "peak GiB of a GPU": f"{cost.peak_gpu_gib:.2f}" if cost.peak_gpu_gib else "",
         "money": f"{cost.money:.4f} {cost.currency}" if cost.money is not None else "",
     }
     return completions_html([{name: value for name, value in shown.items() if value}])

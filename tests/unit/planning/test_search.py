@@ -22,7 +22,7 @@ def change(name: str, num_ranks: int = 1, *, memory: float = H100, **options: An
 
 
 def test_recomputation_comes_first() -> None:
-    training = DTensorTraining(attention="sdpa")
+    training = DTensorTraining(attention="sdpa", activation_checkpointing=False)
     found = change("qwen2.5-7b", 8, training=training, tokens=16384)
     assert found == ["training.activation_checkpointing=true"]
 
@@ -58,7 +58,7 @@ def test_weights_that_are_too_many_for_the_gpus_take_more_of_them() -> None:
 
 def test_a_pair_of_changes_is_found() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.8, num_engines=8)
-    training = DTensorTraining(attention="sdpa")
+    training = DTensorTraining(attention="sdpa", activation_checkpointing=False)
     found = change(
         "qwen2.5-7b", 8, training=training, generation=generation, has_reference=True, tokens=16384
     )
