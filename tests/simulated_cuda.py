@@ -412,8 +412,9 @@ def _order_of_work() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "default_stream", lambda device=None: _Queue()
     yield cuda, "stream", lambda stream: nullcontext()
     yield cuda, "synchronize", lambda device=None: None
-    yield cuda, "get_rng_state", lambda device="cuda": state.clone()
-    yield cuda, "set_rng_state", lambda state, device="cuda": None
+    for module in (cuda, cuda.random):
+        yield module, "get_rng_state", lambda device="cuda": state.clone()
+        yield module, "set_rng_state", lambda state, device="cuda": None
     yield cuda, "default_generators", (torch.Generator(),)
 
 
