@@ -58,10 +58,14 @@ RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
 last collectives of a rank when one of them times out (its flight recorder)."""
 
 
-def join_process_group() -> None:
+def join_process_group(*, timeout_seconds: float | None = None) -> None:
     """Joins the ranks that the environment describes; again, or alone, that changes nothing.
 
     A process without `WORLD_SIZE` is the only rank of a group of one.
+
+    Args:
+        timeout_seconds: After which a collective that some rank does not join is an error; None
+            takes that of the environment (`TIMEOUT`), else ten minutes.
     """
     import torch
     import torch.distributed as dist
@@ -76,5 +80,7 @@ def join_process_group() -> None:
         rank=0 if alone else rank(),
         world_size=1 if alone else world_size(),
         store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
-        timeout=timedelta(seconds=float(os.environ.get(TIMEOUT, _TIMEOUT_SECONDS))),
+        timeout=timedelta(
+            seconds=timeout_seconds or float(os.environ.get(TIMEOUT, _TIMEOUT_SECONDS))
+        ),
     )

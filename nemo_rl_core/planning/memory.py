@@ -286,9 +286,10 @@ class _TrainedModel:
         forward = self._activations + self._gathered(2)
         head = self._activations + self._head_gradient + self._gathered(1)
         head += self._logits if self._config_recomputes else max(self._logits, self._temporaries)
-        # The last layer's backward pass, and the copy that its reduction sends.
-        first = self._activations + again + self._temporaries + self._gathered(2)
-        first += self._head_gradient + (0.0 if self._has_lora else self._layer * _FLOAT32 / GIB)
+        # The last layer's backward pass, or after it the copy that its reduction sends.
+        sent = 0.0 if self._has_lora else self._layer * _FLOAT32 / GIB
+        first = self._activations + self._gathered(2) + self._head_gradient
+        first += max(again + self._temporaries, sent)
         # Embedding and head come at the end, when the layers' sums are shards.
         outer = 0.0 if self._has_lora else self._outer * _FLOAT32 / GIB
         end = self._gradients + outer + self._gathered(0) + self._gathered_gradients

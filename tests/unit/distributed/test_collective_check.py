@@ -46,6 +46,7 @@ def with_one_that_hangs() -> str:
         return ""
     with pytest.raises(WorkerError) as caught:
         check_collectives({}, timeout_seconds=2)
+    time.sleep(3)  # the store ends with rank 0
     return str(caught.value)
 
 

@@ -99,6 +99,7 @@ def passed(model: Any, tokens: int, training: DTensorTraining, microbatches: int
         for index in range(microbatches):
             is_last = index == microbatches - 1
             parallelize.sync_gradients(model, training, is_last=is_last)
+            tracker.reset_mod_stats()  # of single modules, which it keeps for one pass alone
             model(ids).sum().backward()
     (found,) = tracker.get_tracker_snapshot("peak").values()
     return max(found.values())
