@@ -37,7 +37,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingPlace:
     """Where a stage computes.
 
     Attributes:
@@ -55,7 +55,7 @@ def training_stage(
     name: str,
     section: str,
     config: LoopConfig,
-    setting: Setting,
+    place: TrainingPlace,
     *,
     sizes: ModelSizes,
     reference: ModelSizes | None,
@@ -69,7 +69,7 @@ def training_stage(
         section: Of its algorithm; one that this module does not know has a head of a language
             model, and samples where there are `rollouts`.
         config: That section.
-        setting: Where it computes.
+        place: Where it computes.
         sizes: Of its model.
         reference: As `reads_reference` asks for.
         rollouts: Of an algorithm that samples.
@@ -77,7 +77,7 @@ def training_stage(
     """
     budget = config.max_tokens_per_microbatch
     training = TrainingLoad(
-        setting.training,
+        place.training,
         budget,
         path=f"{section}.max_tokens_per_microbatch",
         num_sequences=_sequences_of(config),
@@ -103,8 +103,8 @@ def training_stage(
     return StageLoad(
         name=name,
         sizes=sizes,
-        cluster=setting.cluster,
-        dtype=setting.dtype,
+        cluster=place.cluster,
+        dtype=place.dtype,
         prompt_tokens=prompt,
         completion_tokens=completion,
         training=training,

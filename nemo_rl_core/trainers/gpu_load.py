@@ -9,7 +9,7 @@ from nemo_rl_core.config.training import open_choices
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.planning.load import StageLoad
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
-from nemo_rl_core.planning.stages import Rollouts, Setting, reads_reference, training_stage
+from nemo_rl_core.planning.stages import Rollouts, TrainingPlace, reads_reference, training_stage
 from nemo_rl_core.trainers.loop import RunSpec
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def load_of_trainer(
             algorithm,
             algorithm,
             config,
-            Setting(settings.training, settings.cluster, settings.dtype),
+            TrainingPlace(settings.training, settings.cluster, settings.dtype),
             sizes=_sizes(spec.start),
             reference=_sizes(spec.reference) if is_read and spec.reference else None,
             rollouts=rollouts,

@@ -9,7 +9,7 @@ from nemo_rl_core.planning.load import SamplingLoad, StageLoad
 from nemo_rl_core.planning.sizes import ModelSizes
 from nemo_rl_core.planning.stages import (
     Rollouts,
-    Setting,
+    TrainingPlace,
     reads_reference,
     samples,
     training_stage,
@@ -58,7 +58,7 @@ def _trained(
         stage,
         section,
         config,
-        Setting(recipe.training, recipe.cluster, _dtype(recipe)),
+        TrainingPlace(recipe.training, recipe.cluster, _dtype(recipe)),
         sizes=sizes_of(recipe.model),
         reference=_reference(recipe, section, config, sizes_of),
         rollouts=rollouts if samples(section) else None,
