@@ -27,6 +27,12 @@ def test_recomputation_comes_first() -> None:
     assert found == ["training.activation_checkpointing=true"]
 
 
+def test_whole_gradients_are_given_up_before_anything_else() -> None:
+    training = DTensorTraining(gradient_sync="last_microbatch", activation_checkpointing=True)
+    found = change("qwen2.5-7b", 8, training=training, microbatches=4, memory=40.0)
+    assert found == ["training.gradient_sync=every_microbatch"]
+
+
 def test_then_smaller_microbatches() -> None:
     training = DTensorTraining(activation_checkpointing=True)
     lora = training.replace(lora=LoRAConfig().model_dump())
