@@ -190,7 +190,8 @@ def _cost(
     inputs: StageInputs, made: StageResult, spent: usage.Spent, *, wall_seconds: float
 ) -> Cost:
     num_gpus = _num_gpus(inputs)
-    device = gpu_name() if num_gpus else ""
+    # Of the workers: where they are, this process often has no GPU.
+    device = (spent.device or gpu_name()) if num_gpus else ""
     seconds: dict[str, Any] = {
         "cpu_seconds": round(spent.cpu_seconds, 3),
         "gpu_seconds": round(num_gpus * wall_seconds, 3),
@@ -210,6 +211,7 @@ def _cost(
         ),
         device=device,
         peak_memory_gib=round(made.peak_memory_gib, 3),
+        peak_gpu_gib=round(spent.peak_gpu_gib, 3),
         money=prices.total(**seconds, device=device) if prices else None,
         currency=prices.currency if prices else "",
         **seconds,
@@ -244,6 +246,7 @@ def cost_html(cost: Cost) -> str:
         "TFLOPs": f"{cost.flops / 1e12:.3g}" if cost.flops else "",
         "MFU": f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else "",
         "peak GiB": f"{cost.peak_memory_gib:.2f}" if cost.peak_memory_gib else "",
+        "peak GiB of a GPU": f"{cost.peak_gpu_gib:.2f}" if cost.peak_gpu_gib else "",
         "money": f"{cost.money:.4f} {cost.currency}" if cost.money is not None else "",
     }
     return completions_html([{name: value for name, value in shown.items() if value}])

@@ -12,7 +12,7 @@ Every operator is held to the rules of CUDA before it runs:
 - It is not converted to numpy, and a generator of the CPU draws nothing on the GPU.
 - Under `torch.use_deterministic_algorithms(True)`, operators without such a kernel raise.
 
-Host syncs and pageable copies are recorded, each with the function of the project that causes it.
+Host syncs and copies to the GPU are recorded, each with the function of the project that causes it.
 
 Not simulated: kernels (so neither FlexAttention nor varlen), their rounding, memory, streams,
 several ranks, speed. A program that runs here has not run on a GPU.
@@ -20,7 +20,7 @@ several ranks, speed. A program that runs here has not run on a GPU.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-Kind = Literal["sync", "upload"]
+Kind = Literal["sync", "upload", "pinned"]
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _PROJECT = "nemo_rl_core"
 _ASK_WHEN_IMPORTED = ("torch._dynamo.device_interface", "torch.distributed.fsdp", "torch.testing")
@@ -59,10 +59,11 @@ class CudaRuleError(RuntimeError):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One time that the host waits for the GPU, or that pageable memory is copied to it.
+    """One time that the host waits for the GPU, or that memory is copied to it.
 
     Attributes:
-        kind: `sync`, where the host waits for a result or a copy of it, or `upload`.
+        kind: `sync`, where the host waits for a result or a copy of it; `upload`; or `pinned`, a
+            copy from pinned memory, for which the host does not wait.
         operator: What caused it.
         place: File and function of the project, such as `packed.py:_read`.
     """
@@ -128,6 +129,11 @@ class SimulatedTensor(torch.Tensor):
     def get_device(self) -> int:
         return 0
 
+    def type(self, dtype: Any = None, *args: Any, **options: Any) -> Any:
+        if dtype is None:
+            return str(self.values.type()).replace("torch.", "torch.cuda.", 1)
+        return torch.Tensor.type(self, dtype, *args, **options)
+
     def untyped_storage(self) -> Any:
         return self.values.untyped_storage()
 
@@ -175,10 +181,11 @@ class _Move(torch.autograd.Function):
         return _moved(gradients[0], to_cuda=ctx.came_from_cuda), None
 
 
-def _moved(tensor: torch.Tensor, *, to_cuda: bool) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, *, to_cuda: bool, is_pinned: bool = False) -> torch.Tensor:
     if isinstance(tensor, SimulatedTensor) == to_cuda or tensor.is_meta:
         return tensor
-    _record("upload" if to_cuda else "sync", "to")
+    upload: Kind = "pinned" if is_pinned else "upload"
+    _record(upload if to_cuda else "sync", "to")
     moved: torch.Tensor = _Move.apply(tensor, to_cuda)  # type: ignore[no-untyped-call]
     return moved
 
@@ -294,15 +301,18 @@ class _Calls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             return _to(func, args, kwargs)
-        if func is torch.Tensor.pin_memory:
-            return args[0]
+        if func is torch.Tensor.pin_memory or kwargs.pop("pin_memory", False):
+            pinned = args[0] if func is torch.Tensor.pin_memory else func(*args, **kwargs)
+            pinned.is_page_locked = True
+            return pinned
         from_host = func in (torch.tensor, torch.as_tensor)
         if from_host and isinstance(args[0], list | tuple):
             # Of tensors on the GPU, torch asks for one value at a time.
             args = (tree_map(_as_number, args[0]), *args[1:])
         if kwargs.get("device") is None or func is torch.load:
             return func(*args, **kwargs)
-        device = torch.device(kwargs["device"])
+        given = kwargs["device"]
+        device = _CUDA if isinstance(given, int) else torch.device(given)
         if device.type == "meta":
             return func(*args, **kwargs)
         generator = kwargs.get("generator")
@@ -329,7 +339,8 @@ def _to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     device = {torch.Tensor.cuda: "cuda", torch.Tensor.cpu: "cpu"}.get(func)
     if device is not None:
         return _moved(tensor, to_cuda=device == "cuda")
-    kwargs.pop("non_blocking", None)  # of pageable memory it changes nothing
+    # Of pageable memory it changes nothing.
+    is_pinned = kwargs.pop("non_blocking", False) and getattr(tensor, "is_page_locked", False)
     others: list[Any] = []
     for each in [*rest, kwargs.pop("device", None), kwargs.pop("other", None)]:
         if isinstance(each, torch.Tensor):
@@ -343,7 +354,8 @@ def _to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
             device = "cuda"
     if device == "meta":
         return torch.Tensor.to(_values(tensor), "meta")
-    moved = tensor if device is None else _moved(tensor, to_cuda=device == "cuda")
+    to_cuda = device == "cuda"
+    moved = tensor if device is None else _moved(tensor, to_cuda=to_cuda, is_pinned=bool(is_pinned))
     if others or kwargs:
         return torch.Tensor.to(moved, *others, **kwargs)
     return moved
@@ -374,6 +386,55 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         start(self, "cpu", *args, **options)
 
     yield torch.autocast, "__init__", start_on_cpu
+    yield from _order_of_work()
+    yield from _groups_over_gloo()
+
+
+class _Queue:
+    """A stream or an event of one: all work is done when the call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wait_stream", "wait_event", "synchronize", "record", "wait"):
+            return lambda *_: None
+        if name in ("record_event", "query"):
+            return lambda *_: self
+        raise AttributeError(name)
+
+
+def _order_of_work() -> Iterator[tuple[Any, str, Any]]:
+    cuda, state = torch.cuda, torch.get_rng_state()
+    yield cuda, "Stream", _Queue
+    yield cuda, "Event", _Queue
+    yield cuda, "current_stream", lambda device=None: _Queue()
+    yield cuda, "default_stream", lambda device=None: _Queue()
+    yield cuda, "stream", lambda stream: nullcontext()
+    yield cuda, "synchronize", lambda device=None: None
+    for module in (cuda, cuda.random):
+        yield module, "get_rng_state", lambda device="cuda": state.clone()
+        yield module, "set_rng_state", lambda state, device="cuda": None
+    yield cuda, "default_generators", (torch.Generator(),)
+
+
+def _groups_over_gloo() -> Iterator[tuple[Any, str, Any]]:
+    """NCCL cannot join without a GPU; the ranks meet on the CPU."""
+    from torch.distributed import distributed_c10d
+
+    join, new = distributed_c10d.init_process_group, distributed_c10d.new_group
+
+    def join_by_gloo(backend: Any = None, *args: Any, **options: Any) -> Any:
+        return join("gloo", *args, **options)
+
+    def new_by_gloo(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, **rest: Any
+    ) -> Any:
+        return new(ranks, timeout, "gloo", **rest)
+
+    for module in (torch.distributed, distributed_c10d):
+        yield module, "init_process_group", join_by_gloo
+        yield module, "new_group", new_by_gloo
 
 
 def _forget_answers() -> None:

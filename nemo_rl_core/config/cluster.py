@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
@@ -41,6 +41,7 @@ class ClusterConfig(FrozenConfig):
             placement of their own (`generation.placement: {own: 4}`) come on top.
         num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
         accelerator: The kind of GPU; None takes any that the cluster has.
+        collective_timeout_seconds: After which ranks that wait for another one give up.
     """
 
     shape: ShapeName = "laptop"
@@ -48,6 +49,7 @@ class ClusterConfig(FrozenConfig):
     num_workers: PositiveInt = 1
     num_gpus_per_node: PositiveInt = _GPUS_OF_A_NODE
     accelerator: AcceleratorName | None = None
+    collective_timeout_seconds: PositiveFloat = 600.0
 
     @property
     def num_gpus(self) -> int:

@@ -1,6 +1,7 @@
 """Which backend trains, and over which axes the model is spread."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     PositiveFloat,
@@ -15,6 +16,9 @@ from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
+
+T = TypeVar("T", bound="Parallelism")
+GradientSync = Literal["every_microbatch", "last_microbatch"]
 
 
 class Parallelism(FrozenConfig):
@@ -84,11 +88,21 @@ class LoRAConfig(FrozenConfig):
 class DTensorTraining(Parallelism):
     """Any transformers model over FSDP2 and DTensor.
 
+    Three settings may be `auto`: they are chosen when the workers start, by the arithmetic of
+    `nemo-rl plan` and the memory of the GPU, and are `choices` in the manifest.
+
     Attributes:
         data_parallel_replicas: Copies of the sharded model (HSDP); 1 shards over all data ranks.
+            `auto` is one copy a machine where the cluster has several and a machine holds a copy,
+            else 1.
+        gradient_sync: When gradients are summed over the ranks that shard the model:
+            `every_microbatch` keeps the shards alone, `last_microbatch` sends them once a step and
+            keeps whole gradients in float32 until then. `auto` is `last_microbatch` on GPUs with
+            that much memory, else `every_microbatch`. Copies of HSDP are summed once a step.
         reduce_dtype: Of the sums of gradients over ranks.
         cpu_offload: Keeps sharded weights and optimizer state in the CPU's memory.
-        activation_checkpointing: Recomputes each layer in the backward pass.
+        activation_checkpointing: Recomputes each layer in the backward pass. `auto` does so on GPUs
+            that cannot hold the activations of a micro-batch.
         compile: Compiles each layer with `torch.compile`.
         attention: What attends over packed rows. `varlen` (torch's FlashAttention over sequences of
             any length, 16 bits) and `flex` (FlexAttention, compiled) run on GPUs and make no mask
@@ -105,16 +119,36 @@ class DTensorTraining(Parallelism):
     """
 
     backend: Literal["dtensor"] = "dtensor"
-    data_parallel_replicas: PositiveInt = 1
+    data_parallel_replicas: PositiveInt | Literal["auto"] = "auto"
+    gradient_sync: GradientSync | Literal["auto"] = "auto"
     reduce_dtype: DType = "float32"
     cpu_offload: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["auto"] = "auto"
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     share_prefixes: bool = False
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of HSDP; 1 where that is `auto` still."""
+        return 1 if self.data_parallel_replicas == "auto" else self.data_parallel_replicas
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again; not where that is `auto` still."""
+        return self.activation_checkpointing is True
+
+    @model_validator(mode="after")
+    def _whole_gradients_are_exact(self) -> "DTensorTraining":
+        if self.gradient_sync == "last_microbatch" and self.reduce_dtype != "float32":
+            raise ValueError(
+                f"gradient_sync: last_microbatch would add up micro-batches in {self.reduce_dtype}"
+                ", the reduce_dtype: leave one of the two out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_not_split(self) -> "DTensorTraining":
@@ -151,7 +185,9 @@ class MegatronTraining(Parallelism):
         pipeline_parallel_size: Ranks that share the layers.
         virtual_pipeline_size: Model chunks a pipeline rank (interleaved schedule); 1 is plain.
         expert_parallel_size: Ranks, out of the data-parallel ones, that share the experts.
-        activation_checkpointing: Recomputes each layer in the backward pass.
+        activation_checkpointing: Recomputes each layer in the backward pass. `auto` does so on GPUs
+            that cannot hold the activations of a micro-batch; it is chosen when the workers start,
+            and is one of the `choices` in the manifest.
         attention: What attends over packed rows where Transformer Engine is not installed. `varlen`
             (torch's FlashAttention over sequences of any length, 16 bits) runs on GPUs and makes no
             mask of all pairs of tokens, as `sdpa` does. `auto` is `varlen` on GPUs where that can
@@ -165,9 +201,14 @@ class MegatronTraining(Parallelism):
     pipeline_parallel_size: PositiveInt = 1
     virtual_pipeline_size: PositiveInt = 1
     expert_parallel_size: PositiveInt = 1
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["auto"] = "auto"
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
     share_prefixes: bool = False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again; not where that is `auto` still."""
+        return self.activation_checkpointing is True
 
     @property
     def ranks_per_replica(self) -> int:
@@ -205,6 +246,27 @@ class RegisteredTraining(RegisteredBackend, Parallelism):
                 "RegisteredTraining, register_training_backend(name, config=...)"
             )
         return self
+
+
+CHOSEN_BY_PLAN: Mapping[str, Any] = {
+    "data_parallel_replicas": 1,
+    "gradient_sync": "every_microbatch",
+    "activation_checkpointing": False,
+}
+"""What a plan chooses where a setting is `auto`, and what it is without a plan, as on CPUs."""
+
+
+def open_choices(training: Parallelism) -> list[str]:
+    """The settings of `CHOSEN_BY_PLAN` that are still `auto`."""
+    if not isinstance(training, DTensorTraining | MegatronTraining):
+        return []
+    return [name for name in CHOSEN_BY_PLAN if getattr(training, name, None) == "auto"]
+
+
+def without_plan(training: T) -> T:
+    """The section with the values of CPUs in place of every `auto` that a plan would choose."""
+    found = open_choices(training)
+    return training.replace(**{name: CHOSEN_BY_PLAN[name] for name in found}) if found else training
 
 
 _BUILT_IN = ("dtensor", "megatron")

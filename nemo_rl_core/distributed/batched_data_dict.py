@@ -1,13 +1,14 @@
 """A dictionary of columns with one row a sequence, and token sequences collated into one."""
 
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from nemo_rl_core.distributed.host_copy import move_together
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.errors import MissingColumnError
 
@@ -174,15 +175,29 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on `device`."""
-        moved = self.copy()
-        moved.update({key: _moved(value, device) for key, value in self.data.items()})
-        return moved
+        return self.moved_with([], torch.device(device))[0]
+
+    def moved_with(
+        self, others: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[Self, list[torch.Tensor]]:
+        """The same batch and other tensors on a device; to a GPU in one copy (`move_together`)."""
+        columns = [tensor for value in self.data.values() for tensor in _tensors(value)]
+        found = move_together([*others, *columns], device)
+        left, moved = iter(found[len(others) :]), self.copy()
+        moved.update({key: _replaced(value, left) for key, value in self.data.items()})
+        return moved, found[: len(others)]
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return [item.to(device) if isinstance(item, torch.Tensor) else item for item in value]
+def _tensors(column: Any) -> list[torch.Tensor]:
+    items = [column] if isinstance(column, torch.Tensor) else column
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _replaced(column: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The column with the next ones of other tensors in place of its own."""
+    if isinstance(column, torch.Tensor):
+        return next(tensors)
+    return [next(tensors) if isinstance(item, torch.Tensor) else item for item in column]
 
 
 def _cat_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:

@@ -49,13 +49,23 @@ def local_device() -> "torch.device":
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def join_process_group(*, timeout_seconds: float = 600.0) -> None:
+TIMEOUT = "NEMO_RL_COLLECTIVE_TIMEOUT"
+"""The environment variable with the seconds after which a collective is given up; the workers of a
+cluster have it from `cluster.collective_timeout_seconds`."""
+_TIMEOUT_SECONDS = 600.0
+RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
+"""The environment variable with the path, but for the rank, of the files in which torch records the
+last collectives of a rank when one of them times out (its flight recorder)."""
+
+
+def join_process_group(*, timeout_seconds: float | None = None) -> None:
     """Joins the ranks that the environment describes; again, or alone, that changes nothing.
 
     A process without `WORLD_SIZE` is the only rank of a group of one.
 
     Args:
-        timeout_seconds: After which a collective that some rank does not join is an error.
+        timeout_seconds: After which a collective that some rank does not join is an error; None
+            takes that of the environment (`TIMEOUT`), else ten minutes.
     """
     import torch
     import torch.distributed as dist
@@ -70,5 +80,7 @@ def join_process_group(*, timeout_seconds: float = 600.0) -> None:
         rank=0 if alone else rank(),
         world_size=1 if alone else world_size(),
         store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(
+            seconds=timeout_seconds or float(os.environ.get(TIMEOUT, _TIMEOUT_SECONDS))
+        ),
     )

@@ -9,16 +9,20 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.distributed.named_sharding import NamedSharding
+from nemo_rl_core.distributed.process_group import RECORDS, TIMEOUT
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
+from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting
 
 _MAX_COLOCATED_WORKER_GROUPS = 8
 _sessions: "dict[ClusterConfig, ClusterSession]" = {}
 
+_RECORDED_COLLECTIVES = 2000
 _WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**60)}
 
@@ -52,6 +56,30 @@ def memory_environment(cluster: RayVirtualCluster) -> dict[str, str]:
     return {} if is_set or cluster.use_gpus else _KEEP_FREED_MEMORY
 
 
+def gang_environment(
+    *, use_gpus: bool, timeout_seconds: float | None = None, folder: Path | None = None
+) -> dict[str, str]:
+    """The environment of ranks that wait for one another.
+
+    On GPUs NCCL keeps a record of its last collectives, which each rank writes when one of them
+    times out. What the user's environment says of the recorder stays.
+
+    Args:
+        use_gpus: Whether ranks compute on GPUs.
+        timeout_seconds: After which a collective is given up; None leaves the default.
+        folder: For the records.
+    """
+    found = {} if timeout_seconds is None else {TIMEOUT: f"{timeout_seconds:g}"}
+    if not use_gpus or folder is None:
+        return found
+    records = {
+        "TORCH_FR_BUFFER_SIZE": str(_RECORDED_COLLECTIVES),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        RECORDS: str(folder / "nccl_rank_"),
+    }
+    return found | {name: value for name, value in records.items() if name not in os.environ}
+
+
 class ClusterSession:
     """A cluster and the worker groups that run on it.
 
@@ -59,11 +87,24 @@ class ClusterSession:
         cluster: Where they run. One that is not its default needs room for as many groups as run
             side by side (`max_colocated_worker_groups`).
         num_threads: Cores that each worker computes with; None leaves that to Ray.
+        collective_timeout_seconds: After which ranks that wait for another one give up.
     """
 
-    def __init__(self, cluster: RayVirtualCluster, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        *,
+        num_threads: int | None = None,
+        collective_timeout_seconds: float | None = None,
+    ) -> None:
         self.cluster = cluster
         self._threads = thread_environment(num_threads)
+        records = Store.default().work / "collectives"
+        if cluster.use_gpus:
+            records.mkdir(parents=True, exist_ok=True)
+        self._gang = gang_environment(
+            use_gpus=cluster.use_gpus, timeout_seconds=collective_timeout_seconds, folder=records
+        )
         self._groups: dict[str, tuple[str, RayWorkerGroup]] = {}
         self._beside: dict[tuple[int, int], RayVirtualCluster] = {}
 
@@ -81,7 +122,11 @@ class ClusterSession:
             # Four ranks of a laptop with two cores take turns: slower, but the same program.
             num_cpus_per_bundle=1.0 if use_gpus else min(1.0, cores / config.num_workers),
         )
-        return cls(cluster, num_threads=config.num_threads)
+        return cls(
+            cluster,
+            num_threads=config.num_threads,
+            collective_timeout_seconds=config.collective_timeout_seconds,
+        )
 
     def workers(
         self,
@@ -119,7 +164,7 @@ class ClusterSession:
                 worker_class,
                 name=name,
                 sharding=sharding,
-                env_vars={**self._threads, **(env_vars or {})},
+                env_vars={**self._threads, **self._gang, **(env_vars or {})},
             )
         self._groups[name] = (key, group)
         return group, True

@@ -3,11 +3,12 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
 from nemo_rl_core.distributed.named_sharding import NamedSharding
-from nemo_rl_core.distributed.process_group import rank_environment
+from nemo_rl_core.distributed.process_group import RECORDS, rank_environment
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.errors import (
     NemoRLError,
@@ -68,6 +69,8 @@ class RayWorkerGroup:
         bundles = cluster.bundles()[:count]
         self._cluster = cluster
         self.is_broken = False
+        self._records = (env_vars or {}).get(RECORDS)
+        self._started = time.time()
         environments = self._environments(count, dict(env_vars or {}))
         share = cluster.admit(self.name)  # after all that may fail: nobody would count it out
         remote_class = ray.remote(worker_class)
@@ -178,6 +181,17 @@ class RayWorkerGroup:
         """
         return finish_together([(self, pending)], timeout_seconds)[0]
 
+    def records(self) -> list[Path]:
+        """Files in which ranks have recorded their last collectives, since this group started.
+
+        A rank writes its own when a collective of NCCL times out; there is none otherwise.
+        """
+        if self._records is None:
+            return []
+        prefix = Path(self._records)
+        found = sorted(prefix.parent.glob(f"{prefix.name}*"))
+        return [path for path in found if path.stat().st_mtime >= self._started]
+
     def names_of_actors(self) -> dict[Any, str]:
         """What messages call each worker, by the id of its actor."""
         return {
@@ -216,8 +230,24 @@ def finish_together(
     except Exception as error:
         for group, _ in pending:
             group.is_broken |= group.world_size > 1 or isinstance(error, WorkerLostError)
+        records = [str(path) for group, _ in pending for path in group.records()]
+        if records:
+            raise _with_records(error, records) from error
         raise
     return [[next(values) for _ in each] for _, each in pending]
+
+
+def _with_records(error: Exception, records: Sequence[str]) -> Exception:
+    """The error with the files that say in which collective each rank was."""
+    said = f"the last collectives of each rank are recorded in {', '.join(records)}"
+    if not isinstance(error, NemoRLError):
+        error.add_note(said)
+        return error
+    got = f"{error.got}; {said}" if error.got else said
+    found = type(error)(error.problem, error.expected, got, error.fix)
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def _item(value: Any, place: tuple[int, ...]) -> Any:

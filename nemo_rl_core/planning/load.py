@@ -149,7 +149,7 @@ def layout_of(training: TrainingConfig, num_workers: int) -> Layout:
     if isinstance(training, MegatronTraining):
         pipeline, expert = training.pipeline_parallel_size, training.expert_parallel_size
     if isinstance(training, DTensorTraining):
-        replicas, is_offloaded = training.data_parallel_replicas, training.cpu_offload
+        replicas, is_offloaded = training.num_copies, training.cpu_offload
     if data % replicas:
         raise ConfigError(
             "the copies of HSDP do not divide the data ranks",

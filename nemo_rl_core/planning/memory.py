@@ -42,9 +42,9 @@ class MemoryPlan:
     """GiB of one GPU.
 
     Attributes:
-        parts: By name: weights, gradients, moments, reference, critic, gathered weights, gathered
-            gradients, activations, logits, transfer, engine weights, KV cache, engine workspace,
-            contexts. Not all of them are there at one time.
+        parts: By name: weights, gradients, moments, reference, critic, whole gradients, gathered
+            weights, gathered gradients, activations, logits, transfer, engine weights, KV cache,
+            engine workspace, contexts. Not all of them are there at one time.
         training: The most at a time while the model is trained; 0 if it is not.
         sampling: The most at a time while the engine is awake; 0 without one.
         kv_tokens: Tokens that fit the KV cache of one engine.
@@ -216,7 +216,7 @@ class _TrainedModel:
 
     @property
     def _config_recomputes(self) -> bool:
-        return bool(getattr(self._config, "activation_checkpointing", False))
+        return bool(getattr(self._config, "recomputes", False))
 
     @property
     def _residual_width(self) -> int:
@@ -257,6 +257,7 @@ class _TrainedModel:
         whole = self._is_cast_whole and not self._config_recomputes
         found = {
             "gradients": self._gradients,
+            "whole gradients": self._whole_gradients,
             "gathered weights": self._gathered(self._sizes.num_layers if whole else 2),
             "gathered gradients": self._gathered_gradients,
             "activations": self._activations,
@@ -270,8 +271,35 @@ class _TrainedModel:
         return rows * self._load.longest <= self._training.max_tokens_per_microbatch
 
     @property
+    def _whole_gradients(self) -> float:
+        """Float32 sums of all micro-batches but the last, before ranks exchange them."""
+        config = self._config
+        is_kept = isinstance(config, DTensorTraining) and config.gradient_sync == "last_microbatch"
+        if not is_kept or self._layout.shards == 1 or self._is_one_microbatch:
+            return 0.0
+        return self._trained * _FLOAT32 / GIB
+
+    @property
+    def _peak_of_whole_gradients(self) -> float:
+        """Where gradients are exchanged in the last micro-batch: it begins with all of the sums."""
+        whole, again = self._whole_gradients, self._layer_activations * self._config_recomputes
+        forward = self._activations + self._gathered(2)
+        head = self._activations + self._head_gradient + self._gathered(1)
+        head += self._logits if self._config_recomputes else max(self._logits, self._temporaries)
+        # The last layer's backward pass, or after it the copy that its reduction sends.
+        sent = 0.0 if self._has_lora else self._layer * _FLOAT32 / GIB
+        first = self._activations + self._gathered(2) + self._head_gradient
+        first += max(again + self._temporaries, sent)
+        # Embedding and head come at the end, when the layers' sums are shards.
+        outer = 0.0 if self._has_lora else self._outer * _FLOAT32 / GIB
+        end = self._gradients + outer + self._gathered(0) + self._gathered_gradients
+        return max(whole + forward, whole + head, whole + first, end)
+
+    @property
     def peak(self) -> float:
         """The most that a step has beside what stays, over its moments."""
+        if self._whole_gradients:
+            return self._peak_of_whole_gradients
         is_megatron = isinstance(self._config, MegatronTraining)
         gradients = 0.0 if is_megatron else self._gradients
         before = 0.0 if self._is_one_microbatch else gradients

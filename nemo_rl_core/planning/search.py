@@ -15,14 +15,9 @@ from pydantic import ValidationError
 from nemo_rl_core.config.generation import SplitEngine, VllmGenerationConfig
 from nemo_rl_core.config.training import DTensorTraining, LoRAConfig
 from nemo_rl_core.errors import ConfigError
-from nemo_rl_core.planning.load import SamplingLoad, StageLoad, TrainingLoad, layout_problem
-from nemo_rl_core.planning.memory import missing_cache, plan_memory
+from nemo_rl_core.planning.choices import fits
+from nemo_rl_core.planning.load import SamplingLoad, StageLoad, TrainingLoad
 
-HEADROOM = 0.93
-"""Of a GPU's memory, what a plan may fill: the rest is for what torch's allocator cannot use."""
-HOST_GIB = 96.0
-"""Of a machine's memory for each GPU, what offloaded weights may fill: the shapes of
-`tasks/platform/resources.py` have 120."""
 _MOST_CHANGES, _MOST_TRIED = 4, 20_000
 """A recipe that needs more is another recipe. The second bounds the seconds of a search."""
 _NODE = 8
@@ -57,15 +52,6 @@ class _Level:
     cost: float
     settings: tuple[Setting, ...]
     apply: _Apply
-
-
-def fits(load: StageLoad, memory_gib: float) -> bool:
-    """Whether a stage can run on GPUs of so much memory."""
-    if layout_problem(load):
-        return False
-    plan = plan_memory(load, memory_gib)
-    is_held = plan.peak <= HEADROOM * memory_gib and plan.host <= HOST_GIB
-    return is_held and not missing_cache(load, plan)
 
 
 def smallest_change(loads: Sequence[StageLoad], memory_gib: float) -> tuple[Setting, ...] | None:
@@ -121,6 +107,9 @@ def _training_knobs(training: TrainingLoad, loads: Sequence[StageLoad]) -> Itera
     if getattr(config, "activation_checkpointing", None) is False:
         setting = Setting("training.activation_checkpointing", True)
         yield [_Level(1, (setting,), _of_training(activation_checkpointing=True))]
+    if getattr(config, "gradient_sync", None) == "last_microbatch":
+        setting = Setting("training.gradient_sync", "every_microbatch")
+        yield [_Level(0.5, (setting,), _of_training(gradient_sync="every_microbatch"))]
     for path in dict.fromkeys(load.training.path for load in loads if load.training):
         yield list(_smaller_microbatches(path, loads))
 

@@ -8,7 +8,7 @@ they give within 10 %; for other models, GPUs and any communication they are est
 from dataclasses import dataclass
 from typing import Literal
 
-from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
 from nemo_rl_core.planning.accelerators import Accelerator
 from nemo_rl_core.planning.load import (
     Layout,
@@ -129,7 +129,7 @@ def _tokens_per_second(
     tokens = load.training.max_tokens_per_microbatch
     is_training = passes == "training"
     # A backward pass is two forward passes; layers and logits may be computed once more.
-    recomputes = bool(getattr(config, "activation_checkpointing", False))
+    recomputes = bool(getattr(config, "recomputes", False))
     layer_passes = 3 + recomputes if is_training else 1
     head_passes = 4 if is_training else 1
     ranks = layout.tensor * layout.context * layout.pipeline
@@ -144,12 +144,12 @@ def _tokens_per_second(
     if isinstance(config, MegatronTraining):
         seconds /= _MEGATRON_SHARE
     seconds += _tensor_seconds(load, layout, gpu) * layer_passes
-    sent = _gather_seconds(load, layout, gpu, is_training=is_training)
+    rows = max(load.training.num_sequences * load.longest / (layout.data * tokens), 1.0)
+    sent = _gather_seconds(load, layout, gpu, microbatches=rows if is_training else None)
     per_microbatch = max(seconds, sent)
     if not is_training:
         return layout.data * tokens / per_microbatch
     update = _UPDATE_BYTES * sizes.num_parameters / (layout.shards * layout.tensor)
-    rows = max(load.training.num_sequences * load.longest / (layout.data * tokens), 1.0)
     per_microbatch += update / (gpu.memory_gb_per_second * 1e9) / rows
     return layout.data * tokens / per_microbatch
 
@@ -164,15 +164,31 @@ def _busy_link(load: StageLoad, gpu: Accelerator, num_ranks: int) -> float:
 
 
 def _gather_seconds(
-    load: StageLoad, layout: Layout, gpu: Accelerator, *, is_training: bool
+    load: StageLoad, layout: Layout, gpu: Accelerator, *, microbatches: float | None
 ) -> float:
-    """What FSDP2 sends for a micro-batch: weights twice, and gradients in float32."""
-    if layout.shards == 1:
-        return 0.0
-    width = 2 if load.dtype == "bfloat16" else 4
-    sent = (2 * width + 4 if is_training else width) * load.sizes.num_parameters / layout.tensor
+    """What FSDP2 sends for a micro-batch: weights, and of a step that trains float32 gradients.
+
+    Args:
+        load: The stage.
+        layout: Of its ranks.
+        gpu: Their kind.
+        microbatches: Of an optimizer step; None for a forward pass alone, which gathers once.
+    """
+    assert load.training is not None
+    width, weights = 2 if load.dtype == "bfloat16" else 4, load.sizes.num_parameters / layout.tensor
+    config = load.training.config
+    is_last = isinstance(config, DTensorTraining) and config.gradient_sync == "last_microbatch"
+    of_gradients = 4.0 / (microbatches if is_last and microbatches else 1.0)
+    sent = (2 * width + of_gradients if microbatches else width) * weights
     ring = (layout.shards - 1) / layout.shards
-    return sent * ring / _busy_link(load, gpu, layout.shards * layout.tensor)
+    seconds = sent * ring / _busy_link(load, gpu, layout.shards * layout.tensor)
+    copies = layout.data * layout.context // layout.shards
+    if copies > 1 and microbatches:
+        # Each rank sums its shard with those of the other copies, once a step.
+        shard = 4.0 * weights / layout.shards
+        network = gpu.network_gb_per_second * 1e9 * _LINK_SHARE
+        seconds += 2 * (copies - 1) / copies * shard / network / microbatches
+    return seconds
 
 
 def _tensor_seconds(load: StageLoad, layout: Layout, gpu: Accelerator) -> float:

@@ -4,6 +4,12 @@ NOT_OF_THE_RESULT = frozenset(
     [
         *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.checkpoints.stop_request"),
         "nemo_rl_core.config.tracking",
+        *(
+            "nemo_rl_core.distributed.collective_check",
+            "nemo_rl_core.distributed.step_times",
+            "nemo_rl_core.models.policy.rank_times",
+            "nemo_rl_core.telemetry.gpu_use",
+        ),
         *("nemo_rl_core.documented_names", "nemo_rl_core.history"),
         *(
             "nemo_rl_core.telemetry.display",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_rl_core.telemetry.cost import ModelFlops, Phase
+from nemo_rl_core.telemetry.gpu_use import GpuUse
 
 
 @dataclass
@@ -25,12 +26,16 @@ class Spent:
         generated_tokens: Tokens sampled by engines.
         trained_tokens: Tokens of sequences that were trained on, prompts included.
         flops: See `nemo_rl_core.telemetry.cost`.
+        device: The kind of GPU of the workers; empty without any.
+        peak_gpu_gib: The most that torch has held of any of their GPUs, since its worker started.
     """
 
     cpu_seconds: float = 0.0
     generated_tokens: int = 0
     trained_tokens: int = 0
     flops: float = 0.0
+    device: str = ""
+    peak_gpu_gib: float = 0.0
 
 
 _lock = threading.Lock()
@@ -54,6 +59,13 @@ def count(
         _total.flops += shape.flops(phase, lengths)
         _total.generated_tokens += num_generated
         _total.trained_tokens += sum(lengths) if phase == "training" else 0
+
+
+def saw_gpu(gpu: GpuUse) -> None:
+    """Records the GPU of a worker, as that has found it."""
+    with _lock:
+        _total.device = gpu.name
+        _total.peak_gpu_gib = max(_total.peak_gpu_gib, gpu.peak_gib)
 
 
 class Owner(Protocol):
@@ -91,6 +103,7 @@ def measured() -> Iterator[Spent]:
     """
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
+    _total.device, _total.peak_gpu_gib = "", 0.0
     try:
         yield spent
     finally:
@@ -98,3 +111,7 @@ def measured() -> Iterator[Spent]:
         spent.generated_tokens = _total.generated_tokens - before.generated_tokens
         spent.trained_tokens = _total.trained_tokens - before.trained_tokens
         spent.flops = _total.flops - before.flops
+        spent.device, spent.peak_gpu_gib = _total.device, _total.peak_gpu_gib
+        # A stage around this one has seen these GPUs too.
+        _total.device = _total.device or before.device
+        _total.peak_gpu_gib = max(_total.peak_gpu_gib, before.peak_gpu_gib)

@@ -33,6 +33,7 @@ from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.defaults import with_defaults_of
 from nemo_rl_core.trainers.fit_request import FitRequest, FittedTrainer
 from nemo_rl_core.trainers.fitting import TrainResult, as_tracking, fit
+from nemo_rl_core.trainers.gpu_load import load_of_trainer
 from nemo_rl_core.trainers.loop import Checkpointed, RunResult, RunSpec, StepLoop, StepRange
 from nemo_rl_core.trainers.overrides import hint_of, nested_overrides, refuse_unclaimed
 from nemo_rl_core.trainers.own import OwnParts
@@ -442,6 +443,7 @@ class BaseTrainer(ABC, Generic[S, C]):
             training=self.settings.training,
             dtype=self.settings.dtype,
             seed=self.settings.seed,
+            load=load_of_trainer(self.algorithm, self.config, self.settings, spec),
         )
 
     def _trained(self) -> Checkpointed:

@@ -13,6 +13,7 @@ _PARTS = (
     "moments",
     "reference",
     "critic",
+    "whole gradients",
     "gathered weights",
     "gathered gradients",
     "activations",
@@ -34,6 +35,7 @@ def as_mapping(plan: RecipePlan) -> dict[str, Any]:
             {
                 "name": stage.load.name,
                 "num_parameters": stage.load.sizes.num_parameters,
+                "choices": dict(stage.choices),
                 "gib": dict(stage.memory.parts),
                 "training_gib": stage.memory.training,
                 "sampling_gib": stage.memory.sampling,
@@ -57,7 +59,7 @@ def as_table(plan: RecipePlan) -> str:
     """The plan for a reader."""
     if not plan.stages:
         return "no stage of this recipe computes on a GPU"
-    lines = [_heading(plan), "", *_rows(plan), ""]
+    lines = [_heading(plan), "", *_rows(plan), "", *_choices(plan)]
     if plan.estimates:
         lines.append(f"activations are an estimate for {', '.join(plan.estimates)}")
     if plan.unplanned:
@@ -77,6 +79,13 @@ def _heading(plan: RecipePlan) -> str:
         f"{load.sizes.model_type}, {load.sizes.num_parameters / 1e9:.2f} B parameters, {load.dtype}"
         f" on {count} x {plan.gpu.name} of {plan.gpu.memory_gib:.1f} GiB"
     )
+
+
+def _choices(plan: RecipePlan) -> Iterator[str]:
+    for stage in plan.stages:
+        if stage.choices:
+            said = ", ".join(f"{path} {value}" for path, value in stage.choices.items())
+            yield f"chosen for {stage.load.name}: {said}"
 
 
 def _host_gib(plan: RecipePlan) -> float:

@@ -4,7 +4,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.errors import ModelError, NemoRLError, ResourceError
 from nemo_rl_core.planning.accelerators import ACCELERATORS, Accelerator, own_accelerator
+from nemo_rl_core.planning.choices import HEADROOM, HOST_GIB, chosen, fits, resolved
 from nemo_rl_core.planning.load import StageLoad, layout_problem, untried
 from nemo_rl_core.planning.memory import MemoryPlan, missing_cache, plan_memory
-from nemo_rl_core.planning.search import HEADROOM, HOST_GIB, Setting, fits, smallest_change
+from nemo_rl_core.planning.search import Setting, smallest_change
 from nemo_rl_core.planning.sizes import ModelSizes, sizes_of
 from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
 from nemo_rl_core.store import remote
@@ -45,11 +46,13 @@ class StagePlan:
         load: What it asks for.
         memory: What it takes.
         speed: What is expected of it; None if the peak of the GPU is not known.
+        choices: What settings are that the recipe leaves to the plan, by their paths.
     """
 
     load: StageLoad
     memory: MemoryPlan
     speed: SpeedPlan | None
+    choices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,12 @@ def _sizes_of_section(model: ModelConfig) -> ModelSizes:
 
 
 def _planned(load: StageLoad, gpu: Accelerator) -> StagePlan:
+    asked, load = load, chosen(load, gpu.memory_gib)
     memory = plan_memory(load, gpu.memory_gib)
-    return StagePlan(load, memory, plan_speed(load, memory, gpu))
+    choices = {}
+    if asked.training is not None and load.training is not None:
+        choices = resolved(asked.training.config, load.training.config)
+    return StagePlan(load, memory, plan_speed(load, memory, gpu), choices)
 
 
 def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:

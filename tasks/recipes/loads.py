@@ -5,8 +5,15 @@ from typing import Any
 
 from nemo_rl_core.config.model import DType, ModelConfig
 from nemo_rl_core.config.trainer import LoopConfig
-from nemo_rl_core.planning.load import SamplingLoad, StageLoad, TrainingLoad
+from nemo_rl_core.planning.load import SamplingLoad, StageLoad
 from nemo_rl_core.planning.sizes import ModelSizes
+from nemo_rl_core.planning.stages import (
+    Rollouts,
+    TrainingPlace,
+    reads_reference,
+    samples,
+    training_stage,
+)
 from tasks.recipes.common import PipelineRecipe
 from tasks.recipes.convert import ConvertRecipe
 from tasks.recipes.pairs import PairsFromRollouts
@@ -14,9 +21,6 @@ from tasks.recipes.pairs import PairsFromRollouts
 SizesOf = Callable[[ModelConfig], ModelSizes]
 """What gives the sizes of a section `model`."""
 
-_CRITICS = frozenset({"ppo"})
-_SCALAR_HEADS = frozenset({"reward_model"})
-_SAMPLING = frozenset({"grpo", "ppo", "distillation"})
 _STAGES = {
     "sft": "train_sft",
     "reward_model": "train_reward_model",
@@ -48,40 +52,17 @@ def loads_of(recipe: PipelineRecipe, sizes_of: SizesOf) -> list[StageLoad]:
 def _trained(
     recipe: PipelineRecipe, section: str, stage: str, config: LoopConfig, sizes_of: SizesOf
 ) -> StageLoad:
-    samples = section in _SAMPLING
     room = recipe.rollouts.room(recipe.generation)
-    prompt = recipe.data.max_prompt_tokens
-    rows = recipe.data.max_sequence_tokens or config.max_tokens_per_microbatch
-    longest = prompt + room if samples else min(rows, config.max_tokens_per_microbatch)
-    rollouts = getattr(config, "num_sequences_per_step", 0)
-    training = TrainingLoad(
-        recipe.training,
-        config.max_tokens_per_microbatch,
-        path=f"{section}.max_tokens_per_microbatch",
-        num_sequences=_sequences_of(config),
-        moments=config.moments,
-        has_head=section not in _SCALAR_HEADS,
-        has_critic=section in _CRITICS,
-        reference=_reference(recipe, section, config, sizes_of),
-        is_trained_base=section != "distillation",
-        num_scorings=_num_scorings(section, config),
-        num_epochs=getattr(config, "num_epochs_per_rollout", 1) * (1 + (section in _CRITICS)),
-    )
-    sampling = SamplingLoad(
-        recipe.generation,
-        "generation",
-        rollouts,
-        is_asynchronous=getattr(config, "asynchronous", None) is not None,
-    )
-    return StageLoad(
-        name=stage,
+    rollouts = Rollouts(recipe.generation, recipe.data.max_prompt_tokens, room)
+    return training_stage(
+        stage,
+        section,
+        config,
+        TrainingPlace(recipe.training, recipe.cluster, _dtype(recipe)),
         sizes=sizes_of(recipe.model),
-        cluster=recipe.cluster,
-        dtype=_dtype(recipe),
-        prompt_tokens=min(prompt, longest - 1) if samples else 0,
-        completion_tokens=room if samples else longest,
-        training=training,
-        sampling=sampling if samples else None,
+        reference=_reference(recipe, section, config, sizes_of),
+        rollouts=rollouts if samples(section) else None,
+        max_sequence_tokens=recipe.data.max_sequence_tokens,
     )
 
 
@@ -89,38 +70,14 @@ def _dtype(recipe: PipelineRecipe) -> DType:
     return recipe.model.dtype
 
 
-def _sequences_of(config: Any) -> int:
-    """Sequences of one optimizer step, of whatever algorithm."""
-    if pairs := getattr(config, "num_pairs_per_step", None):
-        return int(2 * pairs)
-    batch = getattr(config, "train_global_batch_size", None)
-    return int(batch or getattr(config, "num_sequences_per_step", 0) or config.global_batch_size)
-
-
-def _num_scorings(section: str, config: Any) -> int:
-    """Forward passes of a step for logprobs; one optimizer step of GRPO reads its own."""
-    match section:
-        case "grpo":
-            batch, all_sequences = config.train_global_batch_size, config.num_sequences_per_step
-            updates_once = batch in (None, all_sequences) and not config.has_kl_in_reward
-            return (not updates_once) + (config.loss.kl is not None)
-        case "ppo":
-            return 2 + (config.kl is not None)
-        case "distillation":
-            return 1
-    return 0
-
-
 def _reference(
     recipe: PipelineRecipe, section: str, config: Any, sizes_of: SizesOf
 ) -> ModelSizes | None:
-    """Whose logprobs a training stage computes; those of DPO are cached by a stage before it."""
+    """Whose logprobs a training stage computes."""
     if section == "distillation":
         teacher: Any = getattr(recipe, "teacher")  # noqa: B009
         return sizes_of(teacher.model)
-    penalty = config.loss.kl if section == "grpo" else getattr(config, "kl", None)
-    is_kto = section == "dpo" and config.loss.kind == "kto"
-    return sizes_of(recipe.model) if penalty is not None or is_kto else None
+    return sizes_of(recipe.model) if reads_reference(section, config) else None
 
 
 def _sampled_only(recipe: PipelineRecipe, sizes_of: SizesOf) -> Iterator[StageLoad]:

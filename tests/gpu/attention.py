@@ -95,7 +95,7 @@ def packed_model(config: PreTrainedConfig, options: dict[str, Any]) -> LogprobMo
 
 
 def step(packed: LogprobModel, batch: BatchedDataDict, plan: Microbatch) -> torch.Tensor:
-    logprobs = packed.logprobs(batch, plan)
+    logprobs = packed.logprobs(batch, packed.packed(batch, plan))
     (-logprobs.sum() / batch["token_mask"].sum()).backward()
     return logprobs.detach()
 

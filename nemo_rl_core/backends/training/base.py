@@ -19,6 +19,7 @@ from nemo_rl_core.data.pretrained import described, shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.protocols import LossFunction
+from nemo_rl_core.planning.load import StageLoad
 from nemo_rl_core.registry import Registry
 from nemo_rl_core.telemetry.cost import model_shape
 from nemo_rl_core.telemetry.timer import peak_memory_gib
@@ -45,6 +46,8 @@ class TrainingSetup:
         seed: For random numbers of the backend.
         head: `lm` for a policy, whose losses read logprobs; `scalar` for a reward model or critic,
             whose losses read values.
+        load: What the stage asks of its GPUs, for settings of `training` that are `auto`; a policy
+            reads it, and no worker.
     """
 
     model_folder: Path
@@ -56,6 +59,7 @@ class TrainingSetup:
     reference_folder: Path | None = None
     seed: int = 0
     head: Literal["lm", "scalar"] = "lm"
+    load: StageLoad | None = None
 
 
 def allowed_sharing(model_folder: Path) -> PrefixSharing | None:

@@ -25,8 +25,11 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.models.policy.choices import with_choices
+from nemo_rl_core.models.policy.rank_times import RankTimesLog
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
 from nemo_rl_core.telemetry.waiting import waiting
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
@@ -82,14 +85,27 @@ class Policy(PolicyInterface):
             json.loads((setup.model_folder / "config.json").read_text())
         )
         self._shape = model_shape(setup.model_folder)
+        gpus = self._gpus(anew=True)
+        memory_gib = min((gpu.memory_gib for gpu in gpus), default=None)
+        setup, self.choices = with_choices(setup, session.cluster, memory_gib=memory_gib)
+        self._times = RankTimesLog(self.workers)
         with waiting(f"loading the model into the workers of {name}"):
             self.workers.run_all_workers_single_data("setup", setup)
-        self.choices: dict[str, str] = (
-            self.workers.run_single_worker("choices") if hasattr(backend, "choices") else {}
-        )
+        if hasattr(backend, "choices"):
+            self.choices |= self.workers.run_single_worker("choices")
         self._sharing: PrefixSharing | None = None
         if self._num_copies > 1 and hasattr(backend, "prefix_sharing"):
             self._sharing = self.workers.run_single_worker("prefix_sharing")
+
+    def _gpus(self, *, anew: bool = False) -> list[GpuUse]:
+        """The GPUs of the workers, counted for the stage; none on CPUs."""
+        if not self.session.cluster.use_gpus:
+            return []
+        answers = self.workers.run_all_workers_single_data("__ray_call__", gpu_use, anew=anew)
+        found = [answer for answer in answers if answer is not None]
+        for each in found:
+            usage.saw_gpu(each)
+        return found
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """`logprobs [B, T-1]` under the weights being trained."""
@@ -120,6 +136,7 @@ class Policy(PolicyInterface):
         """
         data = training_columns(data)
         answers = self._on_shards("train_step", self._shards(data), loss_fn=loss_fn)
+        self._times.step_ended()
         usage.count("training", self._shape, data["input_lengths"].tolist())
         metrics: dict[str, Any] = answers[0]
         return metrics
@@ -151,6 +168,7 @@ class Policy(PolicyInterface):
     def optimizer_step(self) -> dict[str, Any]:
         """The second half of `train`: updates the weights by the gradients."""
         metrics: dict[str, Any] = self.workers.run_all_workers_single_data("optimizer_step")[0]
+        self._times.step_ended()
         return metrics
 
     def _computed(
@@ -259,7 +277,8 @@ class Policy(PolicyInterface):
         self.workers.run_all_workers_single_data("load_checkpoint", path)
 
     def peak_memory_gib(self) -> float:
-        """The most memory that all workers together have held."""
+        """The most memory of machines that all workers together have held."""
+        self._gpus()
         return float(sum(self.workers.run_all_workers_single_data("peak_memory_gib")))
 
     def shutdown(self) -> None:

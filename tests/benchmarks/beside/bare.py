@@ -13,9 +13,9 @@ import torch
 from nemo_rl_core.backends.training.base import allowed_sharing
 from nemo_rl_core.backends.training.context_parallel import packed_causal_mask
 from nemo_rl_core.backends.training.dtensor.packed import Microbatches
+from nemo_rl_core.backends.training.dtensor.packed_tokens import packed_tokens
 from nemo_rl_core.backends.training.padded import next_tokens, wanted_positions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
-from nemo_rl_core.distributed.packing.plan import pack
 from tests.benchmarks.beside.inputs import ADAMW, LEARNING_RATE, NUM_THREADS
 from tests.benchmarks.beside.turns import Baton
 
@@ -57,13 +57,12 @@ def laid_out(batch: BatchedDataDict, model: Path, *, share: bool) -> list[Rows]:
         share_rows=True,
         device=torch.device("cpu"),
         sharing=allowed_sharing(model) if share else None,
+        packed=lambda rows, plan: packed_tokens(rows, plan, wanted_positions(rows)),
     )
     found = []
     for part in parts:
-        packed = pack(part.batch["input_ids"], part.batch["input_lengths"], part.plan)
-        wanted = wanted_positions(part.batch)
-        width = wanted.shape[1]
-        mask = packed_causal_mask(packed.last, None) if part.plan.shared else None
+        packed, wanted = part.packed, part.packed.wanted
+        mask = packed_causal_mask(packed.last, None) if packed.is_tree else None
         columns = {
             name: part.batch[name][wanted]
             for name in ("advantages", "prev_logprobs", "reference_logprobs")
@@ -77,8 +76,8 @@ def laid_out(batch: BatchedDataDict, model: Path, *, share: bool) -> list[Rows]:
                     "attention_mask": mask,
                     "use_cache": False,
                 },
-                packed.row[:, :width][wanted],
-                packed.column[:, :width][wanted],
+                packed.row,
+                packed.column,
                 next_tokens(part.batch)[wanted],
                 columns,
             )

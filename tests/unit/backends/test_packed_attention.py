@@ -25,6 +25,7 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
+from nemo_rl_core.backends.training.dtensor.packed_tokens import packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import parallelize
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import DTensorTraining
@@ -85,9 +86,11 @@ def computed(
     packed = LogprobModel(model, temperature=1.0, dtype="float32", attention=kernel)
     batch, plan = batch_of(rows)
     wanted = torch.arange(max(LENGTHS)) < batch["input_lengths"][:, None]
-    (hidden,) = packed._read(batch, plan, wanted, lambda hidden, _: (hidden,))
+    every = packed_tokens(batch, plan, wanted, with_boundaries=kernel is not None)
+    (hidden,) = packed._read(batch, every, lambda hidden, _: (hidden,))
     weight = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
-    ((hidden * weight).sum() + packed.logprobs(batch, plan).sum().to(hidden.dtype)).backward()
+    logprobs = packed.logprobs(batch, packed.packed(batch, plan))
+    ((hidden * weight).sum() + logprobs.sum().to(hidden.dtype)).backward()
     gradients = {name: each.grad for name, each in model.named_parameters()}
     return hidden.detach(), {name: grad for name, grad in gradients.items() if grad is not None}
 
@@ -238,7 +241,7 @@ def test_flex_computes_logprobs_of_packed_rows() -> None:
         attention = PackedAttention(model, kernel) if kernel else None
         with torch.no_grad():
             packed = LogprobModel(model, temperature=1.0, dtype="float32", attention=attention)
-            found.append(packed.logprobs(batch, plan))
+            found.append(packed.logprobs(batch, packed.packed(batch, plan)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 

@@ -237,7 +237,7 @@ def tree_of(kernel: str | None, folder: Path) -> tuple[LogprobModel, torch.Tenso
     found = torch.zeros(batch["token_mask"].shape)
     for part in plan:
         rows = batch.select_indices(part.indices)
-        found[list(part.indices)] = packed.logprobs(rows, part)
+        found[list(part.indices)] = packed.logprobs(rows, packed.packed(rows, part))
     return packed, found
 
 

@@ -3,11 +3,18 @@
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_core.distributed.session import memory_environment, thread_environment
+from nemo_rl_core.distributed.session import (
+    gang_environment,
+    memory_environment,
+    thread_environment,
+)
+from nemo_rl_core.distributed.worker_group import RayWorkerGroup, _with_records
+from nemo_rl_core.errors import WorkerLostError
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +61,30 @@ def test_freed_memory_is_not_cleared_anew():
     # Large pages, where the system has them, make fewer faults, but no fewer than a kept page.
     assert kept < pages / 100, (kept, given_back, pages)
     assert kept < given_back, (kept, given_back, pages)
+
+
+def test_ranks_on_gpus_record_their_collectives_unless_the_user_decides(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    found = gang_environment(use_gpus=True, timeout_seconds=90.0, folder=tmp_path)
+    assert found["NEMO_RL_COLLECTIVE_TIMEOUT"] == "90"
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl_rank_"
+    assert gang_environment(use_gpus=False, timeout_seconds=90.0, folder=tmp_path) == {
+        "NEMO_RL_COLLECTIVE_TIMEOUT": "90"
+    }
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert "TORCH_FR_BUFFER_SIZE" not in gang_environment(use_gpus=True, folder=tmp_path)
+
+
+def test_an_error_names_the_records_that_ranks_have_written(tmp_path):
+    group = object.__new__(RayWorkerGroup)
+    group._records, group._started = str(tmp_path / "nccl_rank_"), time.time() - 5
+    assert group.records() == []
+    written, old = tmp_path / "nccl_rank_1", tmp_path / "nccl_rank_0"
+    written.write_bytes(b"1")
+    old.write_bytes(b"1")
+    os.utime(old, (0, 0))  # of a run before
+    assert group.records() == [written]
+    error = _with_records(WorkerLostError("worker 1 died", got="SIGABRT"), [str(written)])
+    assert isinstance(error, WorkerLostError)
+    assert error.got == f"SIGABRT; the last collectives of each rank are recorded in {written}"

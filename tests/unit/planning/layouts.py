@@ -25,15 +25,16 @@ def stage(
     training: TrainingConfig | None = None,
     tokens: int = 8192,
     longest: int | None = None,
+    microbatches: int = 1,
     has_reference: bool = False,
     generation: VllmGenerationConfig | None = None,
     dtype: str = "bfloat16",
     **changes: Any,
 ) -> StageLoad:
-    """A stage that fills one micro-batch a rank, and samples if `generation` is given."""
+    """A stage that fills micro-batches of each rank, and samples if `generation` is given."""
     model = sizes(name, **changes)
     length = longest or tokens
-    count = num_ranks * tokens // length
+    count = num_ranks * tokens // length * microbatches
     trained = TrainingLoad(
         training or DTensorTraining(),
         tokens,

@@ -19,6 +19,7 @@ from tests.unit.planning.layouts import CONFIGS, stage
 
 H100 = 79.0
 REPOSITORY = Path(__file__).parents[3]
+LATE = {"gradient_sync": "last_microbatch"}
 RECOMPUTED = DTensorTraining(activation_checkpointing=True)
 
 
@@ -236,7 +237,11 @@ def test_offloaded_weights_are_not_on_the_gpu() -> None:
             [
                 ("qwen2.5-7b", 6, 8192, {}),
                 ("qwen2.5-7b", 6, 8192, {"activation_checkpointing": True}),
+                ("qwen2.5-7b", 6, 8192, {"gradient_sync": "every_microbatch"}),
+                ("qwen2.5-7b", 6, 8192, LATE),
+                ("qwen2.5-7b", 6, 8192, {"activation_checkpointing": True, **LATE}),
                 ("llama-3.1-8b", 12, 4096, {}),
+                ("llama-3.1-8b", 12, 4096, LATE),
                 ("qwen3-30b-a3b", 2, 0, {}),
             ],
         ),
@@ -255,9 +260,18 @@ def test_offloaded_weights_are_not_on_the_gpu() -> None:
 def test_torch_counts_the_same_over_its_fake_process_group(
     num_ranks: int, cases: list[tuple[str, int, int, dict[str, Any]]]
 ) -> None:
-    """Shards of rank 0, and the peak of a pass by FSDP2's memory tracker."""
+    """Shards of rank 0, and the peak of passes by FSDP2's memory tracker.
+
+    Cases that say when gradients are exchanged have three micro-batches.
+    """
     asked = [
-        {"config": str(CONFIGS[name]), "layers": layers, "tokens": tokens, "training": training}
+        {
+            "config": str(CONFIGS[name]),
+            "layers": layers,
+            "tokens": tokens,
+            "training": training,
+            "microbatches": 3 if "gradient_sync" in training else 1,
+        }
         for name, layers, tokens, training in cases
     ]
     script = Path(__file__).parent / "torch_counts.py"
@@ -270,10 +284,15 @@ def test_torch_counts_the_same_over_its_fake_process_group(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    for (name, layers, tokens, training), count in zip(cases, counts, strict=True):
-        config = DTensorTraining(**training)
+    for case, count in zip(asked, counts, strict=True):
+        tokens = case["tokens"]
         found = planned(
-            name, num_ranks, training=config, tokens=tokens or 8192, num_hidden_layers=layers
+            Path(case["config"]).stem,
+            num_ranks,
+            training=DTensorTraining(**case["training"]),
+            tokens=tokens or 8192,
+            microbatches=case["microbatches"],
+            num_hidden_layers=case["layers"],
         )
         assert found.parts["weights"] == pytest.approx(count["weights"], rel=0.01)
         if tokens:

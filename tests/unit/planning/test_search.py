@@ -22,9 +22,15 @@ def change(name: str, num_ranks: int = 1, *, memory: float = H100, **options: An
 
 
 def test_recomputation_comes_first() -> None:
-    training = DTensorTraining(attention="sdpa")
+    training = DTensorTraining(attention="sdpa", activation_checkpointing=False)
     found = change("qwen2.5-7b", 8, training=training, tokens=16384)
     assert found == ["training.activation_checkpointing=true"]
+
+
+def test_whole_gradients_are_given_up_before_anything_else() -> None:
+    training = DTensorTraining(gradient_sync="last_microbatch", activation_checkpointing=True)
+    found = change("qwen2.5-7b", 8, training=training, microbatches=4, memory=40.0)
+    assert found == ["training.gradient_sync=every_microbatch"]
 
 
 def test_then_smaller_microbatches() -> None:
@@ -58,7 +64,7 @@ def test_weights_that_are_too_many_for_the_gpus_take_more_of_them() -> None:
 
 def test_a_pair_of_changes_is_found() -> None:
     generation = VllmGenerationConfig(gpu_memory_utilization=0.8, num_engines=8)
-    training = DTensorTraining(attention="sdpa")
+    training = DTensorTraining(attention="sdpa", activation_checkpointing=False)
     found = change(
         "qwen2.5-7b", 8, training=training, generation=generation, has_reference=True, tokens=16384
     )

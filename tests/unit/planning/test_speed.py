@@ -54,6 +54,35 @@ def test_trained_tokens_of_one_h100(
     assert found.trained == pytest.approx(tokens_per_second, rel=0.11)
 
 
+@pytest.mark.parametrize(
+    ("training", "bytes_of_links"),
+    [
+        # A weight in 16 bits twice and its gradient in float32, to 15 of 16 ranks, at 60 % of the
+        # 400 GB/s that the eight ports of a machine have.
+        ({"gradient_sync": "every_microbatch"}, 8 * 15 / 16 / 240),
+        # The gradient in one of eight micro-batches.
+        ({"gradient_sync": "last_microbatch"}, 4.5 * 15 / 16 / 240),
+        # Within a machine at 60 % of 450 GB/s; then the sums of two copies, once, each rank its
+        # eighth over its own port at 60 % of 50 GB/s.
+        (
+            {"data_parallel_replicas": 2, "gradient_sync": "every_microbatch"},
+            8 * 7 / 8 / 270 + 4 / 8 / 30 / 8,
+        ),
+    ],
+)
+def test_what_ranks_send_bounds_small_microbatches(
+    training: dict[str, Any], bytes_of_links: float
+) -> None:
+    options: dict[str, Any] = {"tokens": 512, "microbatches": 8}
+    config = DTensorTraining(activation_checkpointing=False, **training)
+    found = planned("qwen2.5-7b", 16, training=config, **options)
+    sizes = stage("qwen2.5-7b").sizes
+    seconds = bytes_of_links * sizes.num_parameters / 1e9
+    assert found.trained is not None
+    # But for the optimizer's own update.
+    assert 16 * 512 / found.trained == pytest.approx(seconds, rel=0.05)
+
+
 def test_engines_of_their_own_count_and_leave_the_trainer_its_memory() -> None:
     sampling = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.9}
     beside = VllmGenerationConfig.model_validate({**sampling, "num_engines": 2})

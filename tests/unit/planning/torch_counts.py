@@ -1,9 +1,10 @@
 """Prints what torch counts of layouts of dtensor, over its fake process group; run by a test.
 
-    python torch_counts.py RANKS '[{"config": "FILE", "layers": 6, "training": {}, "tokens": 0}]'
+    python torch_counts.py RANKS '[{"config": "FILE", "layers": 6, "training": {}, "tokens": 0,
+                                    "microbatches": 1}]'
 
 Weights have no memory, other ranks do not exist, and the sharding is the backend's own. With
-`tokens`, one forward and backward pass over a row of them is tracked.
+`tokens`, forward and backward passes over rows of them are tracked, one a micro-batch.
 """
 
 import json
@@ -64,7 +65,7 @@ def counted(case: dict[str, Any]) -> dict[str, float]:
     if case["tokens"]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = sharded(case, training, mesh)
-            peak = passed(model, case["tokens"])
+            peak = passed(model, case["tokens"], training, case["microbatches"])
     else:
         peak = 0
         # On the meta device: tensor parallelism makes meshes, which no fake tensors can be.
@@ -77,8 +78,8 @@ def counted(case: dict[str, Any]) -> dict[str, float]:
     return {"weights": held / 2**30, "peak": peak / 2**30}
 
 
-def passed(model: Any, tokens: int) -> int:
-    """Bytes at the peak of one forward and backward pass over a row."""
+def passed(model: Any, tokens: int, training: DTensorTraining, microbatches: int) -> int:
+    """Bytes at the peak of forward and backward passes, each over a row."""
     ids, positions = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
     head, mask = model.get_output_embeddings(), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     tracker = FSDPMemTracker(model)
@@ -95,7 +96,11 @@ def passed(model: Any, tokens: int) -> int:
 
     model.forward = logprobs  # within FSDP2's hooks, as `run_within` calls it
     with tracker:
-        model(ids).sum().backward()
+        for index in range(microbatches):
+            is_last = index == microbatches - 1
+            parallelize.sync_gradients(model, training, is_last=is_last)
+            tracker.reset_mod_stats()  # of single modules, which it keeps for one pass alone
+            model(ids).sum().backward()
     (found,) = tracker.get_tracker_snapshot("peak").values()
     return max(found.values())
 

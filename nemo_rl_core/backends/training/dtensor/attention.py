@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.packed_attention import (
     KERNELS,
     KernelName,
     Segments,
     block_mask,
-    segments_of,
     why_not,
 )
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.pretrained import shares_rows
-from nemo_rl_core.distributed.packing.plan import PackedRows
 from nemo_rl_core.errors import ConfigError, ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -54,30 +53,29 @@ class PackedAttention:
         """Whether sequences of a row may share prefixes."""
         return self.kernel != "varlen"
 
-    def inputs(self, rows: PackedRows, *, are_trees: bool = False) -> dict[str, Any]:
+    def inputs(self, rows: PackedTokens) -> dict[str, Any]:
         """Options of the decoder for packed rows.
 
         Args:
-            rows: The tokens.
-            are_trees: Whether sequences share prefixes. None is then longer than a window.
+            rows: The tokens, with boundaries. No sequence of a tree is longer than a window.
         """
-        segments = segments_of(rows.position_ids)
         options: dict[str, Any] = {
             # A mask of four dimensions is taken as it is, so that transformers makes none.
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.last.device),
-            "cu_seq_lens_q": segments.boundaries,
-            "cu_seq_lens_k": segments.boundaries,
-            "max_length_q": segments.longest,
-            "max_length_k": segments.longest,
+            "cu_seq_lens_q": rows.boundaries,
+            "cu_seq_lens_k": rows.boundaries,
+            "max_length_q": rows.longest,
+            "max_length_k": rows.longest,
         }
         num_rows, length = rows.last.shape
         starts = torch.arange(0, num_rows * length, length, device=rows.last.device)
         last = (rows.last + starts[:, None]).flatten().int()
-        if are_trees:
+        if rows.is_tree:
             options["last_to_attend"] = last
         if self.kernel == "flex":
             options["block_masks"] = {
-                window: block_mask(last, None if are_trees else window) for window in self._windows
+                window: block_mask(last, None if rows.is_tree else window)
+                for window in self._windows
             }
         return options
 

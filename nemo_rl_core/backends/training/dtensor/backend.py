@@ -31,9 +31,12 @@ from nemo_rl_core.backends.training.dtensor.packed import (
     MicrobatchPart,
     PackedModel,
 )
+from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.parallelize import (
+    drop_gradients,
     parallelize,
     release,
+    sync_gradients,
     whole_tensor,
 )
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
@@ -50,9 +53,10 @@ from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.pretrained import stop_token_ids as model_stop_token_ids
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch
+from nemo_rl_core.distributed.host_copy import numbers_of, to_host
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device, world_size
+from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
@@ -174,6 +178,7 @@ class DTensorBackend(SendsWeights):
         metrics, _ = self.forward_backward(batch, loss_fn, returns_outputs=False)
         return {**metrics, **self.optimizer_step()}
 
+    @step_time()
     def forward_backward(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, returns_outputs: bool = True
     ) -> tuple[dict[str, float], torch.Tensor | None]:
@@ -193,8 +198,10 @@ class DTensorBackend(SendsWeights):
             of_each = batch["input_ids"] if self._setup.head == "scalar" else mask
             found = torch.zeros(of_each.shape)
         self._optimizer.zero_grad(set_to_none=True)  # of a step that was broken off
+        drop_gradients(self._policy.model)
         for part in self._parts(self._policy, batch):
-            outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.plan)
+            sync_gradients(self._policy.model, self._training, is_last=part.is_last)
+            outputs, part_of_loss = self._policy.loss_inputs(part.batch, part.packed)
             if part.is_filler:
                 torch.autograd.backward(outputs.sum() * 0)
                 continue
@@ -209,7 +216,7 @@ class DTensorBackend(SendsWeights):
                 found[part.plan.indices, : outputs.shape[1]] = outputs.detach().cpu()
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
-        summed = {name: value.item() for name, value in totals.items()}
+        summed = numbers_of(totals)
         return {
             **(summed if self._mesh is None else self._mesh.sum_metrics(summed)),
             "num_valid_tokens": global_valid_tokens.item(),
@@ -269,7 +276,7 @@ class DTensorBackend(SendsWeights):
             self._compute(
                 reference,
                 batch,
-                lambda part, plan: reference.topk_logprobs(part, plan, k=k, num_ids=num_ids),
+                lambda part, packed: reference.topk_logprobs(part, packed, k=k, num_ids=num_ids),
                 into=(ids, logprobs),
             )
             return ids, logprobs
@@ -280,7 +287,7 @@ class DTensorBackend(SendsWeights):
         if not isinstance(model, ScoreModel):
             raise _wrong_head("values", expected="scalar", got="lm")
         values = torch.zeros(batch["input_ids"].shape)
-        self._compute(model, batch, lambda part, plan: (model.values(part, plan),), into=(values,))
+        self._compute(model, batch, lambda *part: (model.values(*part),), into=(values,))
         return values
 
     def generate(
@@ -333,9 +340,7 @@ class DTensorBackend(SendsWeights):
 
     def _all_logprobs(self, model: LogprobModel, batch: BatchedDataDict) -> torch.Tensor:
         logprobs = torch.zeros(batch["token_mask"].shape)
-        self._compute(
-            model, batch, lambda part, plan: (model.logprobs(part, plan),), into=(logprobs,)
-        )
+        self._compute(model, batch, lambda *part: (model.logprobs(*part),), into=(logprobs,))
         return logprobs
 
     @torch.no_grad()
@@ -343,16 +348,16 @@ class DTensorBackend(SendsWeights):
         self,
         model: PackedModel,
         batch: BatchedDataDict,
-        compute: Callable[[BatchedDataDict, Microbatch], tuple[torch.Tensor, ...]],
+        compute: Callable[[BatchedDataDict, PackedTokens], tuple[torch.Tensor, ...]],
         *,
         into: Sequence[torch.Tensor],
     ) -> None:
         """Writes the results of each micro-batch into the rows of tensors `[B, ...]` on the CPU."""
         for part in self._parts(model, batch):
-            computed = compute(part.batch, part.plan)
+            computed = compute(part.batch, part.packed)
             if not part.is_filler:
-                for whole, values in zip(into, computed, strict=True):
-                    whole[part.plan.indices, : values.shape[1]] = values.cpu()
+                for whole, values in zip(into, to_host(computed), strict=True):
+                    whole[part.plan.indices, : values.shape[1]] = values
         release(model.model)
 
     def _with_lm_head(self) -> LogprobModel:
@@ -379,7 +384,11 @@ class DTensorBackend(SendsWeights):
 
     def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[MicrobatchPart]:
         return self._microbatches.of(
-            batch, share_rows=model.shares_rows, device=local_device(), sharing=model.sharing
+            batch,
+            share_rows=model.shares_rows,
+            device=local_device(),
+            sharing=model.sharing,
+            packed=model.packed,
         )
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.distributed.collective_check import check_collectives
 from nemo_rl_core.distributed.process_group import (
     join_process_group,
     local_device,
@@ -85,11 +86,18 @@ def join_mesh(training: DTensorTraining) -> RankMesh | None:
     if num_ranks == 1 and not training.cpu_offload:
         return None
     join_process_group()
-    replicas, tensor = training.data_parallel_replicas, training.tensor_parallel_size
+    check_collectives({})  # first, since all ranks make the groups of the axes together
+    replicas, tensor = training.num_copies, training.tensor_parallel_size
     context = training.context_parallel_size
     parameters, tokens = _grids(dist.group.WORLD, local_device().type, replicas, context, tensor)
+    check_collectives(_named_groups(parameters, tokens))
     row_multiple = context * (tensor if training.sequence_parallel else 1)
     return RankMesh(parameters, tokens, row_multiple)
+
+
+def _named_groups(*grids: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """The group of this rank on each axis."""
+    return {name: grid[name].get_group() for grid in grids for name in grid.mesh_dim_names or ()}
 
 
 @cache
@@ -122,14 +130,14 @@ def check_sizes(training: DTensorTraining, num_ranks: int) -> None:
     Raises:
         ConfigError: Names the sizes.
     """
-    needed = training.ranks_per_replica * training.data_parallel_replicas
+    needed = training.ranks_per_replica * training.num_copies
     if num_ranks % needed:
         raise ConfigError(
             "the ranks cannot be laid out over the axes of training",
             expected=f"a multiple of {needed} ranks: tensor_parallel_size "
             f"{training.tensor_parallel_size} x context_parallel_size "
             f"{training.context_parallel_size} x data_parallel_replicas "
-            f"{training.data_parallel_replicas}",
+            f"{training.num_copies}",
             got=f"{num_ranks} ranks",
             fix="change the sizes, or the cluster's shape",
         )

@@ -14,15 +14,15 @@ from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.loading import SCALAR_HEAD
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
 from nemo_rl_core.backends.training.dtensor.packed import PackedModel, valid_tokens
+from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens
 from nemo_rl_core.backends.training.dtensor.shards import fill_parameter
-from nemo_rl_core.backends.training.padded import next_tokens, places_of, scatter, wanted_positions
+from nemo_rl_core.backends.training.padded import next_tokens, scatter, wanted_positions
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
 )
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.logprobs import (
     logprobs_from_logits,
@@ -64,30 +64,30 @@ class LogprobModel(PackedModel):
         return int(self._head.weight.shape[0])
 
     def loss_inputs(
-        self, batch: BatchedDataDict, microbatch: Microbatch
+        self, batch: BatchedDataDict, packed: PackedTokens
     ) -> tuple[torch.Tensor, BatchedDataDict]:
         """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` if it has any.
 
         The latter are added to the batch as `current_topk_logprobs [B, T-1, K]`.
         """
         if "topk_ids" not in batch:
-            return self.logprobs(batch, microbatch), batch
+            return self.logprobs(batch, packed), batch
         # Both in one pass, which computes each chunk of logits once.
         token_ids = torch.cat([next_tokens(batch), batch["topk_ids"]], dim=-1)
-        logprobs = self._token_logprobs(batch, microbatch, token_ids)
+        logprobs = self._token_logprobs(batch, packed, token_ids)
         current = {"current_topk_logprobs": logprobs[..., 1:]}
         return logprobs[..., 0], BatchedDataDict({**batch, **current})
 
-    def logprobs(self, batch: BatchedDataDict, microbatch: Microbatch) -> torch.Tensor:
+    def logprobs(self, batch: BatchedDataDict, packed: PackedTokens) -> torch.Tensor:
         """Logprobs of next tokens where `token_mask [B, T-1]` is set.
 
         Returns:
             `[B, T-1]` in nats, float32; 0 where the mask is not set.
         """
-        return self._token_logprobs(batch, microbatch, next_tokens(batch))[..., 0]
+        return self._token_logprobs(batch, packed, next_tokens(batch))[..., 0]
 
     def topk_logprobs(
-        self, batch: BatchedDataDict, microbatch: Microbatch, *, k: int, num_ids: int
+        self, batch: BatchedDataDict, packed: PackedTokens, *, k: int, num_ids: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The k most likely next tokens where `token_mask [B, T-1]` is set.
 
@@ -95,8 +95,7 @@ class LogprobModel(PackedModel):
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
             normalized over the whole head; both 0 where the mask is not set.
         """
-        mask = wanted_positions(batch)
-        wanted = places_of(mask)
+        wanted, shape = packed.wanted, batch["token_mask"].shape
 
         def most_likely(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
@@ -104,23 +103,25 @@ class LogprobModel(PackedModel):
                     hidden, self._head, k=k, num_ids=num_ids, temperature=self._temperature
                 )
 
-        ids, logprobs = self._read(batch, microbatch, wanted, most_likely)
-        return scatter(ids, wanted, mask.shape), scatter(logprobs, wanted, mask.shape)
+        ids, logprobs = self._read(batch, packed, most_likely)
+        return scatter(ids, wanted, shape), scatter(logprobs, wanted, shape)
+
+    def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
+        return wanted_positions(batch)
 
     def _token_logprobs(
-        self, batch: BatchedDataDict, microbatch: Microbatch, token_ids: torch.Tensor
+        self, batch: BatchedDataDict, packed: PackedTokens, token_ids: torch.Tensor
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
-        mask = wanted_positions(batch)
-        wanted = places_of(mask)
-        wanted_ids = token_ids[wanted]
+        wanted_ids = token_ids[packed.wanted]
 
         def chosen(hidden: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with self._autocast():
                 ids = wanted_ids[numbers]
                 return (token_logprobs(hidden, self._head, ids, temperature=self._temperature),)
 
-        return scatter(self._read(batch, microbatch, wanted, chosen)[0], wanted, mask.shape)
+        found = self._read(batch, packed, chosen)[0]
+        return scatter(found, packed.wanted, batch["token_mask"].shape)
 
     @torch.no_grad()
     def refuse_unless_faithful(self) -> None:
@@ -133,7 +134,7 @@ class LogprobModel(PackedModel):
             ModelError: If they differ.
         """
         batch, microbatch = self._probe(self.num_logits)
-        packed = self.logprobs(batch, microbatch)
+        packed = self.logprobs(batch, self.packed(batch, microbatch))
         for row, length in enumerate(batch["input_lengths"].tolist()):
             sequence = batch["input_ids"][row : row + 1, :length]
             logits = self._plain_logits(sequence)
@@ -170,24 +171,26 @@ class ScoreModel(PackedModel):
         self._head: torch.nn.Linear = getattr(model, SCALAR_HEAD)
 
     def loss_inputs(
-        self, batch: BatchedDataDict, microbatch: Microbatch
+        self, batch: BatchedDataDict, packed: PackedTokens
     ) -> tuple[torch.Tensor, BatchedDataDict]:
         """Values `[B, T]`, and the batch as it is."""
-        return self.values(batch, microbatch), batch
+        return self.values(batch, packed), batch
 
-    def values(self, batch: BatchedDataDict, microbatch: Microbatch) -> torch.Tensor:
+    def values(self, batch: BatchedDataDict, packed: PackedTokens) -> torch.Tensor:
         """The value of each prefix that ends with a valid token.
 
         Returns:
             `[B, T]` float32; 0 past a sequence's end.
         """
-        mask = valid_tokens(batch)
-        valid = places_of(mask)
 
         def score(hidden: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (self._head(hidden.float())[:, 0],)
 
-        return scatter(self._read(batch, microbatch, valid, score)[0], valid, mask.shape)
+        found = self._read(batch, packed, score)[0]
+        return scatter(found, packed.wanted, batch["input_ids"].shape)
+
+    def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
+        return valid_tokens(batch)
 
     def save(
         self, folder: Path, tokenizer: Any, named_weights: Iterable[tuple[str, torch.Tensor]]
@@ -212,7 +215,7 @@ class ScoreModel(PackedModel):
         random = torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
         fill_parameter(self._head.weight, random / own.shape[1] ** 0.5)
         try:
-            packed = self.values(batch, microbatch)
+            packed = self.values(batch, self.packed(batch, microbatch))
             for row, length in enumerate(batch["input_lengths"].tolist()):
                 sequence = batch["input_ids"][row : row + 1, :length]
                 score = self._plain_logits(sequence).float()

@@ -14,19 +14,19 @@ import torch
 from nemo_rl_core.backends.training.agreed_plan import agreed_plan
 from nemo_rl_core.backends.training.context_parallel import (
     gathered_parts,
-    own_part,
     packed_causal_mask,
     sum_parts,
 )
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention
 from nemo_rl_core.backends.training.dtensor.loading import save_model
 from nemo_rl_core.backends.training.dtensor.mesh import RankMesh
+from nemo_rl_core.backends.training.dtensor.packed_tokens import PackedTokens, packed_tokens
 from nemo_rl_core.backends.training.dtensor.parallelize import run_within
-from nemo_rl_core.backends.training.padded import Places, cropped
+from nemo_rl_core.backends.training.padded import cropped
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch, pack
+from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
 from nemo_rl_core.errors import ModelError
@@ -38,7 +38,8 @@ class PackedModel(ABC):
     """Base of models that compute on packed sequences.
 
     In all methods, `batch` is a micro-batch with `input_ids [B, T]` padded on the right and
-    `input_lengths [B]`, its sequences in `microbatch.indices` order.
+    `input_lengths [B]`, its sequences in the order of its plan, and `packed` is what the method of
+    that name returns of them.
 
     Args:
         model: A transformers model around a decoder.
@@ -73,9 +74,33 @@ class PackedModel(ABC):
 
     @abstractmethod
     def loss_inputs(
-        self, batch: BatchedDataDict, microbatch: Microbatch
+        self, batch: BatchedDataDict, packed: PackedTokens
     ) -> tuple[torch.Tensor, BatchedDataDict]:
         """Returns the first argument of the loss, with gradients, and the batch for the loss."""
+
+    @abstractmethod
+    def _wanted(self, batch: BatchedDataDict) -> torch.Tensor:
+        """`[B, T]` or `[B, T-1]` bool, set for the tokens whose outputs are read."""
+
+    def packed(self, batch: BatchedDataDict, microbatch: Microbatch) -> PackedTokens:
+        """What the other methods read of a micro-batch; best made before it is moved to a GPU.
+
+        Args:
+            batch: The micro-batch.
+            microbatch: Its plan.
+        """
+        group = None
+        if (mesh := self._mesh) is not None:
+            length = -(-microbatch.row_length // mesh.row_multiple) * mesh.row_multiple
+            microbatch = replace(microbatch, row_length=length)
+            group = mesh.context_group if mesh.context_size > 1 else None
+        return packed_tokens(
+            batch,
+            microbatch,
+            self._wanted(batch),
+            group=group,
+            with_boundaries=self.attention is not None,
+        )
 
     @abstractmethod
     def refuse_unless_faithful(self) -> None:
@@ -99,16 +124,14 @@ class PackedModel(ABC):
     def _read(
         self,
         batch: BatchedDataDict,
-        microbatch: Microbatch,
-        wanted: Places,
+        packed: PackedTokens,
         head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
         """Applies a head to hidden states of tokens; the same result on all ranks of a replica.
 
         Args:
             batch: The micro-batch.
-            microbatch: Its plan.
-            wanted: The N tokens.
+            packed: Its tokens, of which N are wanted.
             head: Called with `[N, D]` hidden states and `[N]` indices among the N tokens; under
                 context parallelism, only with this rank's tokens.
 
@@ -117,52 +140,38 @@ class PackedModel(ABC):
         """
 
         def read() -> tuple[torch.Tensor, ...]:
-            num_wanted = len(wanted[0])
-            numbers = torch.arange(num_wanted, device=wanted[0].device)
+            num_wanted, own = len(packed.wanted_row), packed.own
+            numbers = torch.arange(num_wanted, device=packed.wanted_row.device)
             if images := _image_inputs(batch):
-                return head(self._hidden_with_images(batch, images)[wanted], numbers)
-            hidden, own = self._hidden_of_text(batch, microbatch, wanted)
+                return head(self._hidden_with_images(batch, images)[packed.wanted], numbers)
+            hidden = self._hidden_of_text(packed)
             if own is None:
                 return head(hidden, numbers)
-            parts = head(hidden, numbers[own])
-            return tuple(self._on_all_ranks(part, numbers[own], num_wanted) for part in parts)
+            return tuple(self._on_all_ranks(part, own, num_wanted) for part in head(hidden, own))
 
         values: tuple[torch.Tensor, ...] = run_within(self.model, read)
         return values
 
-    def _hidden_of_text(
-        self, batch: BatchedDataDict, microbatch: Microbatch, wanted: Places
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[N, D]` hidden states; or those of this rank's n tokens, and an `[N]` mask of them."""
-        mesh = self._mesh
-        if mesh is not None:
-            length = -(-microbatch.row_length // mesh.row_multiple) * mesh.row_multiple
-            microbatch = replace(microbatch, row_length=length)
-        rows = pack(batch["input_ids"], batch["input_lengths"], microbatch)
-        split = mesh is not None and mesh.context_size > 1
+    def _hidden_of_text(self, packed: PackedTokens) -> torch.Tensor:
+        """`[n, D]` hidden states of the wanted tokens that this rank has."""
         if self.attention is not None:
-            boundaries = self.attention.inputs(rows, are_trees=bool(microbatch.shared))
+            boundaries = self.attention.inputs(packed)
         else:
             # Without a cache, transformers derives sequence boundaries from position ids that
             # restart; with a cache sequences would attend to each other.
-            group = mesh.context_group if mesh and split else None
-            is_given = group is not None or microbatch.shared
-            mask = packed_causal_mask(rows.last, group) if is_given else None
+            mesh = self._mesh
+            group = mesh.context_group if mesh and mesh.context_size > 1 else None
+            is_given = group is not None or packed.is_tree
+            mask = packed_causal_mask(packed.last, group) if is_given else None
             boundaries = {"attention_mask": mask}
         with self._autocast():
-            hidden = self._decoder(
-                input_ids=rows.input_ids,
-                position_ids=rows.position_ids,
+            hidden: torch.Tensor = self._decoder(
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
                 use_cache=False,
                 **boundaries,
             ).last_hidden_state
-        row, column = rows.row[wanted], rows.column[wanted]
-        if mesh is None or not split:
-            return hidden[row, column], None
-        positions = own_part(torch.arange(microbatch.row_length), mesh.context_group, dim=0)
-        first, last = int(positions[0]), int(positions[-1])
-        own = (column >= first) & (column <= last)
-        return hidden[row[own], column[own] - first], own
+        return hidden[packed.row, packed.column]
 
     def _on_all_ranks(
         self, part: torch.Tensor, numbers: torch.Tensor, num_wanted: int
@@ -227,7 +236,7 @@ class PackedModel(ABC):
 
     def _share_if_faithful(
         self,
-        read: Callable[[BatchedDataDict, Microbatch], torch.Tensor],
+        read: Callable[[BatchedDataDict, PackedTokens], torch.Tensor],
         batch: BatchedDataDict,
         alone: Microbatch,
     ) -> None:
@@ -242,7 +251,8 @@ class PackedModel(ABC):
             return
         batch["input_ids"][1, :3] = batch["input_ids"][0, :3]
         tree = Microbatch(rows=((0, 1), (2,)), row_length=11, shared=(0, 3, 0))
-        difference = (read(batch, tree) - read(batch, alone)).abs().max().item()
+        shared, whole = (read(batch, self.packed(batch, plan)) for plan in (tree, alone))
+        difference = (shared - whole).abs().max().item()
         if not difference < self._bound:
             self.sharing = None
             _LOG.warning(
@@ -279,6 +289,12 @@ def _image_inputs(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
     return batch.get_multimodal_dict()
 
 
+def _all_tokens(batch: BatchedDataDict, microbatch: Microbatch) -> PackedTokens:
+    return packed_tokens(batch, microbatch, valid_tokens(batch))
+
+
+Packs = Callable[[BatchedDataDict, Microbatch], PackedTokens]
+"""Lays out the tokens of a micro-batch."""
 _PlanKey = tuple[bytes, tuple[int, ...] | None, bool, PrefixSharing | None]
 
 
@@ -289,12 +305,16 @@ class MicrobatchPart:
     Attributes:
         batch: Its rows, in the plan's order.
         plan: Indices of the shard's rows, and their packing.
+        packed: Their tokens as the model reads them.
         is_filler: Whether it only serves to join the collectives of other data ranks.
+        is_last: Whether no data rank has another.
     """
 
     batch: BatchedDataDict
     plan: Microbatch
+    packed: PackedTokens
     is_filler: bool = False
+    is_last: bool = False
 
 
 class Microbatches:
@@ -316,6 +336,7 @@ class Microbatches:
         share_rows: bool,
         device: torch.device,
         sharing: PrefixSharing | None = None,
+        packed: Packs | None = None,
     ) -> Iterator[MicrobatchPart]:
         """Yields the micro-batches of a shard, on a device.
 
@@ -329,19 +350,24 @@ class Microbatches:
             share_rows: Whether a row may hold several sequences.
             device: Device of the returned tensors.
             sharing: How prefixes may be packed once; None packs each sequence whole.
+            packed: As the method of a `PackedModel`; by default all tokens are wanted.
 
         Raises:
             DataError: If a sequence of any data rank does not fit; raised on all ranks, since the
                 others would wait.
         """
         plan, most = agreed_plan(lambda: self._of_rank(batch, share_rows, sharing), self._largest)
-        for microbatch in plan:
-            part = batch.select_indices(microbatch.indices)
+        packed = packed or _all_tokens
+        for index in range(most):
+            is_filler = index >= len(plan)
+            microbatch = _FILLER if is_filler else plan[index]
+            part = _filler() if is_filler else batch.select_indices(microbatch.indices)
             # Before the move: the GPU would have to be asked for the width, and got the padding.
             part = cropped(part, int(part["input_lengths"].max()))
-            yield MicrobatchPart(part.to(device), microbatch)
-        for _ in range(most - len(plan)):
-            yield _filler(device)
+            moved = packed(part, microbatch).moved_with(part, device)
+            yield MicrobatchPart(
+                moved[0], microbatch, moved[1], is_filler=is_filler, is_last=index == most - 1
+            )
 
     def _of_rank(
         self, batch: BatchedDataDict, share_rows: bool, sharing: PrefixSharing | None
@@ -376,12 +402,14 @@ class Microbatches:
         return self._plans[key]
 
 
-def _filler(device: torch.device) -> MicrobatchPart:
-    filler = BatchedDataDict(
+_FILLER = Microbatch(rows=((0,),), row_length=2)
+
+
+def _filler() -> BatchedDataDict:
+    return BatchedDataDict(
         {
             "input_ids": torch.zeros(1, 2, dtype=torch.long),
             "input_lengths": torch.tensor([2]),
             "token_mask": torch.zeros(1, 1, dtype=torch.bool),
         }
     )
-    return MicrobatchPart(filler.to(device), Microbatch(rows=((0,),), row_length=2), is_filler=True)

@@ -53,7 +53,7 @@ def parallelize(
         apply_tensor_parallel(model, training, mesh.parameters["tensor"])
     layers = model.get_decoder().layers
     for layer in layers:
-        if training.activation_checkpointing:
+        if training.recomputes:
             # Inside the module's hooks: FSDP2 gathers the weights before they run again.
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
@@ -67,7 +67,7 @@ def parallelize(
 
 
 def _shard(model: Any, training: DTensorTraining, mesh: RankMesh, dtype: DType) -> Any:
-    axes = ("replica", "shard") if training.data_parallel_replicas > 1 else ("shard",)
+    axes = ("replica", "shard") if training.num_copies > 1 else ("shard",)
     options: dict[str, Any] = {
         "mesh": mesh.parameters[axes],
         "mp_policy": MixedPrecisionPolicy(
@@ -116,6 +116,36 @@ def release(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def sync_gradients(model: Any, training: DTensorTraining, *, is_last: bool) -> None:
+    """Says whether ranks exchange the gradients of the next backward pass, or keep their sums.
+
+    Copies of HSDP keep sums of their shards, which take no more memory than the gradients that are
+    not there yet. Not kept are the weights that a pass has gathered: the whole model in 16 bits.
+
+    Args:
+        model: Of `parallelize`.
+        training: As it was given there.
+        is_last: Whether the micro-batch is the last one of the step.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(is_last or training.gradient_sync != "last_microbatch")
+    if training.num_copies > 1 and training.reduce_dtype == "float32":
+        model.set_requires_all_reduce(is_last)
+
+
+def drop_gradients(model: Any) -> None:
+    """Forgets sums of gradients that ranks have not exchanged, of a step that was broken off."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                        whole.grad = None
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
-from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, wrap
+from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, step_with_norm, wrap
 from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
 from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
 from nemo_rl_core.backends.training.megatron.reference import ReferenceWeights
@@ -28,8 +28,10 @@ from nemo_rl_core.backends.training.megatron.writing import Writing
 from nemo_rl_core.backends.training.optimizers import learning_rate_at, require_finite_norm
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.host_copy import numbers_of, to_host
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.process_group import local_device
+from nemo_rl_core.distributed.step_times import step_time
 from nemo_rl_core.distributed.weight_sync import SendsWeights
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.protocols import LossFunction
@@ -121,6 +123,7 @@ class MegatronBackend(SendsWeights):
         metrics, _ = self.forward_backward(batch, loss_fn, returns_outputs=False)
         return {**metrics, **self.optimizer_step()}
 
+    @step_time()
     def forward_backward(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, returns_outputs: bool = True
     ) -> tuple[dict[str, float], torch.Tensor | None]:
@@ -172,16 +175,17 @@ class MegatronBackend(SendsWeights):
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         require_finite_norm(norm, step=step)
-        self._optimizer.step()
+        step_with_norm(self._optimizer, norm)
         self._num_updates = step
         return {"grad_norm": norm, "learning_rate": self._optimizer.param_groups[0]["lr"]}
 
     def _global_numbers(self, batch: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
         """Valid tokens and sequences of the step, over all data-parallel ranks; both 0-dim."""
-        numbers = torch.zeros(2, device=self._device)
+        numbers = torch.zeros(2)
         if batch.size:
             mask = batch["token_mask"] * batch["sample_mask"][:, None]
             numbers[0], numbers[1] = mask.sum(), batch["sample_mask"].sum()
+        numbers = numbers.to(self._device)
         dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group())
         return numbers[0], numbers[1]
 
@@ -263,8 +267,8 @@ class MegatronBackend(SendsWeights):
         """The results of the last stage's micro-batches in the rows of `into`, on every rank."""
         if parallel_state.is_pipeline_last_stage():
             for part, given in zip((part for part in parts if part.indices), results, strict=True):
-                for whole, value in zip(into, given, strict=True):
-                    whole[list(part.indices), : value.shape[1]] = value.cpu()
+                for whole, value in zip(into, to_host(given), strict=True):
+                    whole[list(part.indices), : value.shape[1]] = value
         return [self._from_last_stage(whole) for whole in into]
 
     def _from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -357,7 +361,7 @@ def _summed_over_ranks(metrics: list[dict[str, torch.Tensor]]) -> dict[str, floa
     # Only last stages have metrics, and only ranks with rows.
     group = parallel_state.get_data_parallel_group()
     gathered: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(gathered, {key: value.item() for key, value in own.items()}, group=group)
+    dist.all_gather_object(gathered, numbers_of(own), group=group)
     names = {name: None for part in gathered for name in part}
     totals = [{name: sum(part.get(name, 0.0) for part in gathered) for name in names}]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

@@ -7,20 +7,14 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.context_parallel import sum_parts
-from nemo_rl_core.backends.training.megatron.packed import output_weight, own_positions
-from nemo_rl_core.backends.training.padded import (
-    Places,
-    next_tokens,
-    places_of,
-    scatter,
-    wanted_positions,
-)
+from nemo_rl_core.backends.training.megatron.packed import output_weight
+from nemo_rl_core.backends.training.megatron.rows import MegatronRows
+from nemo_rl_core.backends.training.padded import next_tokens, scatter
 from nemo_rl_core.backends.training.vocab_parallel import (
     vocab_parallel_logprobs_from_hidden,
     vocab_parallel_topk_logprobs_from_hidden,
 )
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import PackedRows
 from nemo_rl_core.functional.logprobs import rows_at_once
 
 
@@ -37,7 +31,7 @@ class LogprobHead:
         self._model, self._vocab_size, self._temperature = model, vocab_size, temperature
 
     def loss_inputs(
-        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: PackedRows
+        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: MegatronRows
     ) -> tuple[torch.Tensor, BatchedDataDict]:
         """Logprobs `[B, T-1]`, and those of the batch's `topk_ids [B, T-1, K]` if it has any.
 
@@ -52,7 +46,7 @@ class LogprobHead:
         return logprobs[..., 0], BatchedDataDict({**batch, **current})
 
     def logprobs(
-        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: PackedRows
+        self, hidden: torch.Tensor, batch: BatchedDataDict, rows: MegatronRows
     ) -> torch.Tensor:
         """`[B, T-1]` logprobs of the next tokens where `token_mask` is set, in nats, else 0."""
         return self._token_logprobs(hidden, batch, rows, next_tokens(batch))[..., 0]
@@ -61,7 +55,7 @@ class LogprobHead:
         self,
         hidden: torch.Tensor,
         batch: BatchedDataDict,
-        rows: PackedRows,
+        rows: MegatronRows,
         *,
         k: int,
         num_ids: int,
@@ -72,32 +66,30 @@ class LogprobHead:
             `[B, T-1, k]` int64 ids below `num_ids`, and `[B, T-1, k]` logprobs in nats, float32,
             normalized over the whole head; both 0 where the mask is not set.
         """
-        mask = wanted_positions(batch)
-        wanted, options = places_of(mask), self._options()
+        wanted, shape, options = rows.wanted, batch["token_mask"].shape, self._options()
 
         def most_likely(picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return vocab_parallel_topk_logprobs_from_hidden(picked, k=k, num_ids=num_ids, **options)
 
-        ids, logprobs = _read(hidden, rows, wanted, most_likely)
-        return scatter(ids, wanted, mask.shape), scatter(logprobs, wanted, mask.shape)
+        ids, logprobs = _read(hidden, rows, most_likely)
+        return scatter(ids, wanted, shape), scatter(logprobs, wanted, shape)
 
     def _token_logprobs(
         self,
         hidden: torch.Tensor,
         batch: BatchedDataDict,
-        rows: PackedRows,
+        rows: MegatronRows,
         token_ids: torch.Tensor,
     ) -> torch.Tensor:
         """`[B, T-1, K]` logprobs of `token_ids [B, T-1, K]`, 0 where the mask is not set."""
-        mask = wanted_positions(batch)
-        wanted, options = places_of(mask), self._options()
-        wanted_ids = token_ids[wanted]
+        wanted_ids, options = token_ids[rows.wanted], self._options()
 
         def chosen(picked: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ids = wanted_ids[numbers]
             return (vocab_parallel_logprobs_from_hidden(picked, token_ids=ids, **options),)
 
-        return scatter(_read(hidden, rows, wanted, chosen)[0], wanted, mask.shape)
+        found = _read(hidden, rows, chosen)[0]
+        return scatter(found, rows.wanted, batch["token_mask"].shape)
 
     def _options(self) -> dict[str, Any]:
         """This rank's rows of the head, and how they are read."""
@@ -115,33 +107,25 @@ class LogprobHead:
 
 def _read(
     hidden: torch.Tensor,
-    rows: PackedRows,
-    wanted: Places,
+    rows: MegatronRows,
     head: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, ...]:
     """Applies a head to hidden states of tokens; the same result on all context ranks.
 
     Args:
         hidden: `[M, D]` at this rank's `own_positions`.
-        rows: Positions of the tokens.
-        wanted: The N tokens.
+        rows: The micro-batch, of which N tokens are wanted.
         head: Called with the hidden states and indices of this rank's tokens among the N.
 
     Returns:
         The head's outputs, each `[N, ...]`.
     """
-    position = rows.row[wanted] * rows.position_ids.shape[1] + rows.column[wanted]
-    numbers = torch.arange(len(position), device=position.device)
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return head(hidden[position], numbers)
-    positions_here = own_positions(rows)
-    index = position.new_full((rows.position_ids.numel(),), -1)
-    held = positions_here >= 0
-    index[positions_here[held]] = held.nonzero()[:, 0]
-    numbers = numbers[index[position] >= 0]
-    parts = head(hidden[index[position[numbers]]], numbers)
+    num_wanted, numbers = len(rows.wanted_row), rows.numbers
+    if numbers is None:
+        return head(hidden[rows.held], torch.arange(num_wanted, device=hidden.device))
+    parts = head(hidden[rows.held], numbers)
     wholes = (
-        part.new_zeros(len(position), *part.shape[1:]).index_put((numbers,), part) for part in parts
+        part.new_zeros(num_wanted, *part.shape[1:]).index_put((numbers,), part) for part in parts
     )
+    group = parallel_state.get_context_parallel_group()
     return tuple(sum_parts(whole, group) for whole in wholes)

@@ -117,7 +117,7 @@ def transformer_config(
 
 
 def _recomputation(training: MegatronTraining) -> dict[str, Any]:
-    if not training.activation_checkpointing:
+    if not training.recomputes:
         return {}
     return {
         "recompute_granularity": "full",

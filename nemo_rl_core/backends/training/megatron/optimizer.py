@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from nemo_rl_core.backends.training.megatron.step import sum_gradients
 from nemo_rl_core.config.optimizer import OptimizerConfig
@@ -57,6 +58,37 @@ def _mark_split_parameters(model: Any) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
 
 
+def step_with_norm(optimizer: Any, norm: float) -> None:
+    """Updates the weights by gradients whose norm is known already: one wait for the GPU less.
+
+    Args:
+        optimizer: Of `make_optimizer`, after `prepare_grads`.
+        norm: Of its `get_grad_norm`.
+    """
+    optimizer.get_grad_norm = lambda: norm
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.get_grad_norm
+
+
+def _norm_without_waits() -> None:
+    """Replaces Megatron's own norm of many tensors, which asks the GPU for that of each.
+
+    It is what Megatron takes where neither Transformer Engine nor apex is installed.
+    """
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
+
+
+def _l2_norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
+) -> tuple[torch.Tensor, None]:
+    """`[1]` norm of all tensors together, with the arguments of `amp_C.multi_tensor_l2norm`."""
+    norms = torch._foreach_norm(tensor_lists[0])
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
 def make_optimizer(
     chunks: list[DistributedDataParallel], options: OptimizerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
@@ -70,6 +102,7 @@ def make_optimizer(
         options: The settings; the learning rate is set before every step, for the warm-up.
         dtype: Dtype of the parameters; with bfloat16 the optimizer also keeps float32 copies.
     """
+    _norm_without_waits()
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.learning_rate,

@@ -5,21 +5,18 @@ decoder are called instead, so that rope restarts with each sequence and `[N, V]
 exist.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from nemo_rl_core.backends.training.context_parallel import own_part, packed_causal_mask
+from nemo_rl_core.backends.training.context_parallel import packed_causal_mask
 from nemo_rl_core.backends.training.megatron.model import has_transformer_engine
-from nemo_rl_core.backends.training.megatron.ring import ring_boundaries, ring_positions
-from nemo_rl_core.backends.training.packed_attention import segments_of
-from nemo_rl_core.distributed.packing.plan import PackedRows
+from nemo_rl_core.backends.training.megatron.rows import MegatronRows
 
 
-def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
+def hidden_states(model: Any, rows: MegatronRows) -> torch.Tensor:
     """Runs a chunk of the model on packed rows, or on the output of the previous chunk.
 
     Args:
@@ -31,9 +28,8 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
         others `[L, R, D]` to send on (`[M, 1, D]` with Transformer Engine), under context and
         sequence parallelism a part of the first dimension.
     """
-    own = _own_part(rows)
-    embedded = _embedded(model, own) if model.pre_process else None
-    inputs = _attention_inputs(model, rows, own)
+    embedded = _embedded(model, rows) if model.pre_process else None
+    inputs = _attention_inputs(model, rows)
     hidden: torch.Tensor = model.decoder(hidden_states=embedded, **inputs)
     if not model.post_process:
         return hidden
@@ -45,69 +41,32 @@ def hidden_states(model: Any, rows: PackedRows) -> torch.Tensor:
     return hidden.transpose(0, 1).flatten(end_dim=1)
 
 
-def own_positions(rows: PackedRows) -> torch.Tensor:
-    """`[M]` indices of this rank's positions among the R L positions of the flattened rows.
-
-    -1 stands for filler outside of the rows.
-    """
-    if has_transformer_engine():
-        return ring_positions(rows.position_ids.flatten(), *_ring())
-    positions = torch.arange(rows.position_ids.numel(), device=rows.position_ids.device)
-    group = parallel_state.get_context_parallel_group()
-    return own_part(positions.view_as(rows.position_ids), group, dim=1).flatten()
-
-
-def _own_part(rows: PackedRows) -> PackedRows:
-    """Ids and positions `[R, L / ranks]` of this context rank; `row` and `column` stay.
-
-    With Transformer Engine `[1, M]`, all rows concatenated.
-    """
-    positions = own_positions(rows)
-    shape = (1, -1) if has_transformer_engine() else (len(rows.position_ids), -1)
-    ids, positions = (
-        part.flatten()[positions].masked_fill(positions < 0, 0).view(shape)
-        for part in (rows.input_ids, rows.position_ids)
-    )
-    return replace(rows, input_ids=ids, position_ids=positions)
-
-
-def _ring() -> tuple[int, int, int]:
-    """Number of context ranks, this rank's index among them, and number of tensor ranks."""
-    group = parallel_state.get_context_parallel_group()
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    return group.size(), group.rank(), tensor
-
-
-def _attention_inputs(model: Any, rows: PackedRows, own: PackedRows) -> dict[str, Any]:
+def _attention_inputs(model: Any, rows: MegatronRows) -> dict[str, Any]:
     """Decoder inputs for sequence boundaries and positions of this rank's tokens."""
     if has_transformer_engine():
-        # Its kernels take sequence boundaries and restart rope at each; they ignore token masks.
-        num_ranks, _, num_tensor = _ring()
-        borders = ring_boundaries(rows.position_ids.flatten(), num_ranks, num_tensor)
-        longest = int(borders.diff().max())
         return {
             "attention_mask": None,
-            "rotary_pos_emb": model.rotary_pos_emb(longest, packed_seq=True),
+            "rotary_pos_emb": model.rotary_pos_emb(rows.longest, packed_seq=True),
             "packed_seq_params": PackedSeqParams(
                 qkv_format="thd",
-                cu_seqlens_q=borders,
-                cu_seqlens_kv=borders,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
+                cu_seqlens_q=rows.boundaries,
+                cu_seqlens_kv=rows.boundaries,
+                max_seqlen_q=rows.longest,
+                max_seqlen_kv=rows.longest,
             ),
         }
     # [P, 1, 1, d] of positions 0 to P-1, whole on every context rank.
-    table = model.rotary_pos_emb(int(rows.position_ids.max()) + 1, packed_seq=True)
+    table = model.rotary_pos_emb(rows.num_positions, packed_seq=True)
     group = parallel_state.get_context_parallel_group()
     return {
-        "attention_mask": segments_of(rows.position_ids).boundaries
+        "attention_mask": rows.boundaries
         if model.takes_boundaries
         else ~packed_causal_mask(rows.last, group),
-        "rotary_pos_emb": table[own.position_ids.T, 0],  # [L / ranks, R, 1, d]
+        "rotary_pos_emb": table[rows.position_ids.T, 0],  # [L / ranks, R, 1, d]
     }
 
 
-def _embedded(model: Any, rows: PackedRows) -> torch.Tensor:
+def _embedded(model: Any, rows: MegatronRows) -> torch.Tensor:
     """`[L, R, D]` of the L given, this rank's part of them under sequence parallelism."""
     embedded: torch.Tensor = model.embedding(
         input_ids=rows.input_ids, position_ids=rows.position_ids

@@ -7,9 +7,10 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.agreed_plan import agreed_plan
-from nemo_rl_core.backends.training.padded import cropped
+from nemo_rl_core.backends.training.megatron.rows import MegatronRows, megatron_rows
+from nemo_rl_core.backends.training.padded import cropped, wanted_positions
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_core.distributed.packing.plan import Microbatch, PackedRows, pack
+from nemo_rl_core.distributed.packing.plan import Microbatch, pack
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import plan_shard
 
@@ -26,7 +27,7 @@ class MegatronMicrobatch:
 
     batch: BatchedDataDict
     indices: tuple[int, ...]
-    rows: PackedRows
+    rows: MegatronRows
 
 
 def make_parts(
@@ -113,12 +114,20 @@ def _part(
     row_length: int,
     device: torch.device,
 ) -> MegatronMicrobatch:
-    chosen = batch.select_indices(microbatch.indices).to(device)
+    # On the host, where lengths and masks are known; a GPU would have to be asked for them.
+    chosen = batch.select_indices(microbatch.indices)
     chosen = cropped(chosen, int(chosen["input_lengths"].max()))
     empty_rows = ((),) * (num_rows - len(microbatch.rows))
     layout = Microbatch((*microbatch.rows, *empty_rows), row_length, microbatch.shared)
-    rows = pack(chosen["input_ids"], chosen["input_lengths"], layout)
-    return MegatronMicrobatch(chosen, tuple(microbatch.indices), rows)
+    packed = pack(chosen["input_ids"], chosen["input_lengths"], layout)
+    # Fillers, and batches that are only run through the model, have no mask.
+    wanted = (
+        wanted_positions(chosen)
+        if "token_mask" in chosen
+        else torch.zeros(len(chosen["input_ids"]), 0, dtype=torch.bool)
+    )
+    moved, rows = megatron_rows(packed, wanted).moved_with(chosen, device)
+    return MegatronMicrobatch(moved, tuple(microbatch.indices), rows)
 
 
 def _filler(num_rows: int, row_length: int, device: torch.device) -> MegatronMicrobatch:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nemo_rl_core.backends.training.megatron.cpu import run_on_cpu_where_cuda_is_absent
 from nemo_rl_core.config.training import MegatronTraining
+from nemo_rl_core.distributed.collective_check import check_collectives
 from nemo_rl_core.distributed.process_group import join_process_group
 from nemo_rl_core.errors import ConfigError
 
@@ -38,6 +39,7 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     join_process_group()
+    check_collectives({})  # first, since all ranks make Megatron's groups together
     _refuse_indivisible_world(training, dist.get_world_size())
     # Megatron's word for a plain pipeline is None.
     virtual_stages = training.virtual_pipeline_size if training.virtual_pipeline_size > 1 else None
@@ -53,6 +55,15 @@ def initialize_topology(training: MegatronTraining, *, seed: int = 0) -> None:
         tear_down_topology()
         parallel_state.initialize_model_parallel(**sizes, order="tp-cp-ep-dp-pp")
         _current_layout = layout
+        check_collectives(
+            {
+                "tensor": parallel_state.get_tensor_model_parallel_group(),
+                "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+                "context": parallel_state.get_context_parallel_group(),
+                "data": parallel_state.get_data_parallel_group(),
+                "expert": parallel_state.get_expert_model_parallel_group(),
+            }
+        )
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -36,7 +36,7 @@ def test_a_token_sees_its_own_sequence_up_to_itself() -> None:
 
 
 def places_of_this_rank() -> list[int]:
-    from nemo_rl_core.backends.training.megatron.packed import own_positions
+    from nemo_rl_core.backends.training.megatron.rows import own_positions
     from nemo_rl_core.backends.training.megatron.topology import initialize_topology
 
     initialize_topology(CONTEXT)

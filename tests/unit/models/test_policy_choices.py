@@ -1,0 +1,106 @@
+"""The values of `auto` in the set-up that workers get."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.algorithms.grpo.config import GRPOSettings
+from nemo_rl_core.algorithms.sft.config import SFTSettings
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.models.policy.choices import with_choices
+from nemo_rl_core.planning.choices import chosen
+from nemo_rl_core.trainers.gpu_load import load_of_trainer
+from nemo_rl_core.trainers.loop import RunSpec
+from tests.unit.planning.layouts import CONFIGS
+
+H100 = 79.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(CONFIGS["qwen2.5-7b"].read_text())
+    return tmp_path
+
+
+def cluster_of(*bundles: int) -> Any:
+    return SimpleNamespace(bundle_ct_per_node_list=list(bundles), world_size=sum(bundles))
+
+
+def setup_of(folder: Path, **training: Any) -> TrainingSetup:
+    return TrainingSetup(
+        folder,
+        OptimizerConfig(),
+        max_tokens_per_microbatch=16384,
+        training=DTensorTraining(**training),
+        dtype="bfloat16",
+    )
+
+
+def test_workers_get_no_auto_and_the_manifest_gets_the_words(folder: Path) -> None:
+    setup, said = with_choices(setup_of(folder), cluster_of(8), memory_gib=H100)
+    assert isinstance(setup.training, DTensorTraining)
+    assert setup.training.activation_checkpointing is True
+    assert said == {
+        "training.data_parallel_replicas": "1",
+        "training.gradient_sync": "last_microbatch",
+        "training.activation_checkpointing": "true",
+    }
+    assert with_choices(setup, cluster_of(8), memory_gib=H100) == (setup, {})
+
+
+def test_two_machines_have_a_copy_each(folder: Path) -> None:
+    said = with_choices(setup_of(folder), cluster_of(8, 8), memory_gib=H100)[1]
+    assert said["training.data_parallel_replicas"] == "2"
+
+
+def test_cpus_have_plain_values_and_no_sizes_are_read(tmp_path: Path) -> None:
+    said = with_choices(setup_of(tmp_path), cluster_of(2), memory_gib=None)[1]
+    assert said == {
+        "training.data_parallel_replicas": "1",
+        "training.gradient_sync": "every_microbatch",
+        "training.activation_checkpointing": "false",
+    }
+
+
+def test_a_model_that_cannot_be_counted_has_plain_values_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with caplog.at_level(logging.WARNING):
+        said = with_choices(setup_of(tmp_path), cluster_of(8), memory_gib=H100)[1]
+    assert said["training.activation_checkpointing"] == "false"
+    assert "memory was not planned" in caplog.text
+
+
+def test_a_trainer_asks_for_what_the_plan_of_its_stage_asks_for(folder: Path) -> None:
+    settings = GRPOSettings.model_validate(
+        {
+            "cluster": {"shape": "node_8gpu"},
+            "dtype": "bfloat16",
+            "grpo": {"loss": {"kl": {"beta": 0.1}}, "max_tokens_per_microbatch": 16384},
+        }
+    )
+    spec = RunSpec(folder, folder, folder, reference=folder)
+    load = load_of_trainer("grpo", settings.grpo, settings, spec)
+    assert load is not None
+    assert load.training is not None
+    assert load.training.reference is not None
+    assert load.sampling is not None
+    assert (load.prompt_tokens, load.completion_tokens) == (
+        settings.max_prompt_tokens,
+        settings.max_rollout_tokens,
+    )
+    found = chosen(load, H100).training
+    assert found is not None
+    assert found.config.activation_checkpointing is True  # type: ignore[union-attr]
+
+
+def test_a_laptop_asks_for_nothing(folder: Path) -> None:
+    settings = SFTSettings()
+    assert load_of_trainer("sft", settings.sft, settings, RunSpec(folder, folder, folder)) is None
