@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
-from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.model import DType, MatmulPrecision
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
@@ -97,6 +97,9 @@ class DTensorTraining(Parallelism):
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
             of a group, wherever that is cheaper and attention is `sdpa` or `flex`. The results are
             those of sequences alone, but for rounding.
+        float32_matmul_precision: Of matrix products where `dtype` is `float32`. `high` is TF32 on
+            GPUs (10 bits of a number's fraction instead of 23), several times as fast; the engine
+            has a setting of its own.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
         lora: Trains low-rank adapters; None trains all weights.
@@ -112,6 +115,7 @@ class DTensorTraining(Parallelism):
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     share_prefixes: bool = False
+    float32_matmul_precision: MatmulPrecision = "highest"
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
@@ -159,6 +163,9 @@ class MegatronTraining(Parallelism):
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
             of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
             sequences alone, but for rounding.
+        float32_matmul_precision: Of matrix products where `dtype` is `float32`. `high` is TF32 on
+            GPUs (10 bits of a number's fraction instead of 23), several times as fast; the engine
+            has a setting of its own.
     """
 
     backend: Literal["megatron"] = "megatron"
@@ -168,6 +175,7 @@ class MegatronTraining(Parallelism):
     activation_checkpointing: bool = False
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
     share_prefixes: bool = False
+    float32_matmul_precision: MatmulPrecision = "highest"
 
     @property
     def ranks_per_replica(self) -> int:

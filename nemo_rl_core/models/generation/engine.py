@@ -404,4 +404,5 @@ def engine_environment(config: SamplingConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_FLOAT32_MATMUL_PRECISION": config.float32_matmul_precision,
     }

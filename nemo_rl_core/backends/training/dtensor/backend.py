@@ -11,7 +11,7 @@ from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
 from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
-from nemo_rl_core.backends.training.determinism import compute_deterministically
+from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
@@ -71,6 +71,7 @@ class DTensorBackend(SendsWeights):
         torch.manual_seed(setup.seed)
         compute_deterministically()
         assert isinstance(setup.training, DTensorTraining)
+        torch.set_float32_matmul_precision(setup.training.float32_matmul_precision)
         self._setup, self._training = setup, setup.training
         self.sent_dtype = getattr(torch, setup.dtype)
         self._mesh = join_mesh(self._training)
@@ -151,7 +152,8 @@ class DTensorBackend(SendsWeights):
         )
 
     def _check(self, model: PackedModel) -> None:
-        model.refuse_unless_faithful()
+        with full_precision():
+            model.refuse_unless_faithful()
         release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:

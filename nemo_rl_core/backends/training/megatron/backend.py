@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
-from nemo_rl_core.backends.training.determinism import compute_deterministically
+from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
@@ -58,6 +58,7 @@ class MegatronBackend(SendsWeights):
         self._finish_earlier()
         initialize_topology(training, seed=setup.seed)
         compute_deterministically()
+        torch.set_float32_matmul_precision(training.float32_matmul_precision)
         self._setup = setup
         self.sent_dtype = getattr(torch, setup.dtype)
         self._num_updates = 0
@@ -85,7 +86,8 @@ class MegatronBackend(SendsWeights):
         by_boundaries = has_transformer_engine() or self._models[0].takes_boundaries
         is_shared = training.share_prefixes and not by_boundaries
         self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
-        refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+        with full_precision():
+            refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
 
     def choices(self) -> dict[str, str]:
         """What a setting that may be `auto` is on this machine, by its path in the recipe."""
