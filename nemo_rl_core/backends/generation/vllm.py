@@ -18,7 +18,12 @@ from nemo_rl_core.backends.decoding.requests import (
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
-from nemo_rl_core.backends.generation.vllm_ranks import join_engine, launcher, unlink_shared_memory
+from nemo_rl_core.backends.generation.vllm_ranks import (
+    gpu_of_single_rank,
+    join_engine,
+    launcher,
+    unlink_shared_memory,
+)
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
 from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
 from nemo_rl_core.checkpoints.weight_files import stored_tensors
@@ -68,8 +73,7 @@ class VllmBackend(ReceivesWeights):
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         from vllm import LLM  # after the folder was checked, since the import is slow
 
-        if config.ranks_per_engine > 1:
-            join_engine(config.ranks_per_engine)
+        ranks = config.ranks_per_engine
         self._llm = LLM(
             str(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
@@ -82,7 +86,8 @@ class VllmBackend(ReceivesWeights):
             load_format=config.load_format,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
-            distributed_executor_backend=launcher() if config.ranks_per_engine > 1 else None,
+            distributed_executor_backend=launcher() if ranks > 1 else None,
+            device_ids=join_engine(ranks) if ranks > 1 else gpu_of_single_rank(),
             # An engine with GPUs of its own stays awake.
             enable_sleep_mode=has_gpu and not config.num_own_bundles,
             # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
@@ -98,7 +103,7 @@ class VllmBackend(ReceivesWeights):
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
-        if config.ranks_per_engine > 1:
+        if ranks > 1:
             unlink_shared_memory()
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:

@@ -30,6 +30,7 @@ from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, Name
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import WeightLink
+from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
 from nemo_rl_core.errors import (
     ConsistencyError,
     TransferError,
@@ -405,4 +406,5 @@ def engine_environment(config: SamplingConfig) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_FLOAT32_MATMUL_PRECISION": config.float32_matmul_precision,
+        **(SEES_ALL_GPUS if config.ranks_per_engine > 1 else {}),
     }
