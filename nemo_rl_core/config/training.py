@@ -66,6 +66,10 @@ class Parallelism(FrozenConfig):
         return self
 
 
+Offload = Literal["none", "optimizer", "all"]
+"""What a trainer moves to the host while an engine uses its GPU."""
+
+
 class LoRAConfig(FrozenConfig):
     """Low-rank adapters in place of whole weights: `W + alpha / rank * B A`, Hu et al. (2021).
 
@@ -88,6 +92,10 @@ class DTensorTraining(Parallelism):
         data_parallel_replicas: Copies of the sharded model (HSDP); 1 shards over all data ranks.
         reduce_dtype: Of the sums of gradients over ranks.
         cpu_offload: Keeps sharded weights and optimizer state in the CPU's memory.
+        offload_for_generation: What waits in the host's pinned memory while an engine on the same
+            GPU generates: `optimizer` its state, until the next optimizer step; `all` weights and
+            reference too, until they are next needed. Gradients and unused memory leave in any
+            case. No result changes.
         activation_checkpointing: Recomputes each layer in the backward pass.
         compile: Compiles each layer with `torch.compile`.
         attention: What attends over packed rows. `varlen` (torch's FlashAttention over sequences of
@@ -111,6 +119,7 @@ class DTensorTraining(Parallelism):
     data_parallel_replicas: PositiveInt = 1
     reduce_dtype: DType = "float32"
     cpu_offload: bool = False
+    offload_for_generation: Offload = "none"
     activation_checkpointing: bool = False
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
@@ -126,6 +135,15 @@ class DTensorTraining(Parallelism):
             raise ValueError(
                 "adapters are not split over the ranks of tensor parallelism: "
                 "leave tensor_parallel_size at 1 (FSDP shards them), or leave lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_on_the_host_is_not_moved_there(self) -> "DTensorTraining":
+        if self.cpu_offload and self.offload_for_generation != "none":
+            raise ValueError(
+                "cpu_offload keeps weights and optimizer state on the host always: leave "
+                "offload_for_generation out, or cpu_offload"
             )
         return self
 
@@ -155,6 +173,10 @@ class MegatronTraining(Parallelism):
         pipeline_parallel_size: Ranks that share the layers.
         virtual_pipeline_size: Model chunks a pipeline rank (interleaved schedule); 1 is plain.
         expert_parallel_size: Ranks, out of the data-parallel ones, that share the experts.
+        offload_for_generation: What waits in the host's pinned memory while an engine on the same
+            GPU generates: `optimizer` its state, until the next optimizer step; `all` the weights
+            too, until they are next needed. Gradients and unused memory leave in any case, and the
+            reference is on the host always. No result changes.
         activation_checkpointing: Recomputes each layer in the backward pass.
         attention: What attends over packed rows where Transformer Engine is not installed. `varlen`
             (torch's FlashAttention over sequences of any length, 16 bits) runs on GPUs and makes no
@@ -172,6 +194,7 @@ class MegatronTraining(Parallelism):
     pipeline_parallel_size: PositiveInt = 1
     virtual_pipeline_size: PositiveInt = 1
     expert_parallel_size: PositiveInt = 1
+    offload_for_generation: Offload = "none"
     activation_checkpointing: bool = False
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
     share_prefixes: bool = False
