@@ -107,6 +107,8 @@ class EnvironmentWorkers(FrozenConfig):
             that scores do not depend on that.
         call_timeout_seconds: For one call. Past it the actor is killed and replaced, and each of
             its rows is tried once more, alone.
+        use_gpus: Whether each gets a share of one of the trainer's GPUs, for rewards that compute
+            with a model; without it they see no GPU. Reward models of a recipe get one in any case.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"timeout_seconds": "call_timeout_seconds"}
@@ -114,6 +116,7 @@ class EnvironmentWorkers(FrozenConfig):
     num_workers: PositiveInt = 1
     rows_per_call: PositiveInt = 8
     call_timeout_seconds: PositiveFloat = 120.0
+    use_gpus: bool = False
 
 
 def single_environments(config: EnvironmentConfig) -> list[SingleEnvironmentConfig]:

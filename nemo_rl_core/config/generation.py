@@ -18,6 +18,7 @@ from pydantic import (
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
 from nemo_rl_core.config.cluster import ClusterConfig, own_bundles_per_node
+from nemo_rl_core.config.model import MatmulPrecision
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.errors import ConfigError
 
@@ -169,6 +170,8 @@ class VllmGenerationConfig(SplitEngine):
         gpu_memory_utilization: The share of a GPU's memory for weights, keys and values.
         enforce_eager: Does without CUDA graphs. A CPU always does.
         load_format: `dummy` starts with random weights; the model's own follow in any case.
+        float32_matmul_precision: Of matrix products where `dtype` is `float32`; `high` is TF32 on
+            GPUs.
         skip_tokenizer_init: Starts without a tokenizer, and so without stop strings.
     """
 
@@ -179,6 +182,7 @@ class VllmGenerationConfig(SplitEngine):
     gpu_memory_utilization: float = Field(default=0.5, gt=0, lt=1)
     enforce_eager: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
+    float32_matmul_precision: MatmulPrecision = "highest"
     skip_tokenizer_init: bool = False
 
     @model_validator(mode="after")

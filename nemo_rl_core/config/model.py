@@ -19,6 +19,8 @@ from nemo_rl_core.config.mistakes import describe
 from nemo_rl_core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
+MatmulPrecision = Literal["highest", "high"]
+"""Of float32 matrix products on GPUs, in torch's words; `high` is TF32."""
 
 TEMPLATE_DATE = "2024-07-26"
 """What Llama 3's own template prints where it has no clock."""

@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from nemo_rl_core.config.base import FrozenConfig, kind_or
-from nemo_rl_core.config.model import DType
+from nemo_rl_core.config.model import DType, MatmulPrecision
 from nemo_rl_core.config.registered import REGISTERED, RegisteredBackend, SectionTable
 from nemo_rl_core.documented_names import documented
 from nemo_rl_core.errors import ConfigError
@@ -70,6 +70,10 @@ class Parallelism(FrozenConfig):
         return self
 
 
+Offload = Literal["none", "optimizer", "all"]
+"""What a trainer moves to the host while an engine uses its GPU."""
+
+
 class LoRAConfig(FrozenConfig):
     """Low-rank adapters in place of whole weights: `W + alpha / rank * B A`, Hu et al. (2021).
 
@@ -101,6 +105,10 @@ class DTensorTraining(Parallelism):
             that much memory, else `every_microbatch`. Copies of HSDP are summed once a step.
         reduce_dtype: Of the sums of gradients over ranks.
         cpu_offload: Keeps sharded weights and optimizer state in the CPU's memory.
+        offload_for_generation: What waits in the host's pinned memory while an engine on the same
+            GPU generates: `optimizer` its state, until the next optimizer step; `all` weights and
+            reference too, until they are next needed. Gradients and unused memory leave in any
+            case. No result changes.
         activation_checkpointing: Recomputes each layer in the backward pass. `auto` does so on GPUs
             that cannot hold the activations of a micro-batch.
         compile: Compiles each layer with `torch.compile`.
@@ -111,6 +119,9 @@ class DTensorTraining(Parallelism):
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
             of a group, wherever that is cheaper and attention is `sdpa` or `flex`. The results are
             those of sequences alone, but for rounding.
+        float32_matmul_precision: Of matrix products where `dtype` is `float32`. `high` is TF32 on
+            GPUs (10 bits of a number's fraction instead of 23), several times as fast; the engine
+            has a setting of its own.
         tensor_parallel_plan: Module name pattern to style, where the built-in plan of the model's
             type is not wanted.
         lora: Trains low-rank adapters; None trains all weights.
@@ -123,10 +134,12 @@ class DTensorTraining(Parallelism):
     gradient_sync: GradientSync | Literal["auto"] = "auto"
     reduce_dtype: DType = "float32"
     cpu_offload: bool = False
+    offload_for_generation: Offload = "none"
     activation_checkpointing: bool | Literal["auto"] = "auto"
     compile: bool = False
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     share_prefixes: bool = False
+    float32_matmul_precision: MatmulPrecision = "highest"
     tensor_parallel_plan: dict[str, Literal["colwise", "rowwise"]] | None = None
     lora: LoRAConfig | None = None
     weights: Literal["full", "8bit", "4bit"] = "full"
@@ -160,6 +173,15 @@ class DTensorTraining(Parallelism):
         return self
 
     @model_validator(mode="after")
+    def _what_is_on_the_host_is_not_moved_there(self) -> "DTensorTraining":
+        if self.cpu_offload and self.offload_for_generation != "none":
+            raise ValueError(
+                "cpu_offload keeps weights and optimizer state on the host always: leave "
+                "offload_for_generation out, or cpu_offload"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _attention_of_whole_rows(self) -> "DTensorTraining":
         if self.attention in ("varlen", "flex") and self.context_parallel_size > 1:
             raise ValueError(
@@ -185,6 +207,10 @@ class MegatronTraining(Parallelism):
         pipeline_parallel_size: Ranks that share the layers.
         virtual_pipeline_size: Model chunks a pipeline rank (interleaved schedule); 1 is plain.
         expert_parallel_size: Ranks, out of the data-parallel ones, that share the experts.
+        offload_for_generation: What waits in the host's pinned memory while an engine on the same
+            GPU generates: `optimizer` its state, until the next optimizer step; `all` the weights
+            too, until they are next needed. Gradients and unused memory leave in any case, and the
+            reference is on the host always. No result changes.
         activation_checkpointing: Recomputes each layer in the backward pass. `auto` does so on GPUs
             that cannot hold the activations of a micro-batch; it is chosen when the workers start,
             and is one of the `choices` in the manifest.
@@ -195,15 +221,20 @@ class MegatronTraining(Parallelism):
         share_prefixes: Computes tokens that several sequences begin with once, such as the prompt
             of a group, wherever that is cheaper and attention is `sdpa`. The results are those of
             sequences alone, but for rounding.
+        float32_matmul_precision: Of matrix products where `dtype` is `float32`. `high` is TF32 on
+            GPUs (10 bits of a number's fraction instead of 23), several times as fast; the engine
+            has a setting of its own.
     """
 
     backend: Literal["megatron"] = "megatron"
     pipeline_parallel_size: PositiveInt = 1
     virtual_pipeline_size: PositiveInt = 1
     expert_parallel_size: PositiveInt = 1
+    offload_for_generation: Offload = "none"
     activation_checkpointing: bool | Literal["auto"] = "auto"
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
     share_prefixes: bool = False
+    float32_matmul_precision: MatmulPrecision = "highest"
 
     @property
     def recomputes(self) -> bool:

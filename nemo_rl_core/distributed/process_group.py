@@ -1,8 +1,11 @@
-"""How ranks find one another: the environment that a launcher sets, read in one place."""
+"""How ranks find one another and their GPU: what a launcher sets, read in one place."""
 
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from nemo_rl_core.errors import ResourceError
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +42,58 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def visible_gpus() -> list[str]:
+    """What `CUDA_VISIBLE_DEVICES` calls the GPUs that this process sees, in CUDA's order."""
+    import torch  # in the functions, so that what starts workers need not wait for it
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def own_gpu() -> str:
+    """What `CUDA_VISIBLE_DEVICES` calls this rank's GPU, the same in every process of the machine.
+
+    In a worker of Ray it is the GPU of the worker's bundle, whether Ray hides the others or not;
+    elsewhere the one at `LOCAL_RANK`.
+
+    Raises:
+        ResourceError: If the process does not see the GPU that Ray has given it.
+    """
+    visible = visible_gpus()
+    if len(visible) == 1:
+        return visible[0]
+    given = _gpu_of_ray()
+    if given is None:
+        return visible[int(os.environ.get("LOCAL_RANK", "0")) % len(visible)]
+    if given not in visible:
+        raise ResourceError(
+            "a worker does not see the GPU of its bundle",
+            expected=f"GPU {given} in CUDA_VISIBLE_DEVICES",
+            got=",".join(visible),
+            fix="leave CUDA_VISIBLE_DEVICES to Ray: take it out of the workers' environment",
+        )
+    return given
+
+
+def _gpu_of_ray() -> str | None:
+    """The GPU that Ray has given this worker; None outside of workers with a GPU."""
+    if "ray" not in sys.modules:
+        return None
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    given: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return str(given[0]) if given else None
+
+
 def local_device() -> "torch.device":
     """Where this rank computes: its own GPU, or the CPU."""
-    import torch  # in the functions, so that what starts workers need not wait for it
+    import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # A worker often sees its own GPU alone, whatever its rank on the machine.
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", visible_gpus().index(own_gpu()))
 
 
 TIMEOUT = "NEMO_RL_COLLECTIVE_TIMEOUT"

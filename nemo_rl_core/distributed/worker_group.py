@@ -19,6 +19,12 @@ from nemo_rl_core.errors import (
 )
 from nemo_rl_core.telemetry import usage
 
+SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""In the environment of a worker: Ray leaves it all GPUs of the machine, of which `own_gpu` is its.
+
+Ranks that read one another's memory, such as those of vLLM's custom all-reduce, must see it.
+"""
+
 
 class RayWorkerGroup:
     """Ray actors of one class, rank by rank over a cluster's bundles.
@@ -26,7 +32,7 @@ class RayWorkerGroup:
     The class stays plain: `ray.remote` is applied here, so that a test can build it directly.
     Several workers find in their environment what `join_process_group` reads; one alone finds
     nothing, and is the process that it would be without a group. Ray shows a worker only its own
-    GPU, as device 0.
+    GPU, as device 0, unless `SEES_ALL_GPUS` is in its environment.
 
     Args:
         cluster: Where the workers live.

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.distributed.cpu_time import read_cpu_seconds
-from nemo_rl_core.distributed.virtual_cluster import start_ray
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl_core.errors import NemoRLError, WorkerError
 from nemo_rl_core.telemetry import usage
 
@@ -54,6 +54,42 @@ class _Call:
     piece: _Piece | None = None
 
 
+class _GpuShares:
+    """Places on the GPUs of a cluster, those with the fewest actors first.
+
+    Args:
+        cluster: Whose bundles they share with the worker groups.
+        num_actors: The most at a time.
+    """
+
+    def __init__(self, cluster: RayVirtualCluster, num_actors: int) -> None:
+        self._cluster, self._bundles = cluster, cluster.bundles()
+        self._actors: dict[Any, int] = {}
+        most = -(-num_actors // len(self._bundles))
+        self._num_gpus = int(cluster.admit(_TENANT)["GPU"] / most * 1e4) / 1e4
+
+    def start(self, remote: Any, *args: Any) -> Any:
+        """A new actor."""
+        taken = list(self._actors.values())
+        place = min(range(len(self._bundles)), key=taken.count)
+        strategy = self._bundles[place].strategy()
+        options = {"num_gpus": self._num_gpus, "scheduling_strategy": strategy}
+        actor = remote.options(**options).remote(*args)
+        self._actors[actor] = place
+        return actor
+
+    def forget(self, actor: Any) -> None:
+        """After the end of an actor, whose share the next one takes."""
+        self._actors.pop(actor, None)
+
+    def give_back(self) -> None:
+        """After the end of all actors."""
+        self._cluster.release(_TENANT)
+
+
+_TENANT = "environment actors"
+
+
 class ActorPool:
     """Actors of one class, each with an object of its own.
 
@@ -62,6 +98,8 @@ class ActorPool:
             calls `make`; `run(rows) -> list`, one result a row; and `close()`.
         make: For the actors.
         workers: How many, how many rows a call, and the deadline of one.
+        gpus: The cluster on whose GPUs each actor gets a share; without one, actors see no GPU:
+            they would all take the first of their machine, beside whatever computes there.
 
     Attributes:
         greeting: What `start` returned.
@@ -73,17 +111,25 @@ class ActorPool:
     """
 
     def __init__(
-        self, actor_class: type, make: Callable[[], Any], workers: EnvironmentWorkers
+        self,
+        actor_class: type,
+        make: Callable[[], Any],
+        workers: EnvironmentWorkers,
+        *,
+        gpus: RayVirtualCluster | None = None,
     ) -> None:
         import ray
 
         start_ray()
         # The rows' own work is all that they use: they must find room beside the trainer's bundles.
         # They find the modules that this process finds, such as the user's own rewards.
-        environment = {"env_vars": {"PYTHONPATH": _search_path()}}
-        remote = ray.remote(actor_class).options(num_cpus=0, runtime_env=environment)
-        self._new_actor: Callable[[], Any] = lambda: remote.remote(make)
-        self._workers = workers
+        variables = {"PYTHONPATH": _search_path()}
+        if gpus is None:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        # Of the class, so that what a pool adds for each actor keeps them.
+        self._remote = ray.remote(num_cpus=0, runtime_env={"env_vars": variables})(actor_class)
+        self._make, self._workers, self._gpus = make, workers, gpus
+        self._shares: _GpuShares | None = None
         self._idle: list[Any] = []
         self._busy: dict[Any, _Call] = {}
         self._num_failed_in_a_row = 0
@@ -130,6 +176,9 @@ class ActorPool:
         for actor in [*self._idle, *(call.actor for call in self._busy.values())]:
             ray.kill(actor)
         self._idle, self._busy = [], {}
+        if self._shares is not None:
+            self._shares.give_back()
+            self._shares = None
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds of each idle actor, by its name; others count as before."""
@@ -137,6 +186,8 @@ class ActorPool:
 
     def _start(self) -> None:
         usage.watch(self)
+        if self._gpus is not None:
+            self._shares = _GpuShares(self._gpus, self._workers.num_workers)
         try:
             for _ in range(self._workers.num_workers):
                 self._start_one()
@@ -147,7 +198,10 @@ class ActorPool:
             raise
 
     def _start_one(self) -> None:
-        actor = self._new_actor()
+        if self._shares is None:
+            actor = self._remote.remote(self._make)
+        else:
+            actor = self._shares.start(self._remote, self._make)
         self._busy[actor.start.remote()] = _Call(actor, time.monotonic() + _START_SECONDS)
 
     def _call(self, piece: _Piece, rows: Sequence[Any]) -> None:
@@ -207,6 +261,8 @@ class ActorPool:
 
         with suppress(ray.exceptions.RayError):
             ray.kill(call.actor)
+        if self._shares is not None:
+            self._shares.forget(call.actor)
         if call.piece is None:
             raise WorkerError(
                 "an actor for the environment did not start",

@@ -6,6 +6,7 @@ An implementation is imported where it is made: a run pays for the libraries of 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_rl_core.config.environment import (
     ByTask,
@@ -38,6 +39,9 @@ from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer
 from nemo_rl_core.environments.rewards.llm_judge import ChatModel
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.games import Position
+
+if TYPE_CHECKING:
+    from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 
 StartJudge = Callable[[JudgeModel, int], ChatModel]
 """Starts a model of this run as a judge that writes at most so many tokens."""
@@ -94,8 +98,16 @@ def make_remote_scorer(
     reward_model: Path | None = None,
     *,
     policy: Path | None = None,
+    gpus: "RayVirtualCluster | None" = None,
 ) -> Scorer:
     """As `make_scorer`, in Ray actors.
+
+    Args:
+        config: The environment.
+        workers: How many actors, and their deadline.
+        reward_model: As for `make_scorer`.
+        policy: As for `make_scorer`.
+        gpus: The cluster on whose GPUs scorers get a share; None for scorers without GPUs.
 
     Raises:
         WorkerError: When the actors do not start.
@@ -106,7 +118,7 @@ def make_remote_scorer(
 
     make = partial(make_scorer, config, reward_model, policy=policy)
     if not answers_back(config):
-        return RemoteScorer(make, workers, names=reward_names(config))
+        return RemoteScorer(make, workers, names=reward_names(config), gpus=gpus)
     return EnvironmentScorer(RemoteEnvironment(partial(_environment_of, make), workers))
 
 

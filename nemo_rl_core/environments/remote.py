@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_rl_core.config.environment import EnvironmentWorkers
+from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.environments.actor_pool import ActorPool, CallError
 from nemo_rl_core.environments.interfaces import (
     EnvironmentInterface,
@@ -38,6 +39,7 @@ class RemoteScorer(Scorer):
         make: Makes the scorer, in the actor.
         workers: How many actors, and their deadline.
         names: Of the rewards that the scorer adds, for metrics.
+        gpus: As `ActorPool` takes it.
 
     Raises:
         NemoRLError: As `make` raises it.
@@ -45,9 +47,14 @@ class RemoteScorer(Scorer):
     """
 
     def __init__(
-        self, make: Callable[[], Scorer], workers: EnvironmentWorkers, *, names: Sequence[str] = ()
+        self,
+        make: Callable[[], Scorer],
+        workers: EnvironmentWorkers,
+        *,
+        names: Sequence[str] = (),
+        gpus: RayVirtualCluster | None = None,
     ) -> None:
-        self._pool = ActorPool(_ScoringActor, make, workers)
+        self._pool = ActorPool(_ScoringActor, make, workers, gpus=gpus)
         self._names = unique_names(names)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:

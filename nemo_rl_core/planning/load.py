@@ -222,10 +222,9 @@ def untried(load: StageLoad) -> list[str]:
     if len(load.machines) > 1:
         found.append("several machines")
     if load.sampling is not None and ranks_of_engine(load.sampling.config) > 1:
-        found.append(
-            "an engine over several GPUs (vLLM's custom all-reduce asks for the GPUs of its other "
-            "ranks, which a worker of Ray does not see)"
-        )
+        found.append("an engine over several GPUs")
+    if getattr(load.training and load.training.config, "offload_for_generation", "none") != "none":
+        found.append("training.offload_for_generation")
     if load.training is not None and getattr(load.training.config, "weights", "full") != "full":
         found.append("8 and 4 bit weights")
     return found

@@ -33,8 +33,9 @@ _CONTEXT_GIB = 1.0
 _ENGINE_BATCHED_TOKENS = 8192
 _ENGINE_GRAPHS_GIB = 1.0
 """vLLM's CUDA graphs and workspaces. Assumed."""
-_IPC_COPIES = 1
-"""Copies of the whole weights, in the engine's type, that CUDA IPC holds while it transfers."""
+_IPC_BUCKETS, _IPC_BUCKET_GIB = 4, 64 / 1024
+"""That a GPU holds during a transfer by CUDA IPC: two of the sender, the receiver's copy, and what
+vLLM makes of it. A tensor larger than a bucket has one of its own size."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class MemoryPlan:
         training: The most at a time while the model is trained; 0 if it is not.
         sampling: The most at a time while the engine is awake; 0 without one.
         kv_tokens: Tokens that fit the KV cache of one engine.
-        host: GiB of the machine's memory for each GPU, of weights that are offloaded.
+        host: GiB of the machine's memory for each GPU, of what is offloaded.
     """
 
     parts: Mapping[str, float]
@@ -77,16 +78,20 @@ def plan_memory(load: StageLoad, memory_gib: float) -> MemoryPlan:
     contexts = of_trainer + of_engine
     base = sum(resident.values()) + contexts
     transfer = _transfer_gib(load) if trained and engine else 0.0
-    in_passes = trained.peak if trained else 0.0
+    in_passes = trained.peak - trained.reference_on_host if trained else 0.0
     awake = sum(engine.values())
     training = base + in_passes if trained else 0.0
-    sampling = base + transfer + awake if engine else 0.0
+    # Keys and values wake after the transfer.
+    sending, generating = (base - gone for gone in (trained.gone if trained else (0.0, 0.0)))
+    sending += transfer + awake - engine.get("KV cache", 0.0)
+    sampling = max(sending, generating + awake) if engine else 0.0
     if load.has_own_engines:  # the fuller of a trainer's GPU and an engine's
         base -= of_engine
         training = base + in_passes if trained else 0.0
         sampling = max(base + transfer, awake + of_engine)
     elif load.sampling and load.sampling.is_asynchronous:
         training += awake
+        sampling = base + transfer + awake
     parts = resident | (trained.parts if trained else {})
     parts |= {"transfer": transfer} if transfer else {}
     return MemoryPlan(
@@ -146,17 +151,47 @@ class _TrainedModel:
 
     @property
     def host(self) -> float:
-        """Weights, gradients and moments that `cpu_offload` keeps on the machine."""
+        """What `cpu_offload` keeps on the machine, and `offload_for_generation` takes there."""
         if self._on_gpu:
-            return 0.0
+            return self._offloaded[1]
         trained = (_FLOAT32 + _MOMENTS) * self._trained
         return (self._own * _FLOAT32 + trained) / self._layout.shards / GIB
+
+    @property
+    def gone(self) -> tuple[float, float]:
+        """What of `resident` has left while weights are sent, and while the engine generates."""
+        sending, generating = self._offloaded
+        buffers = self._gradients if isinstance(self._config, MegatronTraining) else 0.0
+        return sending + buffers, generating + buffers
+
+    @property
+    def _offloaded(self) -> tuple[float, float]:
+        """What waits on the host at these two times."""
+        offload = getattr(self._config, "offload_for_generation", "none")
+        resident = self.resident
+        optimizer = resident.get("moments", 0.0) * (1 + self._training.has_critic)
+        optimizer += self._main_weights
+        if offload != "all":
+            return (optimizer, optimizer) if offload == "optimizer" else (0.0, 0.0)
+        everything = sum(resident.values()) - resident.get("gradients", 0.0)
+        return everything - (self._weights() - self._main_weights), everything
+
+    @property
+    def reference_on_host(self) -> float:
+        """That of `resident` waits on the host while the model is trained, too."""
+        is_away = getattr(self._config, "offload_for_generation", "none") == "all"
+        return self._reference * is_away
+
+    @property
+    def _main_weights(self) -> float:
+        """Megatron's float32 copies of weights in 16 bits, a part of the optimizer's state."""
+        is_copied = self._is_half and isinstance(self._config, MegatronTraining)
+        return self._own * _FLOAT32 / self._layout.shards / GIB * is_copied
 
     def _weights(self) -> float:
         config = self._config
         if isinstance(config, MegatronTraining):
-            main = _FLOAT32 / self._layout.shards if self._is_half else 0
-            return self._own * ((2 if self._is_half else _FLOAT32) + main) / GIB
+            return self._own * (2 if self._is_half else _FLOAT32) / GIB + self._main_weights
         if isinstance(config, DTensorTraining) and config.weights != "full":
             layers = self._sizes.num_layers * self._sizes.linear_weights
             packed = layers * _QUANTIZED[config.weights]
@@ -428,11 +463,13 @@ def kv_bytes_of_rank(load: StageLoad) -> float:
 
 
 def _transfer_gib(load: StageLoad) -> float:
-    """What the trainer holds while it sends its weights."""
+    """What trainer and engine hold while weights are sent, besides what stays."""
     width = 2 if load.dtype == "bfloat16" else _FLOAT32
     largest = load.sizes.largest_weight * (_FLOAT32 + width) / GIB
-    if transport_of(load) == "cuda_ipc":  # whose buffers stay until the end
-        return largest + _IPC_COPIES * load.sizes.num_parameters * width / GIB
+    if transport_of(load) == "cuda_ipc":
+        return largest + _IPC_BUCKETS * max(
+            load.sizes.largest_weight * width / GIB, _IPC_BUCKET_GIB
+        )
     return largest
 
 

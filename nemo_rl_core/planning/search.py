@@ -110,6 +110,17 @@ def _training_knobs(training: TrainingLoad, loads: Sequence[StageLoad]) -> Itera
     if getattr(config, "gradient_sync", None) == "last_microbatch":
         setting = Setting("training.gradient_sync", "every_microbatch")
         yield [_Level(0.5, (setting,), _of_training(gradient_sync="every_microbatch"))]
+    if getattr(config, "offload_for_generation", None) == "none" and any(
+        load.training and load.sampling and not load.has_own_engines for load in loads
+    ):
+        yield [
+            _Level(
+                cost,
+                (Setting("training.offload_for_generation", part),),
+                _of_training(offload_for_generation=part),
+            )
+            for part, cost in (("optimizer", 3.5), ("all", 5.5))
+        ]
     for path in dict.fromkeys(load.training.path for load in loads if load.training):
         yield list(_smaller_microbatches(path, loads))
 

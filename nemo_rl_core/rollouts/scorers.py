@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.config.environment import (
+    EnvironmentConfig,
+    EnvironmentWorkers,
+    single_environments,
+)
 from nemo_rl_core.config.generation import VllmGenerationConfig
-from nemo_rl_core.config.judge import JudgeModel
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.single_turn import RewardModelScore
 from nemo_rl_core.config.trainer import RolloutSettings
 from nemo_rl_core.data.chat import prompt_token_ids
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
@@ -40,10 +46,30 @@ def scorer_of(
         NemoRLError: As `make_scorer` and `make_remote_scorer`.
     """
     environment, workers = settings.environment, settings.environment_workers
+    cluster = session.cluster
+    if cluster.use_gpus and workers is None and has_reward_model(environment):
+        workers = _WITH_A_MODEL
     if workers is not None:
-        return make_remote_scorer(environment, workers, reward_model, policy=model_folder)
+        takes_gpus = cluster.use_gpus and (workers.use_gpus or has_reward_model(environment))
+        gpus = cluster if takes_gpus else None
+        return make_remote_scorer(
+            environment, workers, reward_model, policy=model_folder, gpus=gpus
+        )
     start = partial(start_judge, session)
     return make_scorer(environment, reward_model, policy=model_folder, start_judge=start)
+
+
+_WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
+"""Of a reward model on GPUs, where the settings name none: this process sees all GPUs, or none."""
+
+
+def has_reward_model(environment: EnvironmentConfig) -> bool:
+    """Whether all that needs a GPU to score is a reward model, which actors can have."""
+    single = single_environments(environment)
+    judged = any(
+        isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel) for each in single
+    )
+    return not judged and any(isinstance(each, RewardModelScore) for each in single)
 
 
 def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int) -> "EngineChat":
@@ -113,6 +139,7 @@ class EngineChat:
         seeds = torch.zeros(len(prompts), dtype=torch.long)
         batch = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
         output = self._generation.generate(batch, True)
+        self._generation.finish_generation()  # training needs the GPU
         ends = output["unpadded_sequence_lengths"].tolist()
         completions = [
             ids[start:end].tolist()

@@ -65,6 +65,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._of_environment = []
         if self._replayed is not None:
             return
+        if isinstance(self.policy, Policy):
+            self.policy.release_memory()  # an engine takes its share of the GPU when it starts
         self.sampler = resources.enter_context(
             self.sampler_class(
                 self.session,
@@ -76,6 +78,8 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
                 generation=self._own_generation(spec),
             )
         )
+        if self._own.engine is None and isinstance(self.sampler.generation, Generation):
+            self._finish_generation(self.sampler)  # an engine is awake when it has started
         self._num_restarts = self.sampler.num_restarts  # a scorer may have served others before
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
@@ -181,9 +185,15 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
 
         After the update of weights, which wakes the engine as well: they have a place then.
         """
+        if isinstance(self.policy, Policy) and self.policy.offloads_weights:
+            self.policy.release_memory()  # a proof may have called the weights back
         sampler.generation.prepare_for_generation()
         yield
-        sampler.generation.finish_generation()
+        self._finish_generation(sampler)
+
+    def _finish_generation(self, sampler: Sampler) -> None:
+        """Every use of an engine begins with new weights; the user's own may have other uses."""
+        sampler.generation.finish_generation(discards_weights=self._own.engine is None)
 
     def _recorded(self) -> list[Rollout]:
         assert self._replayed is not None

@@ -182,8 +182,8 @@ def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:
         )
     if memory.host > HOST_GIB:
         found.append(
-            f"{load.name}: training.cpu_offload takes {memory.host:.0f} GiB of a machine for each "
-            f"GPU, of which plans fill {HOST_GIB:.0f}"
+            f"{load.name}: what training offloads takes {memory.host:.0f} GiB of a machine for "
+            f"each GPU, of which plans fill {HOST_GIB:.0f}"
         )
     assert bool(found) is not fits(load, gpu.memory_gib)
     return found

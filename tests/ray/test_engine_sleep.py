@@ -36,8 +36,8 @@ class NotedGeneration(Generation):
         self.calls.append("generate")
         return super().generate(data, greedy)
 
-    def finish_generation(self) -> None:
-        super().finish_generation()
+    def finish_generation(self, **options: Any) -> None:
+        super().finish_generation(**options)
         self.calls.append("sleep")
 
 
@@ -81,8 +81,9 @@ def test_the_engine_is_awake_only_while_it_generates(
     )
     trainer.fit(PROMPTS, reward_fn=lambda prompt, response: response.count("7") + 0.1)
     rollouts = ["weights", "wake", "generate", "sleep"]
-    # Once more at the end, for the stage that comes next.
-    assert NotedGeneration.calls == [*2 * [*rollouts, "trained"], *rollouts, "sleep"]
+    # At the start, since an engine is awake when it has started; and once more at the end, for the
+    # stage that comes next.
+    assert NotedGeneration.calls == ["sleep", *2 * [*rollouts, "trained"], *rollouts, "sleep"]
 
 
 def test_an_engine_that_sleeps_wakes_for_what_it_is_asked(
@@ -99,3 +100,26 @@ def test_an_engine_that_sleeps_wakes_for_what_it_is_asked(
     engine.update_weights(make_policy())  # those that it had
     again = engine.generate(batch, greedy=True)
     assert torch.equal(again["logprobs"], expected["logprobs"])
+
+
+def test_a_run_is_the_same_wherever_the_trainer_waits(
+    session: ClusterSession, tiny_model: Path
+) -> None:
+    weights = []
+    for offload in ("none", "all"):
+        trainer = GRPOTrainer.from_pretrained(
+            tiny_model,
+            training={"offload_for_generation": offload},
+            generation={"backend": "hf", "max_new_tokens": 6},
+            cluster={"num_threads": 1},
+            max_prompt_tokens=16,
+            num_prompts_per_step=4,
+            num_generations_per_prompt=2,
+            num_steps_per_iteration=2,
+            validate_every_num_steps=2,
+            learning_rate=0.01,
+        )
+        result = trainer.fit(PROMPTS, reward_fn=lambda prompt, response: response.count("7") + 0.1)
+        weights.append((result.checkpoint / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert weights[0] != (tiny_model / "model.safetensors").read_bytes()

@@ -20,23 +20,47 @@ class Probe:
         import os, ray
         return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
+    def device(self):
+        import os, ray, torch
+        from nemo_rl_core.distributed.process_group import local_device, own_gpu
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 3
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        node = ray.get_runtime_context().get_node_id()
+        return node, visible, own_gpu(), str(local_device())
+
+class Scorer:
+    def __init__(self, make):
+        pass
+    def start(self):
+        pass
+    def run(self, rows):
+        import os, ray, time
+        time.sleep(0.1)
+        node = ray.get_runtime_context().get_node_id()
+        return [(node, os.environ.get("CUDA_VISIBLE_DEVICES"))] * len(rows)
+    def close(self):
+        pass
+
 machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
 for _ in range(2):
     machines.add_node(num_cpus=4, num_gpus=3)
 machines.connect()
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.environment import EnvironmentWorkers
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
+from nemo_rl_core.environments.actor_pool import ActorPool
 from nemo_rl_core.errors import ResourceError
 
 config = ClusterConfig(shape="cluster", num_workers=2, num_gpus_per_node=3)
 session = ClusterSession.of(config)
 
-def started(name, count, **options):
+def started(name, count, method="where", **options):
     sharding = NamedSharding(range(count), ["rank"])
     group, is_new = session.workers(Probe, name=name, key="", sharding=sharding, **options)
-    return group.run_all_workers_single_data("where"), is_new
+    return group.run_all_workers_single_data(method), is_new
 
 found = {"trainer": started("training", 2)[0]}
 # An engine of two ranks: one GPU of the trainer's machine stays free, for it holds no engine.
@@ -45,6 +69,15 @@ found["again"] = started("generation", 2, cluster=session.beside(2, ranks_per_en
 # Others than these give them back first: else three more GPUs would not be there.
 found["three"] = started("generation", 3, cluster=session.beside(3, ranks_per_engine=1))[0]
 found["colocated"] = started("generation", 1)[0]
+workers = EnvironmentWorkers(num_workers=3, rows_per_call=1)
+for name, gpus in (("models", session.cluster), ("functions", None)):
+    pool = ActorPool(Scorer, None, workers, gpus=gpus)
+    found[name] = pool.run(range(12))
+    pool.close()
+    found[name + " again"] = pool.run(range(12))  # by others, in the same shares
+    pool.close()
+found["devices of trainer"] = started("training", 2, "device")[0]
+found["devices of engine"] = started("split", 2, "device", env_vars=SEES_ALL_GPUS)[0]
 try:
     started("generation", 6, cluster=session.beside(6, ranks_per_engine=1))
 except ResourceError as error:
@@ -95,3 +128,26 @@ def test_running_engines_are_reused_and_others_take_their_place(
 
 def test_gpus_that_do_not_exist_are_refused_at_once(found: dict[str, list[list[str]]]) -> None:
     assert "GPU" in str(found["refused"])
+
+
+def test_ranks_of_an_engine_see_all_gpus_and_compute_on_that_of_their_bundle(
+    found: dict[str, list[list[str]]],
+) -> None:
+    of_trainer, of_engine = found["devices of trainer"], found["devices of engine"]
+    assert [node for node, *_ in of_engine] == [node for node, *_ in of_trainer]
+    for (_, visible, gpu, device), (_, seen, same_gpu, own_device) in zip(
+        of_trainer, of_engine, strict=True
+    ):
+        # Weights go by CUDA IPC where both ends have one GPU; so they must agree on which it is.
+        assert (visible, device) == (gpu, "cuda:0")
+        assert (seen, same_gpu, own_device) == (None, gpu, f"cuda:{gpu}")
+
+
+def test_scorers_with_a_model_get_a_share_of_the_trainers_gpus_and_others_see_none(
+    found: dict[str, list[list[str]]],
+) -> None:
+    trainer = {tuple(each) for each in found["trainer"]}
+    for name in ("models", "models again"):
+        assert {tuple(each) for each in found[name]} == trainer
+    for name in ("functions", "functions again"):
+        assert {gpu for _, gpu in found[name]} == {""}

@@ -28,6 +28,7 @@ from nemo_rl_core.rollouts.batch import (
     rollout_metrics,
     valid_rollouts,
 )
+from nemo_rl_core.rollouts.sampler import Sampler
 from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.trainers.rollouts import RolloutTrainer, combined, train_in_parts
 from nemo_rl_core.types import Prompt
@@ -78,6 +79,11 @@ class PPOTrainer(RolloutTrainer[PPOSettings, PPOConfig]):
         )
         if spec.resume is not None:
             self.critic.load_checkpoint(spec.resume / CRITIC)
+
+    def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
+        if isinstance(self.critic, Policy):
+            self.critic.release_memory()
+        super()._update_weights(sampler, last_step=last_step)
 
     def _train_step(self, batch: list[Prompt]) -> dict[str, float]:
         rollouts = self._roll_out(batch)

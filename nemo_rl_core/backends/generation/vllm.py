@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,17 +18,22 @@ from nemo_rl_core.backends.decoding.requests import (
     samples_of_a_prompt,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.incoming import IncomingWeights
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
-from nemo_rl_core.backends.generation.vllm_ranks import join_engine, launcher, unlink_shared_memory
+from nemo_rl_core.backends.generation.vllm_ranks import (
+    gpu_of_single_rank,
+    join_engine,
+    launcher,
+    unlink_shared_memory,
+)
 from nemo_rl_core.backends.training.dtensor.loading import empty_model
-from nemo_rl_core.backends.training.dtensor.matching import check_folder, check_weights
+from nemo_rl_core.backends.training.dtensor.matching import check_folder
 from nemo_rl_core.checkpoints.weight_files import stored_tensors
-from nemo_rl_core.checkpoints.weights import require_finite
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import ReceivesWeights
 from nemo_rl_core.documented_names import documented
-from nemo_rl_core.errors import ConfigError, ConsistencyError
+from nemo_rl_core.errors import ConfigError, ConsistencyError, NemoRLError
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
@@ -35,6 +41,9 @@ _CPU_BLOCK = 32
 SENT = "the trainer's weight transfer"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+Tag = Literal["weights", "kv_cache"]
+_ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+"""What vLLM wakes by itself; all else wakes with the first of them."""
 
 
 class VllmBackend(ReceivesWeights):
@@ -48,7 +57,9 @@ class VllmBackend(ReceivesWeights):
         """Starts the engine."""
         config = setup.config
         assert isinstance(config, VllmGenerationConfig), config
-        self._setup, self._config, self._asleep = setup, config, False
+        self._setup, self._config = setup, config
+        self._asleep: tuple[Tag, ...] = ()
+        self._has_weights = True
         has_gpu = torch.cuda.is_available()
         if config.pipeline_parallel_size > 1 and not has_gpu:
             raise ConfigError(
@@ -68,8 +79,7 @@ class VllmBackend(ReceivesWeights):
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         from vllm import LLM  # after the folder was checked, since the import is slow
 
-        if config.ranks_per_engine > 1:
-            join_engine(config.ranks_per_engine)
+        ranks = config.ranks_per_engine
         self._llm = LLM(
             str(setup.model_folder),
             skip_tokenizer_init=config.skip_tokenizer_init,
@@ -82,7 +92,8 @@ class VllmBackend(ReceivesWeights):
             load_format=config.load_format,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
-            distributed_executor_backend=launcher() if config.ranks_per_engine > 1 else None,
+            distributed_executor_backend=launcher() if ranks > 1 else None,
+            device_ids=join_engine(ranks) if ranks > 1 else gpu_of_single_rank(),
             # An engine with GPUs of its own stays awake.
             enable_sleep_mode=has_gpu and not config.num_own_bundles,
             # Chunked prefill samples a token and discards it, which vLLM cannot do with the seeded
@@ -98,7 +109,7 @@ class VllmBackend(ReceivesWeights):
             logprobs_mode=_logprobs_mode(config),
             disable_log_stats=True,
         )
-        if config.ranks_per_engine > 1:
+        if ranks > 1:
             unlink_shared_memory()
 
     def generate(self, batch: BatchedDataDict, *, greedy: bool) -> BatchedDataDict:
@@ -141,16 +152,36 @@ class VllmBackend(ReceivesWeights):
         )
 
     def wake(self) -> None:
-        """Restores the memory of weights, keys and values; no-op if awake."""
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+        """Restores the memory of weights, keys and values; no-op if awake.
 
-    def sleep(self) -> None:
-        """Moves the weights to the host and drops keys and values; no-op without a GPU."""
-        if self._llm.llm_engine.model_config.enable_sleep_mode and not self._asleep:
-            self._llm.sleep(level=1)
-            self._asleep = True
+        Raises:
+            ConsistencyError: If the weights were discarded, and no others have arrived since.
+        """
+        if not self._has_weights:
+            raise ConsistencyError(
+                "the engine has discarded its weights and was given no others",
+                expected="update_weights(policy) before it generates again",
+                got="finish_generation(discards_weights=True), then generate",
+                fix="call update_weights, or finish_generation without discards_weights",
+            )
+        self._wake_up(_ALL_TAGS)
+
+    def _wake_up(self, tags: tuple[Tag, ...]) -> None:
+        if due := [tag for tag in tags if tag in self._asleep]:
+            self._llm.wake_up(tags=due)
+            self._asleep = tuple(tag for tag in self._asleep if tag not in due)
+
+    def sleep(self, *, level: Literal[1, 2] = 1) -> None:
+        """Gives the GPU's memory away; no-op without a GPU, or if the weights are asleep.
+
+        Args:
+            level: vLLM's. 1 moves the weights to the host and drops keys and values; 2 discards the
+                weights too, which the next update replaces.
+        """
+        can_sleep = self._llm.llm_engine.model_config.enable_sleep_mode
+        if can_sleep and "weights" not in self._asleep:
+            self._llm.sleep(level=level)
+            self._asleep, self._has_weights = _ALL_TAGS, level == 1
 
     def prefill_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
         """Returns logprobs of whole sequences, each in one forward pass.
@@ -185,8 +216,12 @@ class VllmBackend(ReceivesWeights):
         return logprobs
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights and empties the prefix cache, after the last weight has arrived."""
-        self._reload(list(named_tensors), source=SENT)
+        """Replaces all weights as they arrive, then empties the prefix cache.
+
+        Keys and values stay asleep: trainer and engine need the most memory while both have the
+        weights.
+        """
+        self._reload(named_tensors, source=SENT)
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""
@@ -199,44 +234,35 @@ class VllmBackend(ReceivesWeights):
             source=f"the model folder {model_folder.name!r}",
         )
 
-    def _reload(self, named_tensors: list[tuple[str, torch.Tensor]], *, source: str) -> None:
-        check_weights(self._expected, {n: tuple(w.shape) for n, w in named_tensors}, source)
-        require_finite(source, named_tensors)
-        self.wake()  # sleeping weights have no memory to write to
-        weights = _with_tied_head(named_tensors, self._setup.model_folder)
+    def _reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, source: str) -> None:
+        tensors = iter(named_tensors)
+        first = list(islice(tensors, 1))  # which comes when the trainer has left the GPU
+        arriving = chain(first, tensors)
+        self._wake_up(("weights",))  # what sleeps has no memory to write to
         if not torch.cuda.is_available():
             _drop_expert_kernels(self._model())
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        incoming = IncomingWeights(
+            self._expected,
+            dict(self._model().named_parameters()),
+            is_split=self._config.tensor_parallel_size > 1,
+            source=source,
+        )
+        weights = _with_tied_head(incoming.checked(arriving), self._setup.model_folder)
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        except NemoRLError:
+            raise
+        except Exception:
+            incoming.refuse_wrong(arriving)  # which says it better than vLLM
+            raise
+        self._has_weights = True
         # Otherwise keys and values of the old weights would be reused.
         if not self._llm.reset_prefix_cache():
             raise ConsistencyError(
                 "vLLM did not empty its prefix cache after new weights",
                 fix="run the same command again: it resumes from the last save",
             )
-        self._refuse_stale(named_tensors)
-
-    def _refuse_stale(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Compares the engine's weights with the sent ones, as far as the layout allows.
-
-        vLLM fuses and re-packs most matrices, but keeps embeddings, norms and some biases under
-        their own names; a failed reload is visible in these.
-        """
-        held = dict(self._model().named_parameters())
-        compared = 0
-        for name, sent in named_tensors:
-            parameter = held.get(name)
-            if parameter is None or parameter.shape[1:] != sent.shape[1:] or not parameter.numel():
-                continue
-            if self._config.tensor_parallel_size > 1 and parameter.shape != sent.shape:
-                continue  # one rank's shard, padded to a round number of rows
-            compared += 1
-            if not torch.equal(parameter[: sent.shape[0]].cpu(), sent.cpu()):
-                raise ConsistencyError(
-                    f"vLLM still holds old weights in {name!r} after an update",
-                    fix="run the same command again: it resumes from the last save",
-                )
-        if not compared:
-            raise ConsistencyError("no weight that was sent could be found in vLLM's model")
+        incoming.refuse_stale(dict(self._model().named_parameters()))
 
     def _model(self) -> torch.nn.Module:
         """This rank's shard of vLLM's model."""
@@ -267,8 +293,8 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def _with_tied_head(
-    named_tensors: list[tuple[str, torch.Tensor]], model_folder: Path
-) -> list[tuple[str, torch.Tensor]]:
+    named_tensors: Iterable[tuple[str, torch.Tensor]], model_folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Adds the embedding under the head's name if the head is tied.
 
     Checkpoints hold a tied matrix once. vLLM loads it correctly the first time, but on a CPU it
@@ -276,17 +302,22 @@ def _with_tied_head(
     Otherwise the engine would keep the head of its first weights.
     """
     config = json.loads((model_folder / "config.json").read_text())
-    names = {name for name, _ in named_tensors}
-    if not config.get("tie_word_embeddings", True) or _HEAD in names:
-        return named_tensors
-    embeddings = [tensor for name, tensor in named_tensors if name.endswith(_EMBEDDING)]
+    lacks_head = config.get("tie_word_embeddings", True)
+    embeddings = []
+    for name, tensor in named_tensors:
+        lacks_head &= name != _HEAD
+        if lacks_head and name.endswith(_EMBEDDING):
+            embeddings.append(tensor)
+        yield name, tensor
+    if not lacks_head:
+        return
     if len(embeddings) != 1:
         raise ConsistencyError(
             "the head of the model shares its weights, but no embedding was sent with them",
             expected=f"one tensor whose name ends with {_EMBEDDING!r}",
             got=f"{len(embeddings)}",
         )
-    return [*named_tensors, (_HEAD, embeddings[0])]
+    yield _HEAD, embeddings[0]
 
 
 def completed(completion: Any) -> Completed:

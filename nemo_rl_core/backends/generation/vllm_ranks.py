@@ -1,14 +1,24 @@
 """Rendezvous of the ranks of one vLLM engine."""
 
+import json
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl_core.distributed.process_group import rank, rank_environment, world_size
+from nemo_rl_core.distributed.process_group import (
+    own_gpu,
+    rank,
+    rank_environment,
+    visible_gpus,
+    world_size,
+)
 from nemo_rl_core.distributed.virtual_cluster import free_address
+from nemo_rl_core.distributed.weight_sync.transport import current_machine
 
 _POLL_SECONDS = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
@@ -52,33 +62,83 @@ def unlink_shared_memory() -> None:
         ring.is_creator = False  # the creator would unlink it again at exit
 
 
-def join_engine(num_ranks: int) -> None:
+@dataclass(frozen=True)
+class EngineRank:
+    """A rank's place in its engine.
+
+    Attributes:
+        machine: Equal for ranks of one machine.
+        gpu: What `CUDA_VISIBLE_DEVICES` calls its GPU; None without GPUs.
+    """
+
+    machine: str
+    gpu: str | None
+
+    @classmethod
+    def here(cls) -> "EngineRank":
+        """That of this process."""
+        return cls(current_machine(), own_gpu() if torch.cuda.is_available() else None)
+
+
+def join_engine(num_ranks: int) -> list[str] | None:
     """Sets the environment variables of this rank from all workers to its engine's ranks.
 
     All workers know the address of the first worker. Its store holds the address of each engine's
-    first rank.
+    first rank, and the place of every rank.
+
+    Args:
+        num_ranks: Of an engine.
+
+    Returns:
+        The GPUs of the engine's ranks on this machine, in their order, for vLLM's `device_ids`;
+        `LOCAL_RANK` is this rank's index among them. vLLM asks for the GPUs of other ranks by their
+        ranks, such as for its custom all-reduce. None without GPUs.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     num_workers, global_rank = world_size(), rank()
     engine, rank_in_engine = divmod(global_rank, num_ranks)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if num_workers > num_ranks:
-        self_hosted = global_rank == 0
-        store = TCPStore(address, port, num_workers, is_master=self_hosted)
-        if rank_in_engine == 0:
-            own = free_address()
-            store.set(f"engine {engine}", f"{own[0]} {own[1]}")
-        words = store.get(f"engine {engine}").decode().split()
-        address, port = words[0], int(words[1])
-        # The store ends with its host, which therefore waits until all ranks have read.
-        store.add("read", 1)
-        while self_hosted and store.add("read", 0) < num_workers:
-            time.sleep(_POLL_SECONDS)
-    # Ray makes only the worker's GPU visible, as device 0.
-    local_rank = 0 if torch.cuda.is_available() else rank_in_engine
+    is_host = global_rank == 0
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), num_workers, is_master=is_host
+    )
+    if rank_in_engine == 0:
+        store.set(f"engine {engine}", json.dumps(free_address()))
+    store.set(f"rank {global_rank}", json.dumps(asdict(EngineRank.here())))
+    address, port = json.loads(store.get(f"engine {engine}"))
+    first = engine * num_ranks
+    ranks = [
+        EngineRank(**json.loads(store.get(f"rank {each}")))
+        for each in range(first, first + num_ranks)
+    ]
+    # The store ends with its host, which therefore waits until all ranks have read.
+    store.add("read", 1)
+    while is_host and store.add("read", 0) < num_workers:
+        time.sleep(_POLL_SECONDS)
+    local_rank, gpus = places_on_machine(ranks, rank_in_engine)
     os.environ.update(
         rank_environment(
             rank_in_engine, num_ranks, address=address, port=port, local_rank=local_rank
         )
     )
+    return gpus
+
+
+def gpu_of_single_rank() -> list[str] | None:
+    """vLLM's `device_ids` for an engine of one rank; None where that sees no other GPU."""
+    sees_others = torch.cuda.is_available() and len(visible_gpus()) > 1
+    return [own_gpu()] if sees_others else None
+
+
+def places_on_machine(ranks: Sequence[EngineRank], own: int) -> tuple[int, list[str] | None]:
+    """Index of a rank among those of its machine, and the GPUs of these; None without GPUs.
+
+    Example:
+        >>> ranks = [EngineRank("a", "4"), EngineRank("b", "1"), EngineRank("b", "0")]
+        >>> places_on_machine(ranks, 2)
+        (1, ['1', '0'])
+    """
+    machine = ranks[own].machine
+    here = [index for index, each in enumerate(ranks) if each.machine == machine]
+    gpus = [gpu for index in here if (gpu := ranks[index].gpu) is not None]
+    return here.index(own), gpus or None

@@ -6,6 +6,7 @@ in take the system longer to allocate than to fill. One that has failed is dropp
 memory with it.
 """
 
+import gc
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nemo_rl_core.distributed.process_group import rank
@@ -39,9 +41,6 @@ from nemo_rl_core.distributed.weight_sync.transport import (
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup, finish_together
 from nemo_rl_core.errors import ConsistencyError, WorkerError
 
-STREAM_BUCKET_BYTES = 16 * 1024**2
-"""Few enough that a checksum finds in the processor's cache what was just packed or received."""
-
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -59,6 +58,18 @@ class SendsWeights:
     def named_weights(self) -> NamedTensors:
         """Whole weights; every rank iterates to the end."""
 
+    def release_memory(self, *, keeps_weights: bool = False) -> None:
+        """Gives away what memory of the GPU this rank does not need until it computes again.
+
+        By default that is what torch's allocator keeps for later.
+
+        Args:
+            keeps_weights: Whether the weights are needed at once, for a transfer.
+        """
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def send_weights(self, link: LinkSpec, open_links: Collection[LinkSpec] = ()) -> str:
         """Sends all weights; every rank of the trainer is called at once.
 
@@ -74,10 +85,11 @@ class SendsWeights:
             TransferError: If a receiver is gone, or does not join in time.
         """
         weights = ((name, w.to(self.sent_dtype or w.dtype)) for name, w in self.named_weights())
+        self.release_memory(keeps_weights=True)
+        # Engines wake when the first bucket arrives, on the GPUs of all ranks.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
         try:
-            if torch.cuda.is_available():
-                # The engine wakes now, and may need what this process's allocator keeps in reserve.
-                torch.cuda.empty_cache()
             if rank() != 0:
                 return ""
             opened = self._endpoints or {}
@@ -89,6 +101,7 @@ class SendsWeights:
         finally:
             # Gathering is a collective: all ranks go through it, whatever becomes of the transfer.
             deque(weights, maxlen=0)
+            self.release_memory()  # what comes next is generation
 
     def close_link(self, link: LinkSpec) -> None:
         """Frees what a link holds; a no-op where it is not open."""
@@ -137,7 +150,7 @@ class Endpoint:
     Args:
         link: What both ends know of it.
         group_rank: `SENDER`, or the receiver's index from 1 on.
-        bucket_bytes: About how much the sender packs at once.
+        bucket_bytes: About how much the sender packs at once; by default the transport's.
 
     Attributes:
         link: The same.
@@ -147,13 +160,11 @@ class Endpoint:
         ResourceError: If the transport needs a GPU, and this process sees none.
     """
 
-    def __init__(
-        self, link: LinkSpec, group_rank: int, *, bucket_bytes: int = STREAM_BUCKET_BYTES
-    ) -> None:
+    def __init__(self, link: LinkSpec, group_rank: int, *, bucket_bytes: int | None = None) -> None:
         self.link = link
         self._control = ControlGroup(link, group_rank)
         self._transport = TRANSPORTS[link.transport](self._control)
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or self._transport.bucket_bytes
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         """Sends all weights; returns when every receiver has loaded them.
@@ -183,11 +194,13 @@ class Endpoint:
                 # A bucket of nothing but empty tensors has no bytes to move.
                 if payload.nbytes:
                     frame["reference"] = transport.reference(payload)
+                transport.settle()  # this bucket was packed while the last one was taken
                 self._control.send(frame)
                 if payload.nbytes:
                     transport.push(payload)
                 digests.append(bucket.digest)
             digest = combined_digest(digests)
+            transport.settle()
             self._control.send({"end": digest})
             for received in self._control.gather(digest):
                 compare_digests(sent=digest, received=received)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,7 +34,13 @@ class Transport:
 
     Args:
         control: The group, which all endpoints have joined.
+
+    Attributes:
+        bucket_bytes: About how much is packed at once. By default few enough that a checksum finds
+            in the processor's cache what was just packed or received.
     """
+
+    bucket_bytes: ClassVar[int] = 16 * 1024**2
 
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
@@ -57,36 +63,14 @@ class Transport:
         """Receiver: returns `[num_bytes]` of uint8, unchanged until the transfer ends."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Sender: waits until all receivers have taken what was pushed."""
+
     def end(self) -> None:
         """Sender: all receivers have loaded everything."""
 
 
-class _MappedTransport(Transport):
-    """Memory that the sender packs into and receivers map, kept for the next transfer."""
-
-    def __init__(self, control: ControlGroup) -> None:
-        super().__init__(control)
-        self._buffers: list[torch.Tensor] = []
-        self._num_used = 0
-
-    def begin(self) -> None:
-        """The buffers may be filled again, in the same order."""
-        self._num_used = 0
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A view on the next buffer; one that is too small makes way for a larger one."""
-        index, self._num_used = self._num_used, self._num_used + 1
-        if index == len(self._buffers):
-            self._buffers.append(self._new_buffer(index, num_bytes))
-        elif self._buffers[index].nbytes < num_bytes:
-            self._buffers[index] = self._new_buffer(index, num_bytes)
-        return self._buffers[index][:num_bytes]
-
-    def _new_buffer(self, index: int, num_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class SharedMemoryTransport(_MappedTransport):
+class SharedMemoryTransport(Transport):
     """Pages of anonymous files that both processes map.
 
     They have no name, so that nothing is left behind, however a process ends. Both ends keep them
@@ -96,18 +80,24 @@ class SharedMemoryTransport(_MappedTransport):
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)
-        self._segments: dict[int, _Segment] = {}
+        self._segments: list[_Segment] = []
+        self._num_used = 0
         self._mapped: dict[int, torch.Tensor] = {}
         self._mapped_before: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """As for all buffers; a receiver unmaps what was not used in the last transfer."""
-        super().begin()
+        """Pages may be filled again, in the same order; a receiver unmaps unused ones."""
+        self._num_used = 0
         self._mapped, self._mapped_before = {}, self._mapped
 
-    def _new_buffer(self, index: int, num_bytes: int) -> torch.Tensor:
-        self._segments[index] = _Segment(num_bytes)
-        return self._segments[index].flat
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """A view on the next pages; those that are too few make way for more."""
+        index, self._num_used = self._num_used, self._num_used + 1
+        if index == len(self._segments):
+            self._segments.append(_Segment(num_bytes))
+        elif self._segments[index].flat.nbytes < num_bytes:
+            self._segments[index] = _Segment(num_bytes)
+        return self._segments[index].flat[:num_bytes]
 
     def reference(self, payload: torch.Tensor) -> list[int]:
         """Process, file descriptor, size of the file, and the number that makes it this file."""
@@ -137,16 +127,33 @@ class _Segment:
         os.close(self.descriptor)
 
 
-class CudaIpcTransport(_MappedTransport):
-    """Memory of one GPU that both processes map."""
+class CudaIpcTransport(Transport):
+    """Two buffers on one GPU that both processes map.
+
+    A receiver copies a bucket and then says so. Meanwhile the sender packs the next one into the
+    other buffer. So this holds two buckets, however large the model is, and the receiver's tensors
+    are its own: vLLM keeps those of a layer until the last of them has arrived.
+    """
+
+    bucket_bytes = 64 * 1024**2
 
     def __init__(self, control: ControlGroup) -> None:
         _need_gpu("cuda_ipc")
         super().__init__(control)
         self._device = local_device()
+        self._buffers = [self._memory(0), self._memory(0)]
+        self._turn, self._is_unread = 0, False
 
-    def _new_buffer(self, index: int, num_bytes: int) -> torch.Tensor:
+    def _memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """A view on the buffer of the bucket before the last, which receivers have copied."""
+        self._turn = turn = 1 - self._turn
+        if self._buffers[turn].nbytes < num_bytes:
+            self._buffers[turn] = self._memory(0)  # freed before more is allocated
+            self._buffers[turn] = self._memory(num_bytes)
+        return self._buffers[turn][:num_bytes]
 
     def reference(self, payload: torch.Tensor) -> str:
         """The handle that `torch.multiprocessing` makes of a CUDA tensor."""
@@ -156,23 +163,41 @@ class CudaIpcTransport(_MappedTransport):
         _, arguments = reduce_tensor(payload)  # type: ignore[no-untyped-call]
         return pickle.dumps(arguments).hex()
 
+    def push(self, payload: torch.Tensor) -> None:
+        """The receivers have the handle."""
+        self._is_unread = True
+
+    def settle(self) -> None:
+        """Waits for the receivers' copies."""
+        if self._is_unread:
+            self._control.gather(_COPIED)
+        self._is_unread = False
+
     def pull(self, reference: str, num_bytes: int) -> torch.Tensor:
+        """A copy of the sender's bytes."""
+        payload = self._mapped(reference).clone()
+        torch.cuda.current_stream(self._device).synchronize()
+        self._control.gather(_COPIED)
+        return payload
+
+    def _mapped(self, reference: str) -> torch.Tensor:
         """A view on the sender's memory."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         arguments = list(pickle.loads(bytes.fromhex(reference)))  # noqa: S301 - of the own trainer
-        # The GPU's number here; Ray gives each process numbers of its own.
+        # The GPU's number here; each process may have numbers of its own.
         arguments[_DEVICE_ARGUMENT] = self._device.index
         payload: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         return payload
 
     def end(self) -> None:
-        """Gives the GPU's memory back: the buffers are a second copy of the weights."""
-        self._buffers.clear()
+        """Gives the GPU's memory back, which the engine needs for keys and values."""
+        self._buffers = [self._memory(0), self._memory(0)]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
+_COPIED = "copied"
 _DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
 
 

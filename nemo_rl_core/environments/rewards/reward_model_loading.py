@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl_core.checkpoints.hub import hub_access
 from nemo_rl_core.checkpoints.weight_files import unreadable
 from nemo_rl_core.checkpoints.weights import load_pretrained
+from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.errors import ModelError
 
 SCALAR_HEAD = "score"
@@ -23,7 +24,6 @@ def load_reward_model(name: str) -> Any:
         ModelError: If it cannot be read, has no scalar head, or weights that are missing, surplus,
             misshapen or not finite.
     """
-    import torch
     from transformers import AutoModelForSequenceClassification
 
     called = f"the reward model {name!r}"
@@ -39,7 +39,7 @@ def load_reward_model(name: str) -> Any:
             fix="name a checkpoint that RewardModelTrainer has saved",
         )
     getattr(model, SCALAR_HEAD).float()
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval().to(local_device())
 
 
 def checked_context_length(name: str) -> float:

@@ -30,6 +30,7 @@ from nemo_rl_core.distributed.named_sharding import DATA, PIPELINE, TENSOR, Name
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import WeightLink
+from nemo_rl_core.distributed.worker_group import SEES_ALL_GPUS
 from nemo_rl_core.errors import (
     ConsistencyError,
     TransferError,
@@ -231,16 +232,25 @@ class Generation(GenerationInterface):
         except WorkerLostError as lost:
             self._restart(lost)
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+    def finish_generation(self, *args: Any, discards_weights: bool = False, **kwargs: Any) -> None:
         """Gives the GPU's memory away, for training to use; the next call takes it back.
 
         Engines on GPUs of their own keep it. Workers that are lost hold none of it: the next call
         that needs them starts them again.
+
+        Args:
+            *args: Not read.
+            discards_weights: Whether `update_weights` comes before the engine generates again, so
+                that vLLM needs no copy of the weights on the host.
+            **kwargs: Not read either.
         """
-        if self._setup.config.num_own_bundles:
+        config = self._setup.config
+        if config.num_own_bundles:
             return
+        discards = discards_weights and isinstance(config, VllmGenerationConfig)
+        options = {"level": 2} if discards else {}
         with suppress(WorkerLostError):
-            self._workers.run_all_workers_single_data("sleep")
+            self._workers.run_all_workers_single_data("sleep", **options)
 
     def update_weights(self, policy: Policy) -> None:
         """Takes over the policy's weights and compares checksums of what was sent and arrived.
@@ -313,7 +323,10 @@ class Generation(GenerationInterface):
             ConsistencyError: If it is past the bounds of the gate.
         """
         with waiting("checking the engine against the trainer"):
-            return self._checked(self._proof_of_each_engine(greedy=False), policy)
+            output = self._proof_of_each_engine(greedy=False)
+            if getattr(policy, "offloads_weights", False):
+                self.finish_generation()  # they come back now, perhaps to the same GPU
+            return self._checked(output, policy)
 
     def _prove_update(self, policy: Policy) -> None:
         """Later errors show in what a step has sampled, which its gate compares."""
@@ -404,4 +417,6 @@ def engine_environment(config: SamplingConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_FLOAT32_MATMUL_PRECISION": config.float32_matmul_precision,
+        **(SEES_ALL_GPUS if config.ranks_per_engine > 1 else {}),
     }

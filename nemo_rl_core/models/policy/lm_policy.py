@@ -52,6 +52,7 @@ class Policy(PolicyInterface):
         session: Where the workers run.
         workers: Whose backend is a `SendsWeights`; a `WeightLink` leads from them.
         choices: What settings that may be `auto` are in the workers, by their paths in a recipe.
+        offloads_weights: Whether they wait on the host while an engine generates.
 
     Raises:
         ConfigError: If the cluster's workers do not hold whole copies of the model.
@@ -79,6 +80,8 @@ class Policy(PolicyInterface):
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
         self._splits_steps = splits_steps(backend)
+        self._releases_memory = hasattr(backend, "release_memory")
+        self.offloads_weights = getattr(training, "offload_for_generation", "none") == "all"
         self._num_copies = sharding.axis_size(DATA)
         self._max_tokens = setup.max_tokens_per_microbatch
         self._shares_rows = shares_rows(
@@ -243,6 +246,14 @@ class Policy(PolicyInterface):
         answers = self.workers.run_all_workers_single_data("__ray_call__", _whole_weights)
         weights: dict[str, torch.Tensor] = answers[0]
         return weights
+
+    def release_memory(self) -> None:
+        """Gives the GPU's memory away, as far as `training.offload_for_generation` says.
+
+        An engine on the same GPU may use it until the next call that computes, which takes it back.
+        """
+        if self._releases_memory:
+            self.workers.run_all_workers_single_data("release_memory")
 
     def check_alive(self) -> None:
         """Raises what ends a run: a worker that holds a part of what was trained is gone.

@@ -1,11 +1,14 @@
 """The vLLM worker without vLLM."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl_core.backends.generation.vllm import _logprobs_mode, _refuse_block_size
-from nemo_rl_core.backends.generation.vllm_ranks import join_engine
+from nemo_rl_core.backends.generation.vllm_ranks import EngineRank, join_engine, places_on_machine
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.errors import ConfigError
@@ -22,6 +25,86 @@ def test_ranks_of_an_engine_meet_where_others_do_not() -> None:
     assert [found["RANK"] for found in (first, second, third, fourth)] == ["0", "1", "0", "1"]
     assert {found["WORLD_SIZE"] for found in (first, second, third, fourth)} == {"2"}
     assert first["port"] == second["port"] != third["port"] == fourth["port"]
+
+
+def test_ranks_of_an_engine_know_the_gpus_of_the_others() -> None:
+    def on_rank() -> tuple[list[str] | None, str]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "7,5,3,1"
+        torch.cuda.is_available = lambda: True
+        return join_engine(2), os.environ["LOCAL_RANK"]
+
+    # Without Ray, the GPU of a worker is that at its place on the machine.
+    first, second = ["7", "5"], ["3", "1"]
+    expected = [(first, "0"), (first, "1"), (second, "0"), (second, "1")]
+    assert run_ranks(on_rank, world_size=4) == expected
+
+
+def test_an_engine_over_two_machines_counts_on_each() -> None:
+    ranks = [EngineRank("a", "0"), EngineRank("a", "2"), EngineRank("b", "2"), EngineRank("b", "0")]
+    assert [places_on_machine(ranks, own) for own in range(4)] == [
+        (0, ["0", "2"]),
+        (1, ["0", "2"]),
+        (0, ["2", "0"]),
+        (1, ["2", "0"]),
+    ]
+    assert places_on_machine([EngineRank("a", None)], 0) == (0, None)
+
+
+def ask_peers(visible: str, gpus: list[str] | None) -> list[tuple[int, int]] | str:
+    """The pairs of CUDA's devices that vLLM's custom all-reduce asks for, on its first rank.
+
+    vLLM's own code on a platform that says to be CUDA, up to where it allocates memory.
+    """
+    import torch.distributed as dist
+    import vllm.distributed.device_communicators.custom_all_reduce as library
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms.interface import Platform, PlatformEnum, set_assigned_physical_gpu_ids
+
+    class Cuda(Platform):
+        _enum = PlatformEnum.CUDA
+        device_type = "cuda"
+        device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+        @classmethod
+        def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
+            return True
+
+    class ReachedError(Exception):
+        pass
+
+    def allocate(*_: Any, **__: Any) -> None:
+        raise ReachedError
+
+    asked = []
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    torch.cuda.can_device_access_peer = lambda one, other: asked.append((one, other)) is None
+    engine: Any = SimpleNamespace(device_ids=gpus, distributed_executor_backend="external_launcher")
+    physical = EngineArgs._resolve_device_ids(engine)
+    if physical is not None:
+        set_assigned_physical_gpu_ids(physical)
+    library.current_platform, library.custom_ar = Cuda(), True
+    library.in_the_same_node_as = lambda group, source_rank: [True, True]
+    library.ops.meta_size = lambda: 1
+    library.CustomAllreduce.create_shared_buffer = staticmethod(allocate)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    device = Cuda.logical_device_id_to_visible_device_id(0)
+    try:
+        library.CustomAllreduce(group=dist.group.WORLD, device=torch.device("cuda", device))
+    except ReachedError:
+        return asked
+    except IndexError as error:
+        return str(error)
+    return "disabled"
+
+
+def test_the_custom_all_reduce_of_vllm_finds_the_gpus_of_its_ranks() -> None:
+    # Ranks of the second engine of a machine, whose bundles Ray has put on GPUs 6 and 4.
+    assert run_ranks(ask_peers, "0,1,2,3,4,5,6,7", ["6", "4"], world_size=1) == [[(6, 4)]]
+    # A machine of which Ray was given four.
+    assert run_ranks(ask_peers, "7,6,5,4", ["6", "4"], world_size=1) == [[(1, 3)]]
+    # Where a rank sees its own GPU alone, vLLM does not start: why `SEES_ALL_GPUS` is.
+    assert run_ranks(ask_peers, "6", None, world_size=1) == ["list index out of range"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Transfers of weights between real processes: the same bits, or an error, but never a hang."""
 
+import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +23,11 @@ from nemo_rl_core.distributed.weight_sync import (
     combined_digest,
     make_buckets,
 )
+from nemo_rl_core.distributed.weight_sync import transport as transport_module
 from nemo_rl_core.distributed.weight_sync.transport import (
+    CudaIpcTransport,
     Location,
+    _Segment,
     choose_transport,
     current_location,
 )
@@ -162,6 +168,71 @@ def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(
     link = new_link(transport)
     sent, received = run_ranks(end, link, world_size=2)
     assert received == sent
+
+
+class _TwoBuffers(CudaIpcTransport):
+    """`CudaIpcTransport` whose memory is that of the host, mapped by both processes."""
+
+    most_bytes = 0
+    _live: list[Any]
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        segment = _Segment(num_bytes)
+        self.__dict__.setdefault("_live", []).append(weakref.ref(segment))
+        self.__dict__.setdefault("_segments", {})[segment.flat.data_ptr()] = segment
+        in_use = {buffer.data_ptr() for buffer in getattr(self, "_buffers", [])}
+        in_use.add(segment.flat.data_ptr())
+        self._segments = {key: each for key, each in self._segments.items() if key in in_use}
+        held = sum(each().flat.nbytes for each in self._live if each() is not None)
+        self.most_bytes = max(self.most_bytes, held)
+        return segment.flat[:num_bytes]
+
+    def reference(self, payload: torch.Tensor) -> Any:
+        segment = self._segments[payload.data_ptr()]
+        return [os.getpid(), segment.descriptor, payload.nbytes]
+
+    def _mapped(self, reference: Any) -> torch.Tensor:
+        pid, descriptor, num_bytes = reference
+        with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
+            pages = mmap.mmap(file.fileno(), num_bytes)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transport_module, "_need_gpu", lambda name: None)
+    patch.setitem(transport_module.TRANSPORTS, "cuda_ipc", _TwoBuffers)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    for name in ("ipc_collect", "empty_cache"):
+        patch.setattr(torch.cuda, name, lambda: None)
+
+
+def test_cuda_ipc_holds_two_buckets_however_many_there_are(
+    new_link: Callable[..., LinkSpec],
+) -> None:
+    weights = [(f"{index}", torch.full((100,), float(index))) for index in range(50)]
+    weights.insert(20, ("large", torch.arange(1000.0)))
+    weights.insert(30, ("none", torch.empty(0)))
+
+    def end(link: LinkSpec) -> tuple[list[Any], int]:
+        with pytest.MonkeyPatch.context() as patch:
+            _on_the_host(patch)
+            if rank() == 0:
+                sender = Endpoint(link, SENDER, bucket_bytes=1600)
+                for _ in range(2):
+                    sender.send(weights)
+                return bits(weights), sender._transport.most_bytes
+            receiver, seen = Endpoint(link, rank()), []  # type: Endpoint, list[Any]
+            for _ in range(2):
+                # All at once: none lies in memory that the sender writes to again.
+                receiver.receive(lambda tensors: seen.extend(list(tensors)))
+            return bits(seen), 0
+
+    link = new_link("cuda_ipc", num_receivers=2)
+    (sent, most_bytes), *received = run_ranks(end, link, world_size=3)
+    assert [found for found, _ in received] == [sent * 2] * 2
+    # The large tensor in one buffer, four small ones in the other; all weights are 24 kB.
+    assert most_bytes <= 4000 + 1600 + 2 * 16
 
 
 def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets(

@@ -146,8 +146,9 @@ def test_an_engine_reserves_its_share_and_caches_what_is_left() -> None:
     assert sum(found.parts[name] for name in engine) == pytest.approx(0.5 * H100)
     # 28 layers x 2 x 4 heads x 128 x 2 bytes = 57,344 a token.
     assert found.kv_tokens == pytest.approx(found.parts["KV cache"] * 2**30 / 57344)
-    # What stays of the trainer, its largest tensor while weights are sent, three contexts.
-    stays = found.parts["weights"] + found.parts["moments"] + found.parts["transfer"] + 3
+    # What stays of the trainer, and three contexts; weights were sent before the cache woke.
+    assert found.parts["transfer"] < found.parts["KV cache"]
+    stays = found.parts["weights"] + found.parts["moments"] + 3
     assert found.sampling == pytest.approx(stays + 0.5 * H100)
 
 
@@ -173,12 +174,55 @@ def test_an_engine_that_is_too_small_for_one_sequence_is_found() -> None:
     assert missing_cache(load, plan_memory(load, H100))
 
 
-def test_one_gpu_holds_a_second_copy_of_weights_while_it_sends_them() -> None:
-    generation = VllmGenerationConfig()
+def test_one_gpu_holds_four_buckets_while_weights_are_sent() -> None:
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.08)
     found = planned("qwen2.5-1.5b", training=RECOMPUTED, generation=generation)
-    copy = 2 * stage("qwen2.5-1.5b").sizes.num_parameters / 2**30
-    largest = 151936 * 1536 * 6 / 2**30  # in float32 and 16 bits
-    assert found.parts["transfer"] == pytest.approx(copy + largest)
+    largest = 151936 * 1536 / 2**30
+    # The embedding in float32 and in 16 bits, and each bucket as large as that.
+    assert found.parts["transfer"] == pytest.approx(largest * (4 + 2) + 4 * largest * 2)
+    # Of so small an engine, more than of keys and values, which wake afterwards.
+    assert found.parts["transfer"] > found.parts["KV cache"]
+    parts = ("weights", "moments", "contexts", "transfer", "engine weights", "engine workspace")
+    assert found.sampling == pytest.approx(sum(found.parts[name] for name in parts))
+
+
+def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_samples() -> None:
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.5)
+
+    def plan(offload: str) -> MemoryPlan:
+        training = DTensorTraining(activation_checkpointing=True, offload_for_generation=offload)
+        return planned(
+            "qwen2.5-7b", 8, training=training, generation=generation, has_reference=True
+        )
+
+    stays, optimizer, everything = plan("none"), plan("optimizer"), plan("all")
+    parts = stays.parts
+    assert (stays.host, optimizer.host) == (0, pytest.approx(parts["moments"]))
+    assert optimizer.sampling == pytest.approx(stays.sampling - parts["moments"])
+    assert optimizer.training == stays.training
+    held = parts["moments"] + parts["weights"] + parts["reference"]
+    assert everything.host == pytest.approx(held)
+    # The weights are there until they were sent; then only the engine and three contexts are.
+    assert everything.sampling == pytest.approx(0.5 * H100 + 3)
+    assert everything.training == pytest.approx(stays.training - parts["reference"])
+
+
+def test_megatron_has_no_gradients_while_it_samples() -> None:
+    generation = VllmGenerationConfig(gpu_memory_utilization=0.5)
+    megatron = MegatronTraining(tensor_parallel_size=2, activation_checkpointing=True)
+    found = planned("qwen2.5-7b", 8, training=megatron, generation=generation)
+    stays = found.parts["weights"] + found.parts["moments"] + 3
+    assert found.sampling == pytest.approx(stays + 0.5 * H100)
+    offloaded = planned(
+        "qwen2.5-7b",
+        8,
+        training=megatron.replace(offload_for_generation="optimizer"),
+        generation=generation,
+    )
+    # Of the weights, 2 bytes stay: the float32 copies are a part of the optimizer's state.
+    moments_and_copies = found.parts["moments"] * 12 / 8
+    assert offloaded.sampling == pytest.approx(found.sampling - moments_and_copies)
+    assert offloaded.host == pytest.approx(moments_and_copies)
 
 
 def test_adapters_leave_the_base_without_gradients_and_reference() -> None:

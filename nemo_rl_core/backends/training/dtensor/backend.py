@@ -11,7 +11,7 @@ from nemo_rl_core.backends.decoding.draws import Decoding
 from nemo_rl_core.backends.decoding.requests import as_batch, read_requests, row_seeds
 from nemo_rl_core.backends.decoding.transformers_loop import complete
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
-from nemo_rl_core.backends.training.determinism import compute_deterministically
+from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.dtensor.attention import PackedAttention, packed_attention
 from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
@@ -42,6 +42,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
+from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
 from nemo_rl_core.backends.training.optimizers import (
     build_optimizer,
     clip_gradients,
@@ -75,6 +76,7 @@ class DTensorBackend(SendsWeights):
         torch.manual_seed(setup.seed)
         compute_deterministically()
         assert isinstance(setup.training, DTensorTraining)
+        torch.set_float32_matmul_precision(setup.training.float32_matmul_precision)
         self._setup, self._training = setup, setup.training
         self.sent_dtype = getattr(torch, setup.dtype)
         self._mesh = join_mesh(self._training)
@@ -99,6 +101,13 @@ class DTensorBackend(SendsWeights):
         trained = adapters or dict(self._policy.model.named_parameters())
         self._optimizer = build_optimizer(trained.items(), setup.optimizer)
         self._trainer_state = TrainerState(self._optimizer, trained, weights=adapters)
+        self._memory = OffloadedState(
+            {
+                "weights": self._policy.model.parameters,
+                "reference": lambda: self._reference.model.parameters() if self._reference else (),
+                "optimizer": lambda: optimizer_tensors(self._optimizer),
+            }
+        )
 
     def _finish_earlier(self) -> None:
         """Waits for a save of an earlier set-up, which uses the same process group."""
@@ -155,7 +164,8 @@ class DTensorBackend(SendsWeights):
         )
 
     def _check(self, model: PackedModel) -> None:
-        model.refuse_unless_faithful()
+        with full_precision():
+            model.refuse_unless_faithful()
         release(model.model)
 
     def train_step(self, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
@@ -188,6 +198,7 @@ class DTensorBackend(SendsWeights):
             The loss's metrics and `num_valid_tokens`; and, if they are wanted, `[B, T-1]` logprobs
             where `token_mask` is set, or `[B, T]` values with a scalar head.
         """
+        self._memory.restore("weights")
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
         counts = torch.stack([mask.sum().float(), batch["sample_mask"].sum().float()])
         counts = counts if self._mesh is None else self._mesh.data_sum(counts)
@@ -228,6 +239,7 @@ class DTensorBackend(SendsWeights):
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
+        self._memory.restore("optimizer")
         options, step = self._setup.optimizer, self._num_updates + 1
         norm = clip_gradients(self._policy.model.parameters(), options.max_grad_norm, step=step)
         for group in self._optimizer.param_groups:
@@ -316,6 +328,7 @@ class DTensorBackend(SendsWeights):
         Raises:
             ConfigError: If the weights are sharded over several ranks.
         """
+        self._memory.restore("weights")
         model = self._with_lm_head().model
         if self._mesh is not None:
             raise ConfigError(
@@ -353,6 +366,7 @@ class DTensorBackend(SendsWeights):
         into: Sequence[torch.Tensor],
     ) -> None:
         """Writes the results of each micro-batch into the rows of tensors `[B, ...]` on the CPU."""
+        self._memory.restore("reference" if model is self._reference else "weights")
         for part in self._parts(model, batch):
             computed = compute(part.batch, part.packed)
             if not part.is_filler:
@@ -381,6 +395,8 @@ class DTensorBackend(SendsWeights):
             self._reference = self._language_model(model, folder)
             self._check(self._reference)
         yield self._reference
+        if "reference" in PARTS[self._training.offload_for_generation]:
+            self._memory.offload(["reference"])  # training needs the memory as well
 
     def _parts(self, model: PackedModel, batch: BatchedDataDict) -> Iterator[MicrobatchPart]:
         return self._microbatches.of(
@@ -401,6 +417,7 @@ class DTensorBackend(SendsWeights):
         return as_published(self._policy.model, merged)
 
     def _own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._memory.restore("weights")
         model = self._policy.model
         if getattr(model, "is_quantized", False):
             yield from dequantized_weights(model)
@@ -418,6 +435,7 @@ class DTensorBackend(SendsWeights):
 
     def start_checkpoint(self, path: Path) -> None:
         """As `save_checkpoint`, but the trainer's state is written while training continues."""
+        self._memory.restore("weights", "optimizer")
         tokenizer = load_tokenizer(self._setup.model_folder)
         self._policy.save(path / "model", tokenizer, self.named_weights())
         (path / "trainer").mkdir(exist_ok=True)
@@ -435,6 +453,7 @@ class DTensorBackend(SendsWeights):
 
     def load_checkpoint(self, path: Path) -> None:
         """Restores a checkpoint of `save_checkpoint`, bit-identically."""
+        self._memory.restore("weights", "optimizer")
         if self._adapters is None:
             model, weights = self._policy.model, path / "model"
             # A checkpoint lacks no weights, not even a head.
@@ -442,6 +461,21 @@ class DTensorBackend(SendsWeights):
         elif not self._adapters.base_is(base := path / "trainer" / "base"):
             self._adapters.replace_base(base)
         self._num_updates = self._trainer_state.load(path / "trainer")
+
+    def release_memory(self, *, keeps_weights: bool = False) -> None:
+        """Drops gradients and gathered weights, and moves what the recipe names to the host.
+
+        Each part comes back with the next call that needs it.
+
+        Args:
+            keeps_weights: Whether the weights stay, for a transfer.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        for model in filter(None, (self._policy, self._reference)):
+            release(model.model)
+        leaving = PARTS[self._training.offload_for_generation]
+        self._memory.offload(part for part in leaving if not (keeps_weights and part == "weights"))
+        super().release_memory()
 
     def peak_memory_gib(self) -> float:
         """Returns the peak memory of this process."""

@@ -9,12 +9,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
-from nemo_rl_core.backends.training.determinism import compute_deterministically
+from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.megatron import checkpoint
 from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
-from nemo_rl_core.backends.training.megatron.optimizer import make_optimizer, step_with_norm, wrap
+from nemo_rl_core.backends.training.megatron.optimizer import (
+    make_optimizer,
+    state_tensors,
+    step_with_norm,
+    wrap,
+)
 from nemo_rl_core.backends.training.megatron.parts import MegatronMicrobatch, make_parts
 from nemo_rl_core.backends.training.megatron.probe import PROBE_TOKENS, refuse_unless_faithful
 from nemo_rl_core.backends.training.megatron.reference import ReferenceWeights
@@ -25,6 +30,7 @@ from nemo_rl_core.backends.training.megatron.topology import (
 )
 from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, load_hf_weights
 from nemo_rl_core.backends.training.megatron.writing import Writing
+from nemo_rl_core.backends.training.offload import PARTS, OffloadedState
 from nemo_rl_core.backends.training.optimizers import learning_rate_at, require_finite_norm
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -60,6 +66,7 @@ class MegatronBackend(SendsWeights):
         self._finish_earlier()
         initialize_topology(training, seed=setup.seed)
         compute_deterministically()
+        torch.set_float32_matmul_precision(training.float32_matmul_precision)
         self._setup = setup
         self.sent_dtype = getattr(torch, setup.dtype)
         self._num_updates = 0
@@ -76,6 +83,13 @@ class MegatronBackend(SendsWeights):
         load_hf_weights(self._models, setup.model_folder)
         self._chunks = wrap(self._models)
         self._optimizer = make_optimizer(self._chunks, setup.optimizer, self.sent_dtype)
+        self._offload = PARTS[training.offload_for_generation]
+        self._memory = OffloadedState(
+            {
+                "weights": lambda: (each for model in self._models for each in model.parameters()),
+                "optimizer": lambda: state_tensors(self._optimizer),
+            }
+        )
         self._writing: Writing | None = None
         self._head = LogprobHead(
             self._models[-1],
@@ -87,7 +101,8 @@ class MegatronBackend(SendsWeights):
         by_boundaries = has_transformer_engine() or self._models[0].takes_boundaries
         is_shared = training.share_prefixes and not by_boundaries
         self._sharing = allowed_sharing(setup.model_folder) if is_shared else None
-        refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
+        with full_precision():
+            refuse_unless_faithful(self._probed_logprobs, dtype=setup.dtype)
 
     def choices(self) -> dict[str, str]:
         """What a setting that may be `auto` is on this machine, by its path in the recipe."""
@@ -147,7 +162,9 @@ class MegatronBackend(SendsWeights):
             )
             return loss, (metrics, [logprobs.detach()] if returns_outputs else [])
 
+        self._memory.restore("weights")
         for chunk in self._chunks:
+            chunk.restore_grad_buffers(synchronize=False)
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         parts = self._parts(batch, self._setup.max_tokens_per_microbatch)
@@ -168,6 +185,7 @@ class MegatronBackend(SendsWeights):
         Raises:
             ConsistencyError: If the gradient is not finite; the weights are unchanged.
         """
+        self._memory.restore("optimizer")
         step = self._num_updates + 1
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(step, self._setup.optimizer)
@@ -254,6 +272,7 @@ class MegatronBackend(SendsWeights):
         def consume(hidden: torch.Tensor, part: MegatronMicrobatch) -> tuple[torch.Tensor, Any]:
             return hidden.new_zeros(()), values(hidden, part)
 
+        self._memory.restore("weights")
         results = run_parts(self._chunks, parts, consume, forward_only=True)
         return self._in_rows(parts, results, into=into)
 
@@ -290,6 +309,7 @@ class MegatronBackend(SendsWeights):
         return self._sharing
 
     def _loaded_reference(self) -> ReferenceWeights:
+        self._memory.restore("weights")  # which the reference takes the place of
         if self._reference is None:
             folder = self._setup.reference_folder
             if folder is None:
@@ -299,6 +319,7 @@ class MegatronBackend(SendsWeights):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole weights under transformers' names; every rank iterates."""
+        self._memory.restore("weights")
         return iter_hf_weights(self._models)
 
     def save_checkpoint(self, path: Path) -> None:
@@ -309,6 +330,7 @@ class MegatronBackend(SendsWeights):
     def start_checkpoint(self, path: Path) -> None:
         """As `save_checkpoint`, but the trainer's state is written while training continues."""
         self.finish_checkpoint()
+        self._memory.restore("weights", "optimizer")
         checkpoint.save_model(
             path / "model",
             self.named_weights(),
@@ -339,7 +361,23 @@ class MegatronBackend(SendsWeights):
         Raises:
             StoreError: If the folder is not such a checkpoint, or of another model.
         """
+        self._memory.restore("weights", "optimizer")
         self._num_updates = checkpoint.load_trainer(path / "trainer", self._chunks, self._optimizer)
+
+    def release_memory(self, *, keeps_weights: bool = False) -> None:
+        """Drops the buffers of gradients, and moves what the recipe names to the host.
+
+        Each part comes back with the next call that needs it.
+
+        Args:
+            keeps_weights: Whether the weights stay, for a transfer.
+        """
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        self._memory.offload(
+            part for part in self._offload if not (keeps_weights and part == "weights")
+        )
+        super().release_memory()
 
     def peak_memory_gib(self) -> float:
         """Returns the peak memory of this process."""

@@ -1,10 +1,16 @@
 """Gradient buffers and Megatron's distributed AdamW around the chunks of a model."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    clip_grads,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -15,6 +21,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from nemo_rl_core.backends.training.megatron.step import sum_gradients
+from nemo_rl_core.backends.training.offload import optimizer_tensors
 from nemo_rl_core.config.optimizer import OptimizerConfig
 
 
@@ -118,3 +125,16 @@ def make_optimizer(
     return get_megatron_optimizer(
         config, chunks, config_overrides={}, use_gloo_process_groups=False
     )
+
+
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Moments of all parameters, and the copies of them that the optimizer updates."""
+    if isinstance(optimizer, ChainedOptimizer):
+        for each in optimizer.chained_optimizers:
+            yield from state_tensors(each)
+        return
+    if optimizer.optimizer is None:  # of a rank without parameters
+        return
+    for group in optimizer.optimizer.param_groups:
+        yield from group["params"]
+    yield from optimizer_tensors(optimizer.optimizer)

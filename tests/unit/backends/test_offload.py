@@ -1,0 +1,189 @@
+"""A trainer whose state waits on the host while an engine generates: the same bits, less memory."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.distributed.tensor import DTensor
+
+from nemo_rl_core.algorithms.sft.loss import NLLLoss
+from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.offload import OffloadedState, optimizer_tensors
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import (
+    DTensorTraining,
+    LoRAConfig,
+    MegatronTraining,
+    TrainingConfig,
+)
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
+from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.distributed.process_group import rank, world_size
+
+OFFLOADS = ("none", "optimizer", "all")
+
+
+def make_batch(*, rows: slice = slice(None)) -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(1)
+    sequences = [
+        torch.randint(0, 16, (length,), generator=generator).tolist() for length in (11, 4, 7, 9)
+    ]
+    return collate(sequences[rows], [[True] * len(each) for each in sequences[rows]])
+
+
+def started(folder: Path, training: TrainingConfig) -> Any:
+    from nemo_rl_core.backends.training.base import get_training_backend
+
+    backend: Any = get_training_backend(training.backend)()
+    backend.setup(
+        TrainingSetup(
+            model_folder=folder,
+            reference_folder=folder,
+            optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, num_warmup_steps=2),
+            max_tokens_per_microbatch=24,
+            training=training,
+        )
+    )
+    return backend
+
+
+def bytes_held(backend: Any) -> dict[str, int]:
+    """Of each part of the state, in memory that torch owns; files are mapped on a CPU."""
+    held = {}
+    for name, tensors in backend._memory._parts.items():
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors()]
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in local}
+        held[name] = sum(each.nbytes() for each in storages.values() if each.resizable())
+    return held
+
+
+def two_iterations(folder: Path, training: TrainingConfig) -> tuple[Any, dict[str, int]]:
+    """What a run of two iterations computes; and the bytes that it holds while it samples."""
+    copies = training.data_parallel_size(world_size())
+    batch = make_batch(rows=slice(rank() % copies, None, copies))
+    backend = started(folder, training)
+    found: list[Any] = []
+    for _ in range(2):
+        backend.release_memory(keeps_weights=True)
+        found.append({name: each.cpu().clone() for name, each in backend.named_weights()})
+        backend.release_memory()
+        held = bytes_held(backend)
+        backend.release_memory()  # again, with nothing left to do
+        found.append(backend.get_logprobs(batch))
+        found.append(backend.get_reference_logprobs(batch))
+        found.append(backend.train_step(batch, NLLLoss()))
+    backend.shutdown()
+    return found, held
+
+
+CASES = {
+    "one rank": (1, partial(DTensorTraining)),
+    "adapters": (1, partial(DTensorTraining, lora=LoRAConfig(rank=4))),
+    "shards": (2, partial(DTensorTraining)),
+    "tensor parallel": (2, partial(DTensorTraining, tensor_parallel_size=2)),
+    "megatron": (1, partial(MegatronTraining)),
+    "megatron's pipeline": (2, partial(MegatronTraining, pipeline_parallel_size=2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_depends_on_where_the_state_waits(case: str, tiny_model: Path) -> None:
+    size, training = CASES[case]
+
+    def on_rank() -> list[Any]:
+        return [two_iterations(tiny_model, training(offload_for_generation=o)) for o in OFFLOADS]
+
+    for (stays, all_held), (moves, without_moments), (leaves, nothing) in run_ranks(
+        on_rank, world_size=size
+    ):
+        torch.testing.assert_close([moves, leaves], [stays, stays], rtol=0, atol=0)
+        assert not torch.equal(stays[1], stays[5])  # it has learnt something
+        assert size == 1 or min(all_held.values()) > 0
+        assert without_moments["weights"] == all_held["weights"]
+        # Of Megatron's optimizer in float32, the copies of weights are the weights.
+        assert without_moments["optimizer"] < all_held["optimizer"]
+        assert set(nothing.values()) == {0}
+
+
+CALLS: dict[str, Callable[[Any, Path], Any]] = {
+    "get_logprobs": lambda it, _: it.get_logprobs(make_batch()),
+    "get_reference_logprobs": lambda it, _: it.get_reference_logprobs(make_batch()),
+    "get_reference_topk_logprobs": lambda it, _: it.get_reference_topk_logprobs(make_batch(), 2),
+    "forward_backward": lambda it, _: it.forward_backward(make_batch(), NLLLoss()),
+    "train_step": lambda it, _: it.train_step(make_batch(), NLLLoss()),
+    "named_weights": lambda it, _: {n: w.clone() for n, w in it.named_weights()},
+    "save_checkpoint": lambda it, folder: it.save_checkpoint(folder),
+}
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_every_call_takes_back_what_it_needs(
+    backend: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    kind = {"dtensor": DTensorTraining, "megatron": MegatronTraining}[backend]
+
+    def on_rank() -> list[tuple[str, Any, Any]]:
+        here, away = (
+            started(tiny_model, kind(offload_for_generation=offload)) for offload in ("none", "all")
+        )
+        found = []
+        for each in (here, away):
+            each.train_step(make_batch(), NLLLoss())  # from now on there are moments
+        for name, call in CALLS.items():
+            away.release_memory()
+            folders = [tmp_path / f"{name}-{place}" for place in ("here", "away")]
+            for folder in folders:
+                folder.mkdir()
+            found.append((name, call(here, folders[0]), call(away, folders[1])))
+        away.release_memory()
+        away.load_checkpoint(tmp_path / "save_checkpoint-here")
+        here.load_checkpoint(tmp_path / "save_checkpoint-here")
+        found.append(
+            ("load_checkpoint", *(each.get_logprobs(make_batch()) for each in (here, away)))
+        )
+        return found
+
+    (found,) = run_ranks(on_rank, world_size=1)
+    for name, here, away in found:
+        torch.testing.assert_close(away, here, rtol=0, atol=0, msg=name)
+    files = {
+        place: {
+            path.relative_to(folder): path.read_bytes()
+            for path in sorted(folder.rglob("*.safetensors"))
+        }
+        for place in ("here", "away")
+        if (folder := tmp_path / f"save_checkpoint-{place}")
+    }
+    assert files["here"] == files["away"]
+
+
+def test_memory_leaves_in_place_and_comes_back() -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    view = weight.detach()[1]
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    expected = {"weight": weight.detach().clone(), "moment": optimizer.state[weight]["exp_avg"]}
+    expected["moment"] = expected["moment"].clone()
+    # The optimizer's part names the weight, too: shared memory belongs to the first part.
+    state = OffloadedState(
+        {"weights": lambda: [weight], "optimizer": lambda: [weight, *optimizer_tensors(optimizer)]}
+    )
+    state.offload(["optimizer"])
+    assert weight.untyped_storage().nbytes() == 24
+    assert optimizer.state[weight]["exp_avg"].untyped_storage().nbytes() == 0
+    state.offload(["optimizer", "weights"])
+    assert weight.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
+    state.restore("weights", "optimizer")
+    assert torch.equal(weight, expected["weight"])
+    assert torch.equal(view, expected["weight"][1])
+    assert torch.equal(optimizer.state[weight]["exp_avg"], expected["moment"])
+
+
+def test_weights_that_live_on_the_host_are_not_moved_there() -> None:
+    with pytest.raises(ValidationError, match="on the host always"):
+        DTensorTraining(cpu_offload=True, offload_for_generation="optimizer")

@@ -1,0 +1,284 @@
+"""What `VllmBackend` asks of vLLM around a transfer of weights on a GPU, and in which order.
+
+A fake `LLM` records them. It has the memory of the real one: what sleeps cannot be read or written,
+and what is discarded is gone. Every recorded call is one that the installed vLLM takes.
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.vllm import VllmBackend
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
+from nemo_rl_core.errors import ConsistencyError, ModelError
+
+ALL = {"weights", "kv_cache"}
+
+
+class FakeLLM:
+    """`vllm.LLM`, of which each call is recorded."""
+
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+    events: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls, self.events = [("__init__", args, kwargs)], []
+        self.asleep: set[str] = set()
+        self.loaded: set[str] = set()
+        self.model = AutoModelForCausalLM.from_pretrained(args[0])
+        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+        config = SimpleNamespace(enable_sleep_mode=kwargs["enable_sleep_mode"])
+        self.llm_engine = SimpleNamespace(model_config=config, model_executor=executor)
+
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((name, args, kwargs))
+        self.events.append(" ".join([name, *map(str, kwargs.values())]))
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        self._record("sleep", *args, **kwargs)
+        assert not self.asleep, "vLLM would only warn"
+        self.asleep = set(ALL)
+        if kwargs["level"] == 2:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.fill_(float("nan"))
+
+    def wake_up(self, *args: Any, **kwargs: Any) -> None:
+        self._record("wake_up", *args, **kwargs)
+        assert self.asleep >= set(kwargs["tags"]), "vLLM would only warn"
+        self.asleep -= set(kwargs["tags"])
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(("collective_rpc", args, kwargs))
+        assert args == ("reload_weights",)
+        assert "weights" not in self.asleep, "there is no memory to write to"
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in kwargs["kwargs"]["weights_iterator"]:
+                if name in own:  # a tied head is no parameter of its own
+                    own[name].copy_(tensor)
+        self.events.append("reload_weights")
+
+    def reset_prefix_cache(self) -> bool:
+        self._record("reset_prefix_cache")
+        return True
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.calls.append(("generate", args, kwargs))
+        self.events.append("generate")
+        assert not self.asleep, "vLLM would read memory that is not there"
+        assert all(parameter.isfinite().all() for parameter in self.model.parameters())
+        logprobs = SimpleNamespace(token_ids=[5])
+        completion = SimpleNamespace(token_ids=[5], logprobs=logprobs, finish_reason="length")
+        logprobs.logprobs = [-1.0]
+        return [SimpleNamespace(outputs=[completion]) for _ in args[0]]
+
+
+class Trainer(SendsWeights):
+    """Sends a model's weights, and records when it leaves the GPU."""
+
+    def __init__(self, model: Any, events: list[str]) -> None:
+        self._model, self._events = model, events
+
+    def release_memory(self, *, keeps_weights: bool = False) -> None:
+        self._events.append("release all but weights" if keeps_weights else "release weights")
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters()
+
+
+@pytest.fixture
+def backend(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> VllmBackend:
+    """An engine with the fake LLM, on a machine that says to have one GPU."""
+    import vllm
+
+    monkeypatch.setattr(vllm, "LLM", FakeLLM, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    started = VllmBackend()
+    started.setup(setup_of(tiny_model))
+    return started
+
+
+def setup_of(folder: Path, **config: Any) -> GenerationSetup:
+    config = {"max_new_tokens": 1, **config}
+    return GenerationSetup(
+        folder, VllmGenerationConfig(**config), max_model_len=32, stop_token_ids=(1,)
+    )
+
+
+def prompts() -> BatchedDataDict:
+    ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    return BatchedDataDict(
+        input_ids=ids, input_lengths=torch.tensor([3, 3]), seeds=torch.tensor([1, 2])
+    )
+
+
+def other_weights(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model
+
+
+def transfer(trainer: SendsWeights, engine: VllmBackend) -> list[Exception]:
+    """Both ends of a link in threads of this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    link = LinkSpec("127.0.0.1", store.port, 1, "gloo", timeout_seconds=60.0)
+    errors: list[Exception] = []
+
+    def run(method: Any, *args: Any) -> None:
+        try:
+            method(*args)
+        except Exception as error:  # noqa: BLE001 (returned)
+            errors.append(error)
+
+    ends = [(trainer.send_weights, link), (engine.receive_weights, link, 0)]
+    threads = [threading.Thread(target=run, args=each) for each in ends]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return errors
+
+
+def test_trainer_and_engine_take_turns_on_the_gpu(backend: VllmBackend, tiny_model: Path) -> None:
+    llm: Any = backend._llm
+    trainer = Trainer(other_weights(tiny_model), llm.events)
+    for _ in range(2):
+        llm.events.clear()
+        backend.sleep(level=2)
+        assert not transfer(trainer, backend)
+        backend.wake()
+        backend.generate(prompts(), greedy=False)
+        assert llm.events == [
+            "sleep 2",
+            "release all but weights",
+            "wake_up ['weights']",
+            "reload_weights",
+            "reset_prefix_cache",
+            "release weights",
+            "wake_up ['kv_cache']",
+            "generate",
+        ]
+    for own, sent in zip(llm.model.parameters(), trainer._model.parameters(), strict=True):
+        assert torch.equal(own, sent)
+
+
+def test_weights_that_stay_are_kept_on_the_host(backend: VllmBackend) -> None:
+    llm: Any = backend._llm
+    backend.sleep()
+    backend.sleep()
+    backend.generate(prompts(), greedy=True)
+    backend.wake()
+    assert llm.events == ["sleep 1", "wake_up ['weights', 'kv_cache']", "generate"]
+
+
+def test_discarded_weights_are_not_generated_with(backend: VllmBackend, tiny_model: Path) -> None:
+    backend.sleep(level=2)
+    for call in (backend.wake, lambda: backend.generate(prompts(), greedy=True)):
+        with pytest.raises(ConsistencyError, match="discarded its weights") as refused:
+            call()
+        assert "update_weights" in str(refused.value.fix)
+    backend.load_weights(tiny_model)  # as a new stage does with running workers
+    backend.generate(prompts(), greedy=True)
+
+
+def test_tensors_are_read_one_by_one(backend: VllmBackend, tiny_model: Path) -> None:
+    counts = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        live: list[weakref.ref[torch.Tensor]] = []
+        for name, weight in other_weights(tiny_model).named_parameters():
+            tensor = weight.detach().clone()
+            live.append(weakref.ref(tensor))
+            counts.append(sum(each() is not None for each in live))
+            yield name, tensor
+
+    backend.take_weights(tensors())
+    assert len(counts) > 10
+    assert max(counts) <= 3  # this one, the one before, and the embedding for the tied head
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "lacks weights"),
+        (lambda weights: weights.update({"extra": torch.ones(1)}), "does not have"),
+        (lambda weights: weights["model.norm.weight"].fill_(float("inf")), "model.norm.weight"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
+            "of another shape",
+        ),
+    ],
+    ids=["missing", "surplus", "infinite", "misshapen"],
+)
+def test_wrong_weights_are_named(
+    damage: Any, told: str, backend: VllmBackend, tiny_model: Path
+) -> None:
+    weights = {
+        name: each.detach().clone() for name, each in other_weights(tiny_model).named_parameters()
+    }
+    damage(weights)
+    with pytest.raises(ModelError, match=told):
+        backend.take_weights(iter(weights.items()))
+
+
+def test_a_reload_that_does_nothing_is_found(
+    backend: VllmBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(*_: Any, **kwargs: Any) -> None:
+        for _ in kwargs["kwargs"]["weights_iterator"]:
+            pass
+
+    monkeypatch.setattr(FakeLLM, "collective_rpc", staticmethod(reads))
+    with pytest.raises(ConsistencyError, match="still holds old weights"):
+        backend.take_weights(iter(other_weights(tiny_model).named_parameters()))
+
+
+def test_an_engine_on_gpus_of_its_own_never_sleeps(tiny_model: Path, backend: VllmBackend) -> None:
+    backend.setup(setup_of(tiny_model, placement={"own": 1}))
+    llm: Any = backend._llm
+    backend.sleep(level=2)
+    assert not transfer(Trainer(other_weights(tiny_model), []), backend)
+    backend.generate(prompts(), greedy=True)
+    assert llm.events == ["reload_weights", "reset_prefix_cache", "generate"]
+
+
+def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
+    fake: Any = backend._llm
+    backend.sleep(level=2)
+    backend.load_weights(tiny_model)
+    backend.generate(prompts(), greedy=False)
+    backend.sleep()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.llm import LLM
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    options = {each.name for each in fields(EngineArgs)}
+    (_, args, kwargs), *calls = fake.calls
+    bound = inspect.signature(LLM.__init__).bind(None, *args, **kwargs)
+    assert options >= set(bound.arguments.get("kwargs", {}))
+    assert {name for name, *_ in calls} >= {"sleep", "wake_up", "collective_rpc", "generate"}
+    for name, args, kwargs in calls:
+        inspect.signature(getattr(LLM, name)).bind(None, *args, **kwargs)
+        if name == "collective_rpc":
+            method = getattr(GPUModelRunner, args[0])
+            inspect.signature(method).bind(None, **kwargs["kwargs"])
+    assert ALL == SLEEP_TAGS

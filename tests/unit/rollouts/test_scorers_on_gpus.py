@@ -1,0 +1,94 @@
+"""Where scorers with a model compute: on a share of a GPU, and only while they are asked."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum
+from nemo_rl_core.config.judge import JudgeModel, LLMJudge
+from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.rollouts import scorers
+from nemo_rl_core.rollouts.scorers import EngineChat, has_reward_model, scorer_of
+
+MODEL = RewardModelScore(model="folder")
+JUDGE = LLMJudge(judge=JudgeModel(model="folder"))
+
+
+def mixed(*environments: Any) -> WeightedSum:
+    return WeightedSum(parts=[{"environment": each, "weight": 1.0} for each in environments])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
+    """Where scorers were made, with which workers, on which GPUs."""
+    found: list[tuple[str, Any, Any]] = []
+    monkeypatch.setattr(
+        scorers,
+        "make_remote_scorer",
+        lambda environment, workers, *_, gpus, **__: found.append(("actors", workers, gpus)),
+    )
+    monkeypatch.setattr(scorers, "make_scorer", lambda *_, **__: found.append(("here", None, None)))
+    return found
+
+
+def make(environment: Any, workers: EnvironmentWorkers | None, *, use_gpus: bool) -> Any:
+    session: Any = SimpleNamespace(cluster=SimpleNamespace(use_gpus=use_gpus))
+    settings: Any = SimpleNamespace(environment=environment, environment_workers=workers)
+    scorer_of(session, settings, Path("policy"))
+    return session.cluster
+
+
+def test_a_reward_model_gets_a_share_of_a_gpu(asked: list[tuple[str, Any, Any]]) -> None:
+    own = EnvironmentWorkers(num_workers=2)
+    for environment in (MODEL, mixed(ExactMatch(), MODEL)):
+        cluster = make(environment, None, use_gpus=True)
+        assert asked.pop() == ("actors", scorers._WITH_A_MODEL, cluster)
+        cluster = make(environment, own, use_gpus=True)
+        assert asked.pop() == ("actors", own, cluster)
+        make(environment, None, use_gpus=False)
+        assert asked.pop() == ("here", None, None)
+
+
+def test_other_scorers_get_one_only_if_the_recipe_says_so(
+    asked: list[tuple[str, Any, Any]],
+) -> None:
+    plain, with_gpus = EnvironmentWorkers(), EnvironmentWorkers(use_gpus=True)
+    make(ExactMatch(), None, use_gpus=True)
+    assert asked.pop() == ("here", None, None)
+    make(ExactMatch(), plain, use_gpus=True)
+    assert asked.pop() == ("actors", plain, None)
+    cluster = make(ExactMatch(), with_gpus, use_gpus=True)
+    assert asked.pop() == ("actors", with_gpus, cluster)
+    make(ExactMatch(), with_gpus, use_gpus=False)
+    assert asked.pop() == ("actors", with_gpus, None)
+
+
+def test_a_judge_of_the_run_cannot_be_started_in_actors() -> None:
+    assert has_reward_model(mixed(MODEL, ExactMatch()))
+    assert not has_reward_model(mixed(MODEL, JUDGE))
+
+
+def test_a_judge_sleeps_when_it_has_answered() -> None:
+    events = []
+
+    def generate(batch: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+        events.append("generate")
+        lengths = batch["input_lengths"]
+        return BatchedDataDict(
+            output_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
+            unpadded_sequence_lengths=lengths + 1,
+        )
+
+    generation: Any = SimpleNamespace(
+        generate=generate, finish_generation=lambda: events.append("sleep")
+    )
+    tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: ["yes"] * len(rows))
+    chat = EngineChat(generation, tokenizer, max_question_tokens=8)
+    assert chat._complete([[1, 2], [3]]) == ["yes", "yes"]
+    assert events == ["generate", "sleep"]
+    assert chat._complete([]) == []
+    assert events == ["generate", "sleep"]
