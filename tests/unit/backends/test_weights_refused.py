@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,14 +155,30 @@ def test_vllm_does_not_start_over_a_folder_that_is_not_whole(
         engine("vllm", folder)
 
 
+def vllm_that_reads(folder: Path) -> Any:
+    """The worker over a vLLM that reads all tensors; they are refused on their way to it."""
+    from nemo_rl_core.backends.generation.vllm import VllmBackend
+
+    def reload_weights(_: str, kwargs: dict[str, Any]) -> None:
+        deque(kwargs["weights_iterator"], maxlen=0)
+
+    model = empty_model(folder, "lm")
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    backend: Any = VllmBackend()
+    backend._expected, backend._asleep = empty_model(folder, "lm"), ()
+    backend._config = SimpleNamespace(tensor_parallel_size=1)
+    backend._setup = SimpleNamespace(model_folder=folder)
+    backend._llm = SimpleNamespace(
+        collective_rpc=reload_weights, llm_engine=SimpleNamespace(model_executor=executor)
+    )
+    return backend
+
+
 @pytest.fixture(scope="module")
 def receivers(tiny_model: Path) -> Iterator[dict[str, Any]]:
     made = {name: engine(name, tiny_model) for name in ("hf", "megatron")}
-    # Refused before anything of vLLM is asked.
-    from nemo_rl_core.backends.generation.vllm import VllmBackend
-
-    made["vllm"] = VllmBackend()
-    made["vllm"]._expected = empty_model(tiny_model, "lm")
+    made["vllm"] = vllm_that_reads(tiny_model)
     yield made
     for name in ("hf", "megatron"):
         made[name].shutdown()
