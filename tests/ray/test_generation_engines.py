@@ -229,8 +229,6 @@ def test_the_documents_words_start_an_engine_a_bundle(
             "load_format": "auto",
         },
     )
-    with pytest.raises(ConfigError, match="whole batches"):
-        VllmGeneration(two_bundles, {**config, "vllm_cfg": {"async_engine": True}})
     with pytest.raises(ConfigError, match="top_l"):
         VllmGeneration(two_bundles, {**config, "top_l": 3})
     generator = VllmGeneration(two_bundles, config)
