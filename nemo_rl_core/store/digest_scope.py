@@ -37,6 +37,7 @@ NOT_OF_THE_RESULT = frozenset(
             "tasks.platform.resources",
             "tasks.platform.retries",
             "tasks.platform.shapes",
+            "tasks.platform.site_pods",
             "tasks.platform.starting",
             "tasks.platform.stopping",
         ),

@@ -2,7 +2,7 @@
 
 Requests, volumes, selectors and tolerations of a group are all in its pod template: the Ray plugin
 drops a template beside `requests`, and the task's own requests apply to every pod of the cluster,
-including head and submitter.
+including head and submitter. What a site adds is in `deployment/pods.yaml`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flytekit import PodTemplate, Resources
 
 from tasks.platform.shapes import Nodes, Shape
+from tasks.platform.site_pods import laid_over
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
@@ -52,7 +53,7 @@ def head_pod() -> PodTemplate:
     handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec
     head.lifecycle = client.V1Lifecycle(pre_stop=handler)
     template.pod_spec.termination_grace_period_seconds = _GRACE_SECONDS
-    return template
+    return laid_over(template, "head")
 
 
 def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
@@ -64,7 +65,8 @@ def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
         spec = template.pod_spec
         spec.tolerations = [V1Toleration(key=_GPU, operator="Exists", effect="NoSchedule")]
         spec.node_selector = {ACCELERATOR_LABEL: shape.accelerator} if shape.accelerator else None
-    return template
+        return laid_over(template, "worker", "gpu_worker")
+    return laid_over(template, "worker")
 
 
 def _template(container: str, resources: Resources, shared_memory_gib: int) -> PodTemplate:

@@ -1,0 +1,145 @@
+"""What a site adds to the pods of Ray stages: `deployment/pods.yaml`, laid over the templates.
+
+The file is read where stages are registered, and again inside a `@dynamic`, which makes the tasks
+of a recipe's shape. It is part of the registered code, so that both read the same.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from flytekit import PodTemplate
+
+from nemo_rl_core.errors import ConfigError
+
+FILE = Path(__file__).resolve().parents[2] / "deployment/pods.yaml"
+"""A laptop's installation without the project's folder has none, and needs none."""
+
+GROUPS = ("all", "head", "worker", "gpu_worker")
+_PARTS = ("labels", "annotations", "spec", "container")
+
+
+def laid_over(template: PodTemplate, *groups: str) -> PodTemplate:
+    """The template with what the file says of all pods, and then of these groups.
+
+    Raises:
+        ConfigError: If the file is not what its comment describes, or has a key that Kubernetes
+            does not know.
+    """
+    for group in ("all", *groups):
+        if patch := _patches(FILE).get(group):
+            template = _laid_over(template, patch, group)
+    return template
+
+
+def _laid_over(template: PodTemplate, patch: Mapping[str, Any], group: str) -> PodTemplate:
+    from kubernetes.client import ApiClient
+
+    client = ApiClient()
+    spec = client.sanitize_for_serialization(template.pod_spec)  # type: ignore[no-untyped-call]
+    spec = _merged(spec, patch.get("spec") or {})
+    spec["containers"] = [
+        _merged(each, patch.get("container") or {})
+        if each["name"] == template.primary_container_name
+        else each
+        for each in spec["containers"]
+    ]
+    for container in spec["containers"]:
+        for name in ("requests", "limits"):  # 8 is as good as "8", as in kubectl
+            quantities = container.get("resources", {}).get(name, {})
+            quantities.update(_texts(quantities))
+    try:
+        known = client.deserialize(json.dumps(spec), "V1PodSpec", "application/json")
+    except ValueError as error:
+        raise _refused(
+            f"{group}: no pod is like this",
+            expected="values of the types that Kubernetes has for the keys",
+            got=" ".join(str(error).split()),
+            fix="correct the value; numbers in `env` are texts there, in quotes",
+        ) from error
+    kept = client.sanitize_for_serialization(known)  # type: ignore[no-untyped-call]
+    if unknown := list(_unknown(spec, kept)):
+        raise _refused(
+            f"{group}: Kubernetes knows no {', '.join(unknown)}",
+            expected="keys of a PodSpec, or of a Container under `container`, in Kubernetes' words",
+            got=", ".join(unknown),
+            fix="correct the spelling, or leave the key out",
+        )
+    named = {
+        part: {**(getattr(template, part) or {}), **_texts(patch.get(part) or {})} or None
+        for part in ("labels", "annotations")
+    }
+    return replace(template, pod_spec=known, **named)
+
+
+def _texts(found: Mapping[Any, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in found.items()}
+
+
+@cache
+def _patches(file: Path) -> Mapping[str, Mapping[str, Any]]:
+    if not file.exists():
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise _refused(
+            "it cannot be read",
+            expected="YAML",
+            got=" ".join(str(error).split()),
+            fix="correct the file",
+        ) from error
+    _check_keys(found, GROUPS, "")
+    for group, patch in found.items():
+        _check_keys(patch, _PARTS, f"{group}.")
+        for part in patch or {}:
+            _check_keys(patch[part], None, f"{group}.{part}.")
+    return {group: patch or {} for group, patch in found.items()}
+
+
+def _check_keys(found: Any, known: tuple[str, ...] | None, path: str) -> None:
+    if found is None:  # a key whose lines are all comments
+        return
+    is_map = isinstance(found, dict)
+    unknown = [str(key) for key in found if known and key not in known] if is_map else []
+    if unknown or not is_map:
+        raise _refused(
+            f"{path}{unknown[0] if unknown else ''}".rstrip(".") + " is not known" * bool(unknown),
+            expected=f"a map of {', '.join(known)}" if known else "a map",
+            got=", ".join(unknown) if unknown else repr(found),
+            fix="see the comment at the beginning of the file",
+        )
+
+
+def _merged(ours: Any, theirs: Any) -> Any:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return {
+            **ours,
+            **{key: _merged(ours.get(key), value) for key, value in theirs.items()},
+        }
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return [*ours, *theirs]
+    return theirs
+
+
+def _unknown(given: Any, kept: Any, path: str = "") -> Iterator[str]:
+    """The paths of keys that Kubernetes' model of a pod has dropped."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            here = f"{path}.{key}".lstrip(".")
+            if not isinstance(kept, dict) or key not in kept:
+                yield here
+            else:
+                yield from _unknown(value, kept[key], here)
+    elif isinstance(given, list):
+        for number, value in enumerate(given):
+            if isinstance(kept, list) and number < len(kept):
+                yield from _unknown(value, kept[number], f"{path}[{number}]")
+
+
+def _refused(message: str, *, expected: str, got: str, fix: str) -> ConfigError:
+    return ConfigError(f"deployment/pods.yaml: {message}", expected=expected, got=got, fix=fix)

@@ -1,0 +1,115 @@
+"""`deployment/pods.yaml` changes the pods of stages, and is refused where it cannot."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes.client import ApiClient
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.errors import ConfigError
+from tasks.platform import site_pods
+from tasks.platform.pods import head_pod, worker_pod
+from tasks.platform.shapes import shape_of
+
+GPUS = shape_of(ClusterConfig(shape="node_8gpu", num_workers=8, accelerator="nvidia-h100"))
+LAPTOP = shape_of(ClusterConfig())
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lays a file of that text over the templates."""
+
+    def write(text: str) -> None:
+        file = tmp_path / f"pods_{len(list(tmp_path.iterdir()))}.yaml"
+        file.write_text(text)
+        monkeypatch.setattr(site_pods, "FILE", file)
+
+    return write
+
+
+def spec(template: Any) -> dict[str, Any]:
+    client = ApiClient()
+    written: dict[str, Any] = client.sanitize_for_serialization(  # type: ignore[no-untyped-call]
+        template.pod_spec
+    )
+    return written
+
+
+def test_the_file_of_the_repository_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = [spec(head_pod()), spec(worker_pod(GPUS, GPUS.nodes[0]))]
+    monkeypatch.setattr(site_pods, "FILE", Path("/nowhere"))
+    assert shipped == [spec(head_pod()), spec(worker_pod(GPUS, GPUS.nodes[0]))]
+
+
+def test_the_example_in_the_file_is_laid_over_the_pods(says: Callable[[str], None]) -> None:
+    before = spec(worker_pod(GPUS, GPUS.nodes[0]))
+    shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
+    example = [line.removeprefix("#   ") for line in shipped.splitlines() if line[:4] == "#   "]
+    says("\n".join(line for line in example if line[:6] not in ("labels", "spec: ", "contai")))
+    template = worker_pod(GPUS, GPUS.nodes[0])
+    after = spec(template)
+    assert template.annotations == {"k8s.v1.cni.cncf.io/networks": "rdma-network"}
+    assert template.labels == {"app.kubernetes.io/part-of": "nemo-rl-flow"}
+    main = after["containers"][0]
+    assert main["resources"]["limits"] == {
+        **before["containers"][0]["resources"]["limits"],
+        "rdma/ib": "8",
+    }
+    assert main["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in main["env"]
+    assert main["volumeMounts"] == before["containers"][0]["volumeMounts"]
+    assert (after["schedulerName"], after["priorityClassName"]) == ("volcano", "training")
+    for key in ("tolerations", "nodeSelector", "volumes"):
+        assert after[key] == before[key]
+    head, laptop = spec(head_pod()), spec(worker_pod(LAPTOP, LAPTOP.nodes[0]))
+    for other in (head, laptop):
+        assert other["schedulerName"] == "volcano"
+        assert "rdma/ib" not in other["containers"][0]["resources"]["limits"]
+    assert head["containers"][0]["lifecycle"]
+
+
+def test_lists_grow_and_values_replace(says: Callable[[str], None]) -> None:
+    says(
+        yaml.safe_dump(
+            {
+                "all": {"labels": {"queue": 1}, "spec": {"terminationGracePeriodSeconds": 30}},
+                "gpu_worker": {"spec": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
+                "head": {
+                    "labels": {"queue": "two"},
+                    "spec": {"terminationGracePeriodSeconds": 600},
+                },
+            }
+        )
+    )
+    tolerated = [each["key"] for each in spec(worker_pod(GPUS, GPUS.nodes[0]))["tolerations"]]
+    assert tolerated == ["nvidia.com/gpu", "spot"]
+    assert spec(head_pod())["terminationGracePeriodSeconds"] == 600
+    assert head_pod().labels["queue"] == "two"
+    assert worker_pod(LAPTOP, LAPTOP.nodes[0]).labels["queue"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("workers: {}", ["workers is not known", "gpu_worker"]),
+        ("worker: {tolerations: []}", ["worker.tolerations is not known", "spec, container"]),
+        ("worker: {spec: []}", ["worker.spec", "a map"]),
+        ("- all", ["a map of all, head"]),
+        ("all: {spec: {priorityClass: a}}", ["all: Kubernetes knows no priorityClass"]),
+        ("all: {container: {resource: {}}}", ["knows no containers[0].resource"]),
+        ("all: {container: {env: [{nam: a, name: b}]}}", ["containers[0].env[0].nam"]),
+        ("all: {container: {env: [{name: a, value: 1}]}}", ["no pod is like this", "in quotes"]),
+        ("all: {", ["it cannot be read"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    text: str, names: list[str], says: Callable[[str], None]
+) -> None:
+    says(text)
+    with pytest.raises(ConfigError) as refused:
+        worker_pod(LAPTOP, LAPTOP.nodes[0])
+    for name in ("deployment/pods.yaml", *names):
+        assert name in str(refused.value)
