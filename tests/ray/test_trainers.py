@@ -160,7 +160,12 @@ def test_a_trainer_trains_on_a_list_of_dicts(
     manifest = Manifest.read(result.folder)
     assert result.lineage_id == result.folder.name
     assert result.manifest == manifest
-    assert manifest.choices == {"training.attention": "sdpa"}  # auto, on a CPU
+    assert manifest.choices == {  # what is auto, on a CPU
+        "training.attention": "sdpa",
+        "training.activation_checkpointing": "false",
+        "training.data_parallel_replicas": "1",
+        "training.gradient_sync": "every_microbatch",
+    }
     parents = {(parent.kind, parent.stage) for parent in manifest.parents}
     data = {("dataset", "prepare_data train"), ("dataset", "prepare_data validation")}
     # The teacher was trained here, and is the artifact itself.

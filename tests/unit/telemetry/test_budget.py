@@ -53,10 +53,10 @@ def trained(folder: Path, *, seconds: float = 0.0) -> tuple[Count, list[int]]:
 def test_the_stage_that_reaches_the_limit_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LIMIT, str(8 * 0.05 * GPU_SECOND))  # 0.05 s of 8 GPUs
+    monkeypatch.setenv(LIMIT, str(8 * 0.6 * GPU_SECOND))  # 0.6 s of 8 GPUs
     refused = pytest.raises(ResourceError, match="the run has used its GPU-hours")
     with refused as spent, stage_budget(8, [], None):
-        trained(tmp_path, seconds=0.03)
+        trained(tmp_path, seconds=0.4)
     assert "goes on from step 2" in str(spent.value.fix)
     assert not is_recoverable(spent.value), "Flyte must not try again"
     # The same again without a limit takes what was saved, though no save was due.
@@ -81,7 +81,7 @@ def test_a_stage_that_ends_in_time_is_left_alone(
 
 def made(name: str, *, parents: dict[str, Path], run: StageRun | None = None) -> Path:
     def work(folder: Path) -> StageResult:
-        time.sleep(0.02)
+        time.sleep(0.4)
         (folder / "a.txt").write_text(name)
         return StageResult("checkpoint", "hf")
 
@@ -91,10 +91,10 @@ def made(name: str, *, parents: dict[str, Path], run: StageRun | None = None) ->
 
 def test_stages_of_a_run_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
-    monkeypatch.setenv(LIMIT, str(8 * 0.03 * GPU_SECOND))
+    monkeypatch.setenv(LIMIT, str(8 * 0.6 * GPU_SECOND))
     with counted_run() as spending:
         first = made("first", parents={})
-        assert spending.gpu_seconds > 8 * 0.02
+        assert spending.gpu_seconds > 8 * 0.4
         second = made("second", parents={"start": first})
         with pytest.raises(ResourceError, match="has used its GPU-hours") as refused:
             made("third", parents={"start": second})
@@ -111,12 +111,12 @@ def test_an_execution_counts_what_it_has_made_of_its_ancestors(
         return StageRun(execution=name, workflow="w", task="t", attempt=1, started_at=time.time())
 
     monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
-    monkeypatch.setenv(LIMIT, str(8 * 0.05 * GPU_SECOND))
+    monkeypatch.setenv(LIMIT, str(8 * 0.75 * GPU_SECOND))
     earlier = made("earlier", parents={}, run=execution("yesterday"))
     first = made("first", parents={"start": earlier}, run=execution("today"))
     with stage_budget(8, [first], execution("today")) as budget:
         assert budget is not None
-        assert 8 * 0.02 < budget.earlier_seconds < 8 * 0.05, "of today alone"
+        assert 8 * 0.4 < budget.earlier_seconds < 8 * 0.75, "of today alone"
     second = made("second", parents={"start": first}, run=execution("today"))
     # The first is an ancestor of the second, and counted once.
     with pytest.raises(ResourceError, match="has used its GPU-hours"):

@@ -113,8 +113,9 @@ def test_what_training_saves_is_scored_as_training_scores_it(tiny_model, tmp_pat
     trained.save(folder, AutoTokenizer.from_pretrained(tiny_model), weights)
     sequences = [prompt + completion for prompt, completion in SEQUENCES]
     batch = collate(sequences, [[True] * len(ids) for ids in sequences])
-    rows = Microbatch(rows=((0, 1), (2, 3)), row_length=12)
-    values = trained.values(batch.to(DEVICE), rows)[range(4), [len(ids) - 1 for ids in sequences]]
+    plan = Microbatch(rows=((0, 1), (2, 3)), row_length=12)
+    batch, packed = trained.packed(batch, plan).moved_with(batch, torch.device(DEVICE))
+    values = trained.values(batch, packed)[range(4), [len(ids) - 1 for ids in sequences]]
     scores = make_scorer(RewardModelScore(), folder, policy=tiny_model).score(ROLLOUTS)
     assert scores == pytest.approx(values.tolist(), abs=1e-4)
 
