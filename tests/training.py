@@ -18,6 +18,24 @@ from nemo_rl_core.trainers.loop import RunSpec
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 
+class CountingPolicy:
+    """A policy of one number, which each training step adds one to.
+
+    Stands in for `Policy`, whose workers need Ray; `tests/workflows` kills and resumes real ones.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def save_checkpoint(self, path: Path) -> None:
+        for part in ("model", "trainer"):
+            (path / part).mkdir()
+            (path / part / "value.json").write_text(json.dumps(self.value))
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.value = json.loads((path / "trainer" / "value.json").read_text())
+
+
 class Watch(Callback):
     """Keeps the number and the figures of every step that is run."""
 

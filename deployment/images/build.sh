@@ -20,7 +20,7 @@ fail() {
   exit 1
 }
 
-builder=$(command -v ${NEMO_RL_BUILDER:-docker podman} | head -n 1)
+builder=$(command -v ${NEMO_RL_BUILDER:-docker podman} | head -n 1 || true)
 [ -n "$builder" ] ||
   fail "no ${NEMO_RL_BUILDER:-docker and no podman} was found" "install docker or podman"
 images=$(.venv/bin/python -m tasks.platform.images) # KIND DOCKERFILE NAME, a line each

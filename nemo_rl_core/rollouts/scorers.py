@@ -66,10 +66,10 @@ _WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
 def has_reward_model(environment: EnvironmentConfig) -> bool:
     """Whether all that needs a GPU to score is a reward model, which actors can have."""
     single = single_environments(environment)
-    judged = any(
+    has_judge = any(
         isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel) for each in single
     )
-    return not judged and any(isinstance(each, RewardModelScore) for each in single)
+    return not has_judge and any(isinstance(each, RewardModelScore) for each in single)
 
 
 def start_judge(session: ClusterSession, config: JudgeModel, max_new_tokens: int) -> "EngineChat":

@@ -17,6 +17,15 @@ from nemo_rl_core.rollouts.sampler import Sampler
 pytestmark = pytest.mark.thorough
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
+TWO_STEPS: dict[str, Any] = {
+    "cluster": {"num_threads": 1},
+    "max_prompt_tokens": 16,
+    "num_prompts_per_step": 4,
+    "num_generations_per_prompt": 2,
+    "num_steps_per_iteration": 2,
+    "validate_every_num_steps": 2,
+    "learning_rate": 0.01,
+}
 
 
 class NotedGeneration(Generation):
@@ -71,13 +80,7 @@ def test_the_engine_is_awake_only_while_it_generates(
     trainer = NotedTrainer.from_pretrained(
         tiny_model,
         generation=generation,
-        cluster={"num_threads": 1},
-        max_prompt_tokens=16,
-        num_prompts_per_step=4,
-        num_generations_per_prompt=2,
-        num_steps_per_iteration=2,
-        validate_every_num_steps=2,
-        learning_rate=0.01,
+        **TWO_STEPS,
     )
     trainer.fit(PROMPTS, reward_fn=lambda prompt, response: response.count("7") + 0.1)
     rollouts = ["weights", "wake", "generate", "sleep"]
@@ -111,13 +114,7 @@ def test_a_run_is_the_same_wherever_the_trainer_waits(
             tiny_model,
             training={"offload_for_generation": offload},
             generation={"backend": "hf", "max_new_tokens": 6},
-            cluster={"num_threads": 1},
-            max_prompt_tokens=16,
-            num_prompts_per_step=4,
-            num_generations_per_prompt=2,
-            num_steps_per_iteration=2,
-            validate_every_num_steps=2,
-            learning_rate=0.01,
+            **TWO_STEPS,
         )
         result = trainer.fit(PROMPTS, reward_fn=lambda prompt, response: response.count("7") + 0.1)
         weights.append((result.checkpoint / "model.safetensors").read_bytes())

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -167,6 +168,29 @@ g==7
         pins(lock, without=frozenset("x"))
     with pytest.raises(ValueError, match="who asks for h"):
         pins(lock + "h==8\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "builder", "says"),
+    [
+        ("light", "no-such-builder", "no no-such-builder was found"),
+        (
+            "lite",
+            "echo",
+            "there is no image lite\n  fix: take some of training generation laptop light",
+        ),
+    ],
+)
+def test_builds_that_cannot_be_say_why(kind: str, builder: str, says: str) -> None:
+    done = subprocess.run(
+        [DEPLOYMENT / "images/build.sh", kind],
+        env={**os.environ, "NEMO_RL_BUILDER": builder},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert says in done.stderr
 
 
 def test_every_image_has_a_dockerfile_and_every_dockerfile_an_image(

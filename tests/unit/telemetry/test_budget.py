@@ -1,6 +1,5 @@
 """A limit of GPU-hours: the stage that reaches it saves, and goes on from there with a new one."""
 
-import json
 import time
 from pathlib import Path
 
@@ -18,30 +17,16 @@ from nemo_rl_core.telemetry.budget import (
 )
 from nemo_rl_core.trainers.loop import StepLoop, StepRange
 from tasks.platform.retries import is_recoverable
+from tests.training import CountingPolicy
 
 GPU_SECOND = 1 / 3600
 CLUSTER = {"shape": "node_8gpu", "num_workers": 8}
 
 
-class Count:
-    """A policy that counts its steps."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def save_checkpoint(self, path: Path) -> None:
-        for part in ("model", "trainer"):
-            (path / part).mkdir()
-            (path / part / "value.json").write_text(json.dumps(self.value))
-
-    def load_checkpoint(self, path: Path) -> None:
-        self.value = json.loads((path / "trainer" / "value.json").read_text())
-
-
-def trained(folder: Path, *, seconds: float = 0.0) -> tuple[Count, list[int]]:
+def trained(folder: Path, *, seconds: float = 0.0) -> tuple[CountingPolicy, list[int]]:
     """Ten steps, of which each takes so long; saved every fourth."""
     loop = StepLoop(folder, stage="count", steps=StepRange(1, 10), save_every_num_steps=4)
-    policy, seen = Count(), []
+    policy, seen = CountingPolicy(), []
     for step in loop.steps(policy):
         policy.value += 1
         seen.append(step)

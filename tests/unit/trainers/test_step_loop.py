@@ -9,25 +9,7 @@ import pytest
 from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.trainers.loop import StepLoop, StepRange
-
-
-class CountingPolicy:
-    """A policy of one number, which each training step adds one to.
-
-    Stands in for `Policy`, whose workers need Ray; `tests/workflows` kills and resumes real ones.
-    """
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def save_checkpoint(self, path: Path) -> None:
-        for part in ("model", "trainer"):
-            (path / part).mkdir()
-            (path / part / "value.json").write_text(json.dumps(self.value))
-
-    def load_checkpoint(self, path: Path) -> None:
-        self.value = json.loads((path / "trainer" / "value.json").read_text())
-
+from tests.training import CountingPolicy
 
 FIVE_STEPS = StepRange(1, 5)
 
