@@ -19,6 +19,7 @@ from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over
+from tasks.platform.object_stores import close_sessions_at_exit
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind
 from tasks.platform.retries import retried_on_cluster
@@ -26,6 +27,8 @@ from tasks.platform.shapes import one_gpu
 
 literal_types.register()
 local.use_store()
+if local.on_cluster():
+    close_sessions_at_exit()
 
 plan_task = task(**PLAIN.options)
 """A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""

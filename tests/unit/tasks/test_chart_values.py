@@ -173,6 +173,21 @@ def test_the_secret_that_is_mounted_is_the_one_that_is_read() -> None:
     assert mounts[folder] in volumes
 
 
+def test_what_pyflyte_is_told_to_ask_for_is_there() -> None:
+    """`authType: Pkce` needs a login, and an address with TLS that gRPC gets through."""
+    (values,) = documents("production/values-s3.yaml")
+    (client,) = documents("production/flyte.yaml")
+    host = client["admin"]["endpoint"].removeprefix("dns:///")
+    ingress, auth = values["ingress"], values["configuration"]["auth"]
+    assert ingress["create"]
+    assert ingress["host"] == host
+    assert ingress["tls"][0]["hosts"] == [host]
+    assert ingress["grpcAnnotations"]["nginx.ingress.kubernetes.io/backend-protocol"] == "GRPC"
+    assert client["admin"]["authType"] == "Pkce"
+    assert auth["enabled"]
+    assert auth["authorizedUris"] == [f"https://{host}"]
+
+
 KUBERAY_OPERATOR: dict[str, Any] = {
     **dict.fromkeys(
         [
