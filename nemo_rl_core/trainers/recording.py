@@ -37,6 +37,7 @@ from nemo_rl_core.telemetry.events import (
     subscribe,
 )
 from nemo_rl_core.telemetry.notebook import in_notebook
+from nemo_rl_core.telemetry.program import program
 from nemo_rl_core.telemetry.python_output import program_output
 from nemo_rl_core.telemetry.run_log import RunLog, is_logging
 from nemo_rl_core.telemetry.tracking import tracked
@@ -123,9 +124,8 @@ class RecordedStages(UnrecordedStages):
         artifact = next(reversed(self._makers), None)
         if artifact is None:
             return []
-        program = Path(sys.executable).with_name("nemo-rl")
         model = [f"model: {artifact / 'model'}"] if (artifact / "model").is_dir() else []
-        return [*model, f"lineage: {program} lineage {artifact.name}"]
+        return [*model, f"lineage: {program()} lineage {artifact.name}"]
 
     def listen(self, event: Event) -> None:
         """Records events: steps, resumes, new artifacts, the machine's load."""

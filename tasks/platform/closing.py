@@ -1,10 +1,9 @@
 """The closing lines of a run: the model's accuracy, its folder, and commands to use it."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from nemo_rl_core.telemetry.intervals import sampled_figures, with_interval
+from nemo_rl_core.telemetry.program import program
 from tasks.artifacts import (
     Artifact,
     CheckpointArtifact,
@@ -22,7 +21,6 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
     Args:
         artifacts: Artifacts of the run's stages, new or cached, in order.
     """
-    program = Path(sys.executable).with_name("nemo-rl")
     lines = []
     for artifact in artifacts:
         if isinstance(artifact, EvalReport) and artifact.stage == "evaluate_reward_model":
@@ -32,14 +30,14 @@ def closing_lines(artifacts: Sequence[Artifact]) -> list[str]:
             if sampled := sampled_figures(artifact.metrics):
                 said = ", ".join(f"{name} {figure}" for name, figure in sampled.items())
                 lines.append(f"sampled: {said}")
-            lines.append(f"completions: {program} eval {artifact.folder}")
+            lines.append(f"completions: {program()} eval {artifact.folder}")
         elif artifact.stage == "train_reward_model" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"reward model: {artifact.model_folder}")
         elif isinstance(artifact, PromotionDecision | CompareReport):
             lines.append(artifact.summary)
         elif artifact.stage == "export" and isinstance(artifact, CheckpointArtifact):
             lines.append(f"model: {artifact.model_folder}")
-            lines.append(f"chat:  {program} chat {artifact.model_folder}")
+            lines.append(f"chat:  {program()} chat {artifact.model_folder}")
         elif isinstance(artifact, SweepReport):
             lines += [artifact.summary, f"summary: {artifact.folder / 'deck.html'}"]
         elif isinstance(artifact, LineageReport):
