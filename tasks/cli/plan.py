@@ -15,6 +15,9 @@ import click
               "default what the recipe names.")  # fmt: skip
 @click.option("--model-config", type=click.Path(dir_okay=False, path_type=Path),
               help="The config.json of the model, where the hub cannot be reached.")  # fmt: skip
+@click.option("--mean-tokens", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",
+              help="Tokens of a completion on average; by default each is as long as it may "
+              "be.")  # fmt: skip
 @click.option("--pipeline", metavar="NAME",
               help="The pipeline that the recipe is for; by default the one that it or the recipe "
               "that it begins with is called after.")  # fmt: skip
@@ -25,6 +28,7 @@ def plan(
     *,
     accelerator: str | None,
     model_config: Path | None,
+    mean_tokens: float | None,
     pipeline: str | None,
     as_json: bool,
 ) -> None:
@@ -45,6 +49,7 @@ def plan(
         pipeline=pipeline,
         accelerator_name=accelerator,
         model_config=model_config,
+        mean_tokens=mean_tokens,
     )
     if as_json:
         shown: dict[str, Any] = as_mapping(found)

@@ -108,7 +108,9 @@ def _rows(plan: RecipePlan) -> Iterator[str]:
     yield from _row(plan, "MFU, %", _percent)
     yield from _row(plan, "scored tokens/s", _speed("scored"))
     yield from _row(plan, "sampled tokens/s", _speed("sampled"))
-    yield from _row(plan, "seconds a step, at most", _step, ".0f")
+    is_mean = any(stage.load.mean_length < stage.load.longest for stage in plan.stages)
+    yield from _row(plan, "seconds a step" + ", at most" * (not is_mean), _step, ".0f")
+    yield from _row(plan, "of them rollouts", _rollouts, ".0f")
     for stage in plan.stages:
         if stage.speed and (transfer := stage.speed.transfer):
             yield (
@@ -125,6 +127,11 @@ def _percent(stage: StagePlan) -> float | None:
 def _step(stage: StagePlan) -> float | None:
     is_trained = stage.load.training is not None
     return stage.speed.step_seconds if stage.speed and is_trained else None
+
+
+def _rollouts(stage: StagePlan) -> float | None:
+    is_step = stage.load.training is not None and stage.load.sampling is not None
+    return stage.speed.rollout_seconds if stage.speed and is_step else None
 
 
 def _speed(name: str) -> _Figure:

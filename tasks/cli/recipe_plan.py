@@ -25,6 +25,7 @@ def planned(
     pipeline: str | None,
     accelerator_name: str | None,
     model_config: Path | None,
+    mean_tokens: float | None = None,
 ) -> RecipePlan:
     """The plan of a recipe with changes; of a sweep, that of its first point.
 
@@ -44,7 +45,12 @@ def planned(
             fix=f"say which: nemo-rl plan {recipe} cluster.shape=one_gpu",
         )
     config = read_model_config(model_config) if model_config else None
-    return plan_recipe(experiment, _gpu(experiment, accelerator_name), model_config=config)
+    return plan_recipe(
+        experiment,
+        _gpu(experiment, accelerator_name),
+        model_config=config,
+        mean_completion_tokens=mean_tokens,
+    )
 
 
 def _gpu(recipe: PipelineRecipe, name: str | None) -> Accelerator:

@@ -4,7 +4,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,11 @@ class RecipePlan:
 
 
 def plan_recipe(
-    recipe: PipelineRecipe, gpu: Accelerator, *, model_config: Mapping[str, Any] | None = None
+    recipe: PipelineRecipe,
+    gpu: Accelerator,
+    *,
+    model_config: Mapping[str, Any] | None = None,
+    mean_completion_tokens: float | None = None,
 ) -> RecipePlan:
     """Plans every stage of a recipe that computes on GPUs.
 
@@ -115,16 +119,26 @@ def plan_recipe(
         recipe: Whose `cluster` has GPUs.
         gpu: Their kind.
         model_config: The config.json of `model`; by default that which its section names.
+        mean_completion_tokens: Of a completion on average; by default every one is at its longest.
 
     Raises:
         ModelError: If a model's config cannot be read.
         ConfigError: If the layout does not divide the ranks.
     """
-    loads = loads_of(recipe, _reader(recipe.model, model_config))
+    loads = [
+        _with_mean(load, mean_completion_tokens)
+        for load in loads_of(recipe, _reader(recipe.model, model_config))
+    ]
     stages = tuple(_planned(load, gpu) for load in loads)
     problems = tuple(text for stage in stages for text in _problems(stage, gpu))
     change = smallest_change(loads, gpu.memory_gib) if problems else None
     return RecipePlan(gpu, stages, problems, change, unplanned=tuple(_scoring_models(recipe)))
+
+
+def _with_mean(load: StageLoad, tokens: float | None) -> StageLoad:
+    if load.sampling is None or tokens is None:
+        return load
+    return replace(load, sampling=replace(load.sampling, mean_completion_tokens=tokens))
 
 
 def _scoring_models(recipe: PipelineRecipe) -> list[str]:
