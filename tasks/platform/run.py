@@ -100,7 +100,11 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
             )
             stack.callback(subscribe(recorder.listen))
             for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
-                stack.enter_context(tracked(recipe.tracking, log.folder.name))
+                labels = {
+                    "workflow": workflow.name.rpartition(".")[2],
+                    "recipe": recipe_name(sys.argv),
+                }
+                stack.enter_context(tracked(recipe.tracking, log.folder.name, labels))
             began = time.monotonic()
             name = f"{workflow.name.rpartition('.')[2]} {log.folder.name}"
             try:

@@ -112,8 +112,15 @@ def _tracked_on_cluster() -> AbstractContextManager[None]:
     said = os.environ.get("NEMO_RL_TRACKING")
     if not local.on_cluster() or not said:
         return nullcontext()
+    # A schedule's launch plan is called after its recipe.
+    labels = {
+        "workflow": os.environ.get("FLYTE_INTERNAL_EXECUTION_WORKFLOW", ""),
+        "recipe": os.environ.get("FLYTE_INTERNAL_EXECUTION_LAUNCHPLAN", ""),
+    }
     return tracked(
-        TrackingConfig.model_validate_json(said), os.environ["FLYTE_INTERNAL_EXECUTION_ID"]
+        TrackingConfig.model_validate_json(said),
+        os.environ["FLYTE_INTERNAL_EXECUTION_ID"],
+        {name: value.rpartition(".")[2].rpartition(":")[2] for name, value in labels.items()},
     )
 
 

@@ -57,6 +57,8 @@ def test_kubernetes_knows_every_field(name: str) -> None:
             spec = document["spec"]
             for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
                 assert unknown(group["template"], "V1PodTemplateSpec") is None
+        elif document.get("apiVersion", "").startswith("monitoring.coreos.com/"):
+            assert document["kind"] in {"PodMonitor", "PrometheusRule"}  # see test_alerts.py
         elif "kind" in document:
             assert unknown(document, f"V1{document['kind']}") is None
 
