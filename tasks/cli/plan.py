@@ -36,12 +36,13 @@ def plan(
 
     RECIPE is a YAML file or the name of one of workflows/recipes; KEY=VALUE changes one setting. No
     GPU and no weights are needed. What does not fit is named with the smallest change that does;
-    the exit code is then 1.
+    the exit code is then 1, and where more GPU-hours are expected than `budget` allows.
 
         nemo-rl plan grpo_7b_8gpu training.activation_checkpointing=false
     """
     from tasks.cli.plan_table import as_mapping, as_table
     from tasks.cli.recipe_plan import planned
+    from tasks.platform.gpu_hours import over_budget
 
     found = planned(
         recipe,
@@ -56,5 +57,5 @@ def plan(
         click.echo(json.dumps(shown, indent=1))
     else:
         click.echo(as_table(found))
-    if found.problems:
+    if found.problems or over_budget(found):
         raise SystemExit(1)

@@ -1,5 +1,6 @@
 """What every stage does around its work: one folder, one lock, one manifest."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over
+from tasks.platform.cluster_limit import refuse_limit_that_stages_miss
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind
 from tasks.platform.retries import retried_on_cluster
@@ -27,8 +29,17 @@ from tasks.platform.shapes import one_gpu
 literal_types.register()
 local.use_store()
 
-plan_task = task(**PLAIN.options)
-"""A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
+
+def plan_task(function: Callable[..., Any]) -> Any:
+    """A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
+
+    @functools.wraps(function)
+    def checked(config: Any) -> Any:
+        refuse_limit_that_stages_miss(config.budget)
+        return function(config=config)
+
+    return task(**PLAIN.options)(checked)
+
 
 choice = dynamic(**PLAIN.options)
 """A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
