@@ -1,77 +1,112 @@
 """The figures of SCALE.md, computed: `python deployment/scale.py` prints its tables.
 
-Nothing here was measured. Each figure is a formula over the constants below, which name their
-source; `tests/unit/tasks/test_deployment.py` holds SCALE.md to what this prints.
+Nothing here was measured by this project. The seconds of a step are those of `nemo-rl plan`
+(`nemo_rl_core/planning/`), which has all constants of the roofline; here stand those of saves and
+failures. `tests/unit/tasks/test_deployment.py` holds SCALE.md to what this prints.
 """
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
+from nemo_rl_core.planning.accelerators import ACCELERATORS
+from nemo_rl_core.planning.published import MODELS as CONFIGS
+from nemo_rl_core.planning.published import SOURCES, STEPS, Published, StepSetting
+from nemo_rl_core.planning.sizes import sizes_of
+from nemo_rl_core.planning.speed import plan_transfer
 
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 """The Llama 3 Herd of Models (2024), section 3.3.4: 419 unexpected interruptions of a job on 16,384
 H100 within 54 days. Taken as a rate for each GPU, hosts and network included."""
 
-PEAK_FLOPS, HBM_BYTES, HBM_BYTES_PER_SECOND = 989e12, 80e9, 3.35e12
-"""NVIDIA H100 SXM data sheet: dense bfloat16, memory and its bandwidth."""
-
-NVLINK_BYTES_PER_SECOND, NIC_BYTES_PER_SECOND = 450e9, 50e9
-"""For each GPU and direction: NVLink 4 (the same data sheet), and one 400 Gbit/s port."""
-
 NODE_WRITE_BYTES_PER_SECOND, STORE_BYTES_PER_SECOND = 2e9, 100e9
 """Assumed: what a node writes to the shared store, and what the store takes from all of them."""
 
-LINK_SHARE, TRAIN_SHARE, DECODE_SHARE = 0.5, 0.4, 0.6
-"""Assumed: of a link's peak in a collective, of peak FLOPs in training, of memory bandwidth in
-decoding."""
+HAND_OVER_BYTES_PER_SECOND = 2**30 / 7.0
+"""Of flytekit's upload of one archive from the head: 7.0 CPU-seconds a GiB, measured against an S3
+server on loopback, one core."""
 
 STATE_BYTES, SAVED_BYTES = 16, 14
-"""For each parameter. In memory: bfloat16 weights and gradients, float32 master weights and two
-moments (2 + 2 + 4 + 8). Saved: all but the gradients."""
+"""For each parameter. In memory: float32 weights, gradients and two moments. Saved: the weights and
+moments, and the model in bfloat16 as engines read it."""
 
 USED_SHARE = 0.6
 """Of the memory of a GPU for training state; the rest is for activations and the engine."""
 
-TRAINED_FLOPS = 10
-"""For each parameter and token: training 6, the trainer's logprobs 2, the reference's 2."""
-
 RESTART_HOURS = 0.25
 """Assumed: new pods, the image from a node's cache, checkpoint read, engine started."""
 
-SEQUENCES, CONTEXT = 128, 2048
-"""Of one engine: how many it decodes at once, and their mean length in tokens."""
+MEAN_TOKENS, NUM_SEQUENCES = 900, 2048
+"""Of a step: a sequence with its prompt on average, of at most 4,096; and completions, or 8 for
+each GPU where that is more."""
 
 GPU_COUNTS = (1, 8, 64, 1024)
+H100 = ACCELERATORS["nvidia-h100"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A class of models, with the key-value cache of its Llama 3 namesake.
+    """A class of models, with the sizes of its Llama 3 namesake.
 
     Attributes:
         name: By its size.
-        num_parameters: In all.
-        kv_bytes: Of one token, in bfloat16: layers * 2 * key-value heads * head size * 2.
-        engine_gpus: GPUs that one engine needs for its weights and cache.
+        config: Its name in `planning.published`.
+        engine_gpus: GPUs of an engine: as few as hold its weights and a cache.
+        training: How it is spread.
+        engine_memory: The share of a GPU that an engine reserves.
     """
 
     name: str
-    num_parameters: float
-    kv_bytes: int
+    config: str
     engine_gpus: int
+    training: TrainingConfig
+    engine_memory: float = 0.6
+
+    @property
+    def num_parameters(self) -> float:
+        """All weights."""
+        return sizes_of(CONFIGS[self.config]).num_parameters
 
     @property
     def min_gpus(self) -> int:
         """For training with Adam, fully sharded."""
-        needed = self.num_parameters * STATE_BYTES / (HBM_BYTES * USED_SHARE)
+        needed = self.num_parameters * STATE_BYTES / (H100.memory_gib * 2**30 * USED_SHARE)
         return max(self.engine_gpus, math.ceil(needed))
 
+    def step(self, num_gpus: int) -> StepSetting:
+        """A step of GRPO on so many GPUs, one update of the weights from all of its completions."""
+        number = max(NUM_SEQUENCES, 8 * num_gpus)
+        return StepSetting(
+            self.config,
+            num_gpus,
+            self.training,
+            self.engine_gpus,
+            MEAN_TOKENS,
+            num_sequences=number,
+            num_trained_at_once=number,
+            engine_memory=self.engine_memory,
+        )
 
+
+_SHARDED = DTensorTraining(activation_checkpointing=True)
 MODELS = (
-    Model("1B", 1.24e9, 16 * 2 * 8 * 64 * 2, 1),
-    Model("8B", 8.03e9, 32 * 2 * 8 * 128 * 2, 1),
-    Model("70B", 70.6e9, 80 * 2 * 8 * 128 * 2, 8),
-    Model("405B", 405.9e9, 126 * 2 * 8 * 128 * 2, 16),
+    Model("1B", "Llama 3.2 1B", 1, _SHARDED),
+    Model("8B", "Llama 3.1 8B", 1, _SHARDED),
+    Model(
+        "70B",
+        "Llama 3.1 70B",
+        4,
+        MegatronTraining(tensor_parallel_size=4, pipeline_parallel_size=4),
+    ),
+    Model(
+        "405B",
+        "Llama 3.1 405B",
+        16,
+        MegatronTraining(tensor_parallel_size=8, pipeline_parallel_size=16),
+        engine_memory=0.85,
+    ),
 )
 
 
@@ -80,23 +115,16 @@ def mtbf_hours(num_gpus: int) -> float:
     return GPU_HOURS_PER_FAILURE / num_gpus
 
 
-def sync_seconds(model: Model, num_gpus: int) -> float:
-    """For bfloat16 weights from the trainer's shards to every GPU of every engine.
-
-    Each GPU receives its engine's share of the weights once; over the network, where there is more
-    than one machine.
-    """
-    link = NVLINK_BYTES_PER_SECOND if num_gpus <= 8 else NIC_BYTES_PER_SECOND
-    # One GPU hands tensors over in its own memory.
-    link = HBM_BYTES_PER_SECOND if num_gpus == 1 else link
-    return 2 * model.num_parameters / model.engine_gpus / (link * LINK_SHARE)
-
-
 def save_seconds(model: Model, num_gpus: int) -> float:
     """For a sharded checkpoint, all machines writing at once."""
     num_nodes = math.ceil(num_gpus / 8)
     speed = min(num_nodes * NODE_WRITE_BYTES_PER_SECOND, STORE_BYTES_PER_SECOND)
     return model.num_parameters * SAVED_BYTES / speed
+
+
+def hand_over_seconds(model: Model) -> float:
+    """For the archive of a save that a stage on a cluster hands to Flyte."""
+    return model.num_parameters * SAVED_BYTES / HAND_OVER_BYTES_PER_SECOND
 
 
 def daly_seconds(save: float, mtbf: float) -> float:
@@ -120,62 +148,131 @@ def lost_share(save: float, interval: float, mtbf: float) -> float:
     return save / (interval + save) + (interval / 2 + RESTART_HOURS * 3600) / mtbf
 
 
-def rollout_share(model: Model) -> float:
-    """Of a step's time, trainer and engine taking turns on the same GPUs.
-
-    Decoding reads the weights and every sequence's cache for each token; training computes.
-    """
-    read = 2 * model.num_parameters + SEQUENCES * CONTEXT * model.kv_bytes
-    bandwidth = model.engine_gpus * HBM_BYTES_PER_SECOND * DECODE_SHARE
-    decode = read / bandwidth / SEQUENCES * model.engine_gpus  # GPU-seconds a token
-    train = TRAINED_FLOPS * model.num_parameters / (PEAK_FLOPS * TRAIN_SHARE)
-    return decode / (decode + train)
-
-
-def scale_table() -> list[str]:
-    """A line for each number of GPUs and each model that fits."""
-    lines = [
-        "| GPUs | shape | model | state per GPU | weight sync | checkpoint | save takes "
-        "| MTBF | save every | time lost |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for num_gpus in GPU_COUNTS:
-        fitting = [model for model in MODELS if model.min_gpus <= num_gpus]
-        lines += [_line(model, num_gpus) for model in fitting]
-    return lines
-
-
-def _line(model: Model, num_gpus: int) -> str:
-    shape = {1: "one_gpu", 8: "node_8gpu"}.get(num_gpus, f"cluster({num_gpus // 8})")
-    save, mtbf = save_seconds(model, num_gpus), mtbf_hours(num_gpus) * 3600
-    interval = daly_seconds(save, mtbf)
-    cells = [
-        str(num_gpus),
-        f"`{shape}`",
-        model.name,
-        f"{model.num_parameters * STATE_BYTES / num_gpus / 1e9:.1f} GB",
-        _time(sync_seconds(model, num_gpus)),
-        f"{model.num_parameters * SAVED_BYTES / 1e9:,.0f} GB",
-        _time(save),
-        _time(mtbf),
-        _time(interval),
-        f"{100 * lost_share(save, interval, mtbf):.2f} %",
-    ]
-    return f"| {' | '.join(cells)} |"
+def fitting() -> list[tuple[Model, int]]:
+    """Every model with every number of GPUs that can train it."""
+    return [(model, count) for count in GPU_COUNTS for model in MODELS if model.min_gpus <= count]
 
 
 def model_table() -> list[str]:
     """What does not depend on the number of GPUs."""
-    lines = [
-        "| model | GPUs to train (Adam) | GPUs of an engine | bfloat16 weights | rollouts' share |",
-        "|---|---|---|---|---|",
-    ]
-    for model in MODELS:
+    lines = _heading("model", "GPUs to train (Adam)", "GPUs of an engine", "bfloat16 weights")
+    lines += [
+        _row(model.name, model.min_gpus, model.engine_gpus,
+             f"{2 * model.num_parameters / 1e9:,.0f} GB")
+        for model in MODELS
+    ]  # fmt: skip
+    return lines
+
+
+def published_table() -> list[str]:
+    """Each published step beside what the roofline says of it."""
+    lines = _heading(
+        "model", "backend", "GPUs", "seconds a step", "training", "logprobs", "rollouts",
+        "weight sync", "rollouts' share", "tokens/s a GPU", "source",
+    )  # fmt: skip
+    return [*lines, *map(_published_line, STEPS)]
+
+
+def _published_line(step: Published) -> str:
+    setting, expected = step.setting, step.setting.seconds
+    total = sum(expected.values())
+    shown = [_beside(expected[part], step.parts and step.parts[part]) for part in expected]
+    share = step.parts["rollouts"] / step.total_seconds if step.parts else None
+    rate = setting.num_sequences * setting.mean_tokens / setting.num_gpus
+    return _row(
+        setting.model,
+        setting.training.backend,
+        setting.num_gpus,
+        _beside(total, step.total_seconds),
+        *shown,
+        _beside(100 * expected["rollouts"] / total, share and 100 * share) + " %",
+        _beside(rate / total, rate / step.total_seconds),
+        step.source,
+    )
+
+
+def _beside(expected: float, measured: float | None) -> str:
+    digits = 0 if max(expected, measured or 0) >= 10 else 1
+    found = f"{expected:,.{digits}f}"
+    return found if measured is None else f"{measured:,.{digits}f} ({found})"
+
+
+def source_lines() -> list[str]:
+    """What the letters of the published table mean."""
+    return [f"- {letter}: {text}." for letter, text in SOURCES.items()]
+
+
+def step_table() -> list[str]:
+    """The expected seconds of a step, by its parts."""
+    lines = _heading(
+        "GPUs", "shape", "model", "completions", "seconds a step", "training", "logprobs",
+        "rollouts", "weight sync", "rollouts' share", "tokens/s a GPU",
+    )  # fmt: skip
+    for model, num_gpus in fitting():
+        setting = model.step(num_gpus)
+        seconds = setting.seconds
+        total = sum(seconds.values())
+        tokens = setting.num_sequences * setting.mean_tokens
         lines.append(
-            f"| {model.name} | {model.min_gpus} | {model.engine_gpus} "
-            f"| {2 * model.num_parameters / 1e9:,.0f} GB | {100 * rollout_share(model):.0f} % |"
+            _row(
+                num_gpus,
+                _shape(num_gpus),
+                model.name,
+                f"{setting.num_sequences:,}",
+                f"{total:,.0f}",
+                *(f"{value:,.1f}" for value in seconds.values()),
+                f"{100 * seconds['rollouts'] / total:.0f} %",
+                f"{tokens / total / num_gpus:,.0f}",
+            )
         )
     return lines
+
+
+def scale_table() -> list[str]:
+    """Saves, failures and transfers, for each number of GPUs and each model that fits."""
+    lines = _heading(
+        "GPUs", "shape", "model", "state per GPU", "weight sync of this code", "checkpoint",
+        "save takes", "handed to Flyte in", "MTBF", "save every", "time lost",
+    )  # fmt: skip
+    return [*lines, *(_scale_line(model, num_gpus) for model, num_gpus in fitting())]
+
+
+def _scale_line(model: Model, num_gpus: int) -> str:
+    save, mtbf = save_seconds(model, num_gpus), mtbf_hours(num_gpus) * 3600
+    interval = save_every_seconds(model, num_gpus)
+    transfer = plan_transfer(model.step(num_gpus).load, H100)
+    assert transfer is not None
+    return _row(
+        num_gpus,
+        _shape(num_gpus),
+        model.name,
+        f"{model.num_parameters * STATE_BYTES / num_gpus / 1e9:.1f} GB",
+        _time(transfer.seconds),
+        f"{model.num_parameters * SAVED_BYTES / 1e9:,.0f} GB",
+        _time(save),
+        _time(hand_over_seconds(model)),
+        _time(mtbf),
+        _time(interval),
+        f"{100 * lost_share(save, interval, mtbf):.2f} %",
+    )
+
+
+def save_every_seconds(model: Model, num_gpus: int) -> float:
+    """The best interval, but no shorter than a save takes to be handed over."""
+    best = daly_seconds(save_seconds(model, num_gpus), mtbf_hours(num_gpus) * 3600)
+    return max(best, hand_over_seconds(model))
+
+
+def _shape(num_gpus: int) -> str:
+    return f"`{ ({1: 'one_gpu', 8: 'node_8gpu'}.get(num_gpus) or f'cluster({num_gpus // 8})') }`"
+
+
+def _heading(*names: str) -> list[str]:
+    return [_row(*names), "|" + "---|" * len(names)]
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _time(seconds: float) -> str:
@@ -185,5 +282,10 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
+def tables() -> Sequence[list[str]]:
+    """All that SCALE.md shows of this, in its order."""
+    return model_table(), published_table(), source_lines(), step_table(), scale_table()
+
+
 if __name__ == "__main__":
-    sys.stdout.write("\n".join([*model_table(), "", *scale_table(), ""]))
+    sys.stdout.write("\n\n".join("\n".join(table) for table in tables()) + "\n")

@@ -61,8 +61,27 @@ class WandbTracker(FrozenConfig):
     folder: str | None = None
 
 
+class OtlpTracker(FrozenConfig):
+    """Pushes metrics by OTLP over HTTP: to an OpenTelemetry collector, or to Prometheus itself.
+
+    A pod of a stage does not live long enough to be scraped, so it pushes. Headers, certificates
+    and whatever else the exporter needs come from the variables of OpenTelemetry, such as
+    `OTEL_EXPORTER_OTLP_HEADERS`; a key is never part of a recipe.
+
+    Attributes:
+        endpoint: The whole address, such as `http://collector:4318/v1/metrics`, or of Prometheus
+            `http://prometheus:9090/api/v1/otlp/v1/metrics`; None takes
+            `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        every_seconds: How often the latest figures are pushed.
+    """
+
+    kind: Literal["otlp"] = "otlp"
+    endpoint: str | None = Field(default=None, min_length=1)
+    every_seconds: PositiveFloat = 15.0
+
+
 TrackerConfig = Annotated[
-    JsonLinesTracker | TensorBoardTracker | MlflowTracker | WandbTracker,
+    JsonLinesTracker | TensorBoardTracker | MlflowTracker | WandbTracker | OtlpTracker,
     Field(discriminator="kind"),
 ]
 

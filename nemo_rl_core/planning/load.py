@@ -58,12 +58,14 @@ class SamplingLoad:
         path: Of that section in the recipe.
         num_sequences: Completions of a step.
         is_asynchronous: Whether the engine goes on while the model is trained.
+        mean_completion_tokens: Of a completion on average; None takes every one at its longest.
     """
 
     config: GenerationConfig
     path: str
     num_sequences: int
     is_asynchronous: bool = False
+    mean_completion_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,17 @@ class StageLoad:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def mean_completion(self) -> float:
+        """Tokens of a completion on average, as far as that is known; else of the longest."""
+        known = self.sampling.mean_completion_tokens if self.sampling else None
+        return min(known or self.completion_tokens, self.completion_tokens)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence on average."""
+        return self.prompt_tokens + self.mean_completion
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class _TrainedModel:
         self._layout = layout_of(self._config, load.cluster.num_workers)
         self._is_half = load.dtype == "bfloat16"
         lora = self._config.lora if isinstance(self._config, DTensorTraining) else None
-        self._own = _weights_of_rank(self._sizes, self._layout)
+        self._own = weights_of_rank(self._sizes, self._layout)
         self._trained = _adapter_weights(self._sizes, lora) if lora else self._own
         self._has_lora = lora is not None
         self._on_gpu = not (isinstance(self._config, DTensorTraining) and self._config.cpu_offload)
@@ -147,7 +147,7 @@ class _TrainedModel:
         # Megatron's backend keeps it on the host.
         if reference is None or is_base or isinstance(self._config, MegatronTraining):
             return 0.0
-        return _FLOAT32 * _weights_of_rank(reference, self._layout) * self._shard
+        return _FLOAT32 * weights_of_rank(reference, self._layout) * self._shard
 
     @property
     def host(self) -> float:
@@ -409,7 +409,7 @@ def _repeats_keys(load: StageLoad) -> bool:
     return bool(attention == "sdpa")
 
 
-def _weights_of_rank(sizes: ModelSizes, layout: Layout) -> float:
+def weights_of_rank(sizes: ModelSizes, layout: Layout) -> float:
     """Weights of a rank of tensor, pipeline and expert parallelism, all its shards together."""
     split = sizes.layer_weights - sizes.whole_weights - sizes.expert_weights
     layer = sizes.whole_weights + (split + sizes.expert_weights / layout.expert) / layout.tensor

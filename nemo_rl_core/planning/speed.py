@@ -2,7 +2,8 @@
 
 Products take a share of the peak, element-wise work the time that its bytes take, and what is sent
 overlaps with both. The shares were fitted to one H100 and a model of 1.5 B (docs/results.md), which
-they give within 10 %; for other models, GPUs and any communication they are estimates.
+they give within 12 %, and to the steps of another system that `planning.published` lists, up to 235
+B on 128 GPUs, which they give within the factor stated there. `deployment/scale.py` has no others.
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from nemo_rl_core.planning.load import (
     ranks_of_engine,
     transport_of,
 )
-from nemo_rl_core.planning.memory import MemoryPlan, kv_bytes_of_rank, layer_bytes
+from nemo_rl_core.planning.memory import MemoryPlan, layer_bytes, weights_of_rank
+from nemo_rl_core.planning.rollouts import PRODUCT_SHARE, rollout_seconds
+from nemo_rl_core.planning.sizes import ModelSizes
 
-PRODUCT_SHARE = 0.7
-"""Of peak FLOP/s in matrix products. Fitted."""
 _ATTENTION_SHARE = 0.28
 """Of peak FLOP/s in attention, forward and backward, over rows of 8192 tokens. Measured."""
 _MEGATRON_SHARE = 0.86
@@ -29,12 +30,8 @@ _LAYER_PASSES = 2.6
 """Bytes that a forward pass of a layer moves, over those that it keeps. Fitted."""
 _LOGIT_PASSES = 23
 """Times that a forward pass moves the float32 logits of a token. Fitted."""
-_SECONDS_PER_SAMPLE = 55e-6
-"""Of vLLM for each sequence and token: scheduler, and a draw with a seed of its own. Fitted."""
 _LINK_SHARE = 0.6
 """Of a link's peak in a collective. Assumed."""
-_REDUCE_SECONDS = 15e-6
-"""Of an all-reduce of a few KB between GPUs of a machine. Assumed."""
 _UPDATE_BYTES = 40
 """That AdamW and the norm of gradients move for each weight."""
 
@@ -46,6 +43,12 @@ _TRANSPORT_BYTES: dict[str, float] = {
 }
 _LOAD_BYTES = 1.5e9
 """Bytes a second that an engine checks and loads. Measured: 3.1 GB in 2 s, transport aside."""
+_REFIT_BYTES, _REFIT_SECONDS = 12.5e9, 3.2
+"""Of NeMo RL's transfer of weights (v0.3): bytes a second, and what every transfer takes. Fitted to
+`planning.published`."""
+_EXPERT_WIDTH = 4500
+"""Of an expert whose layers are as quick as dense ones with as many active weights; narrower ones
+are slower in proportion, since their products are small. Fitted to `planning.published`."""
 _GOAL_BYTES = {False: 7.6e9, True: 14.1e9}
 """What the project aims at: 7B on one machine in 2 s, 70B on eight machines in 10 s."""
 
@@ -57,12 +60,15 @@ class TransferPlan:
     Attributes:
         transport: What carries the bytes.
         seconds: Expected.
+        published_seconds: That NeMo RL's transfer takes for as many bytes, where all ranks gather
+            weights and hand them to the engine on their own GPUs.
         goal_seconds: What this project aims at for as many bytes.
         least_seconds: If every GPU got its part at once over the fastest link.
     """
 
     transport: str
     seconds: float
+    published_seconds: float
     goal_seconds: float
     least_seconds: float
 
@@ -77,7 +83,12 @@ class SpeedPlan:
         scored: Tokens a second of logprobs; None if there are none.
         sampled: New tokens a second; None without an engine.
         transfer: Of weights to the engines; None if there is none.
-        step_seconds: Of a whole step, every sequence at its full length.
+        training_seconds: Of a step's optimizer steps.
+        scoring_seconds: Of its logprobs.
+        rollout_seconds: Of its sampling; 0 without an engine.
+        step_seconds: Of a whole step: the sum of these and of the transfer, or of an asynchronous
+            one the longer of its two sides. Every sequence has its full length, unless the stage
+            says what it has on average.
     """
 
     trained: float | None
@@ -85,6 +96,9 @@ class SpeedPlan:
     scored: float | None
     sampled: float | None
     transfer: TransferPlan | None
+    training_seconds: float
+    scoring_seconds: float
+    rollout_seconds: float
     step_seconds: float
 
 
@@ -94,23 +108,34 @@ def plan_speed(load: StageLoad, memory: MemoryPlan, gpu: Accelerator) -> SpeedPl
     if peak is None:
         return None
     trained = scored = sampled = utilization = None
-    step = 0.0
+    training_seconds = scoring_seconds = rollouts = 0.0
     if (training := load.training) is not None:
         trained = _tokens_per_second(load, gpu, peak, passes="training")
         flops = load.sizes.flops.flops("training", [load.longest]) / load.longest
         utilization = trained * flops / peak / load.cluster.num_workers
-        tokens = load.longest * _sequences(load)
-        step += tokens / trained * training.num_epochs
+        tokens = load.mean_length * _sequences(load)
+        training_seconds = tokens / trained * training.num_epochs
         if training.num_scorings:
             scored = _tokens_per_second(load, gpu, peak, passes="scoring")
-            step += tokens / scored * training.num_scorings
+            scoring_seconds = tokens / scored * training.num_scorings
     transfer = plan_transfer(load, gpu)
+    step = training_seconds + scoring_seconds
     if load.sampling is not None:
-        sampled = _sampled_per_second(load, memory, gpu, peak)
-        rollouts = load.sampling.num_sequences * load.completion_tokens / sampled
+        rollouts = rollout_seconds(load, memory, gpu, peak)
+        sampled = load.sampling.num_sequences * load.mean_completion / rollouts
         step = max(step, rollouts) if load.sampling.is_asynchronous else step + rollouts
         step += transfer.seconds if transfer else 0.0
-    return SpeedPlan(trained, utilization, scored, sampled, transfer, step)
+    return SpeedPlan(
+        trained,
+        utilization,
+        scored,
+        sampled,
+        transfer,
+        training_seconds,
+        scoring_seconds,
+        rollouts,
+        step,
+    )
 
 
 def _sequences(load: StageLoad) -> int:
@@ -135,7 +160,9 @@ def _tokens_per_second(
     ranks = layout.tensor * layout.context * layout.pipeline
     head = 2.0 * sizes.vocabulary * sizes.hidden
     layers = 2.0 * sizes.flops.num_multiplied - head
-    products = (layers * layer_passes + head * head_passes) / (peak * PRODUCT_SHARE)
+    products = (layers * layer_passes / _speed_of_experts(sizes) + head * head_passes) / (
+        peak * PRODUCT_SHARE
+    )
     pairs = 2.0 * sizes.num_layers * sizes.queries * (load.longest + 1)
     products += pairs * layer_passes / (peak * _ATTENTION_SHARE)
     kept = sizes.num_layers * layer_bytes(load, layout) * layout.tensor
@@ -144,7 +171,9 @@ def _tokens_per_second(
     if isinstance(config, MegatronTraining):
         seconds /= _MEGATRON_SHARE
     seconds += _tensor_seconds(load, layout, gpu) * layer_passes
-    rows = max(load.training.num_sequences * load.longest / (layout.data * tokens), 1.0)
+    rows = max(load.training.num_sequences * load.mean_length / (layout.data * tokens), 1.0)
+    # The stages of a pipeline wait for its first micro-batch to come, and its last one to go.
+    seconds *= 1 + (layout.pipeline - 1) / rows
     sent = _gather_seconds(load, layout, gpu, microbatches=rows if is_training else None)
     per_microbatch = max(seconds, sent)
     if not is_training:
@@ -154,19 +183,36 @@ def _tokens_per_second(
     return layout.data * tokens / per_microbatch
 
 
-def _busy_link(load: StageLoad, gpu: Accelerator, num_ranks: int) -> float:
-    """Bytes a second of each rank in a ring; over machines, each has a port for each GPU."""
-    nodes = load.cluster.bundles_per_node
+def _speed_of_experts(sizes: ModelSizes) -> float:
+    """Of a model's layers, over that of dense ones with as many active weights."""
+    if not sizes.num_experts:
+        return 1.0
+    return min(sizes.mlp_width / sizes.experts_per_token / _EXPERT_WIDTH, 1.0)
+
+
+def _busy_link(load: StageLoad, gpu: Accelerator, num_ranks: int, *, num_rings: int = 1) -> float:
+    """Bytes a second of each rank in a ring; over machines, each has a port for each GPU.
+
+    Args:
+        load: The stage.
+        gpu: The kind of its GPUs.
+        num_ranks: Ranks of all rings that are busy at once.
+        num_rings: These rings, which share the ports of a machine: one a tensor rank.
+    """
+    per_node = max(load.cluster.bundles_per_node)
     link = gpu.link_gb_per_second
-    if num_ranks > max(nodes):
-        link = min(link, gpu.network_gb_per_second * max(nodes))
+    if num_ranks > per_node:
+        link = min(link, gpu.network_gb_per_second * max(per_node // num_rings, 1))
     return link * 1e9 * _LINK_SHARE
 
 
 def _gather_seconds(
     load: StageLoad, layout: Layout, gpu: Accelerator, *, microbatches: float | None
 ) -> float:
-    """What FSDP2 sends for a micro-batch: weights, and of a step that trains float32 gradients.
+    """What is sent for a micro-batch: weights, and of a step that trains float32 gradients.
+
+    FSDP2 gathers weights for every pass. Megatron's ranks keep theirs, and exchange gradients and
+    new weights once a step.
 
     Args:
         load: The stage.
@@ -177,11 +223,15 @@ def _gather_seconds(
     assert load.training is not None
     width, weights = 2 if load.dtype == "bfloat16" else 4, load.sizes.num_parameters / layout.tensor
     config = load.training.config
+    num_ranks, ring = layout.shards * layout.tensor, (layout.shards - 1) / layout.shards
+    link = _busy_link(load, gpu, num_ranks, num_rings=layout.tensor)
+    if isinstance(config, MegatronTraining):
+        own = weights_of_rank(load.sizes, layout)
+        return (width + 4.0) * own * ring / link / microbatches if microbatches else 0.0
     is_last = isinstance(config, DTensorTraining) and config.gradient_sync == "last_microbatch"
     of_gradients = 4.0 / (microbatches if is_last and microbatches else 1.0)
     sent = (2 * width + of_gradients if microbatches else width) * weights
-    ring = (layout.shards - 1) / layout.shards
-    seconds = sent * ring / _busy_link(load, gpu, layout.shards * layout.tensor)
+    seconds = sent * ring / link
     copies = layout.data * layout.context // layout.shards
     if copies > 1 and microbatches:
         # Each rank sums its shard with those of the other copies, once a step.
@@ -198,30 +248,9 @@ def _tensor_seconds(load: StageLoad, layout: Layout, gpu: Accelerator) -> float:
     assert load.training is not None
     width = 2 if load.dtype == "bfloat16" else 4
     tokens = load.training.max_tokens_per_microbatch / layout.context
-    sent = 2 * load.sizes.num_layers * tokens * load.sizes.hidden * width
+    layers = load.sizes.num_layers / layout.pipeline
+    sent = 2 * layers * tokens * load.sizes.hidden * width
     return sent * 2 * (layout.tensor - 1) / layout.tensor / _busy_link(load, gpu, layout.tensor)
-
-
-def _sampled_per_second(
-    load: StageLoad, memory: MemoryPlan, gpu: Accelerator, peak: float
-) -> float:
-    """New tokens a second of all engines, which read their weights and cache for each."""
-    assert load.sampling is not None
-    config, sizes = load.sampling.config, load.sizes
-    ranks, engines = ranks_of_engine(config), config.num_engines
-    wanted = -(-load.sampling.num_sequences // engines)
-    room = max(memory.kv_tokens // load.longest, 1)
-    at_once = min(wanted, getattr(config, "max_num_seqs", wanted), room)
-    width = 2 if load.dtype == "bfloat16" else 4
-    # Enough tokens meet every expert of a mixture.
-    meant = load.prompt_tokens + load.completion_tokens / 2
-    read = sizes.num_parameters * width / ranks + at_once * meant * kv_bytes_of_rank(load)
-    products = at_once * 2 * sizes.flops.num_multiplied / ranks / (peak * PRODUCT_SHARE)
-    seconds = max(read / (gpu.memory_gb_per_second * 1e9), products)
-    seconds += at_once * _SECONDS_PER_SAMPLE
-    seconds += 2 * sizes.num_layers * _REDUCE_SECONDS * (ranks > 1)
-    prefill = load.prompt_tokens / load.completion_tokens * products
-    return engines * at_once / (seconds + prefill)
 
 
 def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
@@ -237,6 +266,7 @@ def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
     return TransferPlan(
         transport,
         whole / _TRANSPORT_BYTES[transport] + whole / _LOAD_BYTES,
+        whole / _REFIT_BYTES + _REFIT_SECONDS,
         whole / _GOAL_BYTES[over_machines],
         whole / ranks_of_engine(load.sampling.config) / (link * 1e9 * _LINK_SHARE),
     )

@@ -1,8 +1,8 @@
 """A limit of GPU-hours of a run: the stage that reaches it saves, and ends the run.
 
-The limit changes no result, so it is no part of a recipe and of no key. On one machine, the stages
-of a run share a process, which counts. On a cluster, a stage counts its ancestors that the same
-execution has made, which leaves out lost attempts and an evaluation that nothing depends on.
+The limit changes no result, so no stage reads it and it is part of no key. On one machine, the
+stages of a run share a process, which counts. On a cluster, a stage counts its ancestors that the
+same execution has made, which leaves out lost attempts and an evaluation that nothing depends on.
 """
 
 import os
@@ -28,9 +28,11 @@ class RunSpending:
 
     Attributes:
         gpu_seconds: Of those that have ended.
+        max_gpu_hours: The limit of its recipe; None without one.
     """
 
     gpu_seconds: float = 0.0
+    max_gpu_hours: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ class StageBudget:
         then = "starts" if step is None else f"goes on from step {step}"
         return ResourceError(
             "the run has used its GPU-hours",
-            expected=f"at most {self.limit_seconds / 3600:.4g} GPU-hours ({LIMIT})",
+            expected=f"at most {self.limit_seconds / 3600:.4g} GPU-hours ({LIMIT}, or "
+            "budget.max_gpu_hours of the recipe)",
             got=f"{self.spent_seconds / 3600:.4g} on {self.num_gpus} GPUs",
-            fix=f"raise {LIMIT} and start the same command again: the stage {then}",
+            fix=f"raise it and start the same command again: the stage {then}",
         )
 
 
@@ -79,9 +82,13 @@ _current: ContextVar[StageBudget | None] = ContextVar("stage_budget", default=No
 
 
 @contextmanager
-def counted_run() -> Iterator[RunSpending]:
-    """Within it, stages of this process count as one run."""
-    spending = RunSpending()
+def counted_run(max_gpu_hours: float | None = None) -> Iterator[RunSpending]:
+    """Within it, stages of this process count as one run.
+
+    Args:
+        max_gpu_hours: Its limit, where `NEMO_RL_MAX_GPU_HOURS` says no other.
+    """
+    spending = RunSpending(max_gpu_hours=max_gpu_hours)
     token = _spending.set(spending)
     try:
         yield spending
@@ -104,10 +111,12 @@ def stage_budget(
         ResourceError: If the limit was reached before.
     """
     limit, began = limit_from(os.environ.get(LIMIT)), time.monotonic()
+    spending = _spending.get()
+    if limit is None and spending is not None:
+        limit = spending.max_gpu_hours
     if limit is None or not num_gpus:
         yield None
         return
-    spending = _spending.get()
     earlier = spending.gpu_seconds if spending else 0.0
     if run is not None:
         earlier = _of_execution(parents, run.execution)

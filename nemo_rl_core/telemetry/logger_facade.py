@@ -5,12 +5,17 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from types import TracebackType
+from typing import Literal, Protocol, Self
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
 """Length of a tracker's queue of steps; further steps are dropped for this tracker and counted."""
+
+
+Outcome = Literal["succeeded", "failed", "stopped"]
+"""How what a tracker was told of has ended; "stopped" from outside."""
 
 
 class Tracker(Protocol):
@@ -20,7 +25,7 @@ class Tracker(Protocol):
         """Logs the metrics of a step; may block, and may raise any error of its library."""
         ...
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome) -> None:
         """Flushes and closes the tracker."""
         ...
 
@@ -57,18 +62,26 @@ class LoggerFacade:
         for each in self._queues:
             each.put(_Step(stage, step, dict(metrics)))
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "succeeded") -> None:
         """Waits up to `close_seconds` for queued steps; logs the number of lost ones."""
         for each in self._queues:
-            each.end()
+            each.end(outcome)
         for each in self._queues:
             each.join(self._close_seconds)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.close(_outcome_of(error))
+
+
+def _outcome_of(error: BaseException | None) -> Outcome:
+    if error is None:
+        return "succeeded"
+    return "failed" if isinstance(error, Exception) else "stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,7 @@ class _TrackerQueue:
         self._name, self._open = name, open_tracker
         self._waiting: queue.Queue[_Step | None] = queue.Queue(MAX_WAITING + 1)
         self._tracker: Tracker | None = None
+        self._outcome: Outcome = "succeeded"
         self._num_lost = 0
         self._is_failing = False
         self._thread: threading.Thread | None = None
@@ -99,7 +113,8 @@ class _TrackerQueue:
         else:
             self._waiting.put_nowait(step)
 
-    def end(self) -> None:
+    def end(self, outcome: Outcome) -> None:
+        self._outcome = outcome
         if self._thread is not None:
             self._waiting.put_nowait(None)
 
@@ -130,7 +145,7 @@ class _TrackerQueue:
                 self._is_failing = False
         try:
             if self._tracker is not None:
-                self._tracker.close()
+                self._tracker.close(self._outcome)
         except Exception as error:  # noqa: BLE001  (any error of its library)
             logger.warning("%s could not be closed: %s", self._name, error)
 

@@ -3,24 +3,36 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_core.config.tracking import (
     JsonLinesTracker,
     MlflowTracker,
+    OtlpTracker,
     TensorBoardTracker,
     TrackerConfig,
     WandbTracker,
 )
-from nemo_rl_core.telemetry.logger_facade import Tracker
+from nemo_rl_core.telemetry.logger_facade import Outcome, Tracker
+from nemo_rl_core.telemetry.otlp import Otlp
+
+_MLFLOW_STATES: Mapping[Outcome, str] = {
+    "succeeded": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+}
 
 
-def open_tracker(config: TrackerConfig, run: str) -> Tracker:
+def open_tracker(
+    config: TrackerConfig, run: str, labels: Mapping[str, str] = MappingProxyType({})
+) -> Tracker:
     """Opens a tracker.
 
     Args:
         config: The tracker's config.
         run: Name of the run in the tracker.
+        labels: What else tells the run from others, for trackers with labels.
 
     Raises:
         ImportError: If its library is not installed; the library may raise other errors.
@@ -34,6 +46,8 @@ def open_tracker(config: TrackerConfig, run: str) -> Tracker:
             return Mlflow(config, run)
         case WandbTracker():
             return Wandb(config, run)
+        case OtlpTracker():
+            return Otlp(config, run, labels)
 
 
 def _tags(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -57,7 +71,7 @@ class JsonLines:
         with self._path.open("a") as file:
             file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome) -> None:
         """Does nothing: every line is written at once."""
 
 
@@ -75,7 +89,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome) -> None:
         """Closes the file."""
         self._writer.close()
 
@@ -103,9 +117,9 @@ class Mlflow:
         entities = [Metric(name, value, now, step) for name, value in _tags(stage, metrics).items()]
         self._client.log_batch(self._run, metrics=entities)
 
-    def close(self) -> None:
-        """Marks the run as finished."""
-        self._client.set_terminated(self._run)
+    def close(self, outcome: Outcome) -> None:
+        """Marks the run as finished, failed or killed."""
+        self._client.set_terminated(self._run, status=_MLFLOW_STATES[outcome])
 
 
 class Wandb:
@@ -135,6 +149,6 @@ class Wandb:
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
         self._run.log({**_tags(stage, metrics), f"{stage}/step": step})
 
-    def close(self) -> None:
-        """Flushes and finishes the run."""
-        self._run.finish()
+    def close(self, outcome: Outcome) -> None:
+        """Flushes and finishes the run, as failed unless it has succeeded."""
+        self._run.finish(exit_code=int(outcome != "succeeded"))

@@ -1,8 +1,9 @@
 """Forwards every reported step of a run to its trackers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 
 from nemo_rl_core.config.tracking import TrackingConfig
 from nemo_rl_core.store.store import Store
@@ -17,15 +18,18 @@ MACHINE = "machine"
 
 
 @contextmanager
-def tracked(config: TrackingConfig, run: str) -> Iterator[None]:
+def tracked(
+    config: TrackingConfig, run: str, labels: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
     """Logs all reports inside the context to the config's trackers, and samples the machine.
 
     Args:
         config: The trackers, and the interval of samples.
         run: Name of the run in the trackers.
+        labels: What else tells the run from others: its workflow, its recipe.
     """
     openers = with_unique_names(
-        [(each.kind, partial(open_tracker, each, run)) for each in config.trackers]
+        [(each.kind, partial(open_tracker, each, run, labels)) for each in config.trackers]
     )
     with ExitStack() as stack:
         log = stack.enter_context(LoggerFacade(openers))

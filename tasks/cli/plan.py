@@ -15,6 +15,9 @@ import click
               "default what the recipe names.")  # fmt: skip
 @click.option("--model-config", type=click.Path(dir_okay=False, path_type=Path),
               help="The config.json of the model, where the hub cannot be reached.")  # fmt: skip
+@click.option("--mean-tokens", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",
+              help="Tokens of a completion on average; by default each is as long as it may "
+              "be.")  # fmt: skip
 @click.option("--pipeline", metavar="NAME",
               help="The pipeline that the recipe is for; by default the one that it or the recipe "
               "that it begins with is called after.")  # fmt: skip
@@ -25,6 +28,7 @@ def plan(
     *,
     accelerator: str | None,
     model_config: Path | None,
+    mean_tokens: float | None,
     pipeline: str | None,
     as_json: bool,
 ) -> None:
@@ -32,12 +36,13 @@ def plan(
 
     RECIPE is a YAML file or the name of one of workflows/recipes; KEY=VALUE changes one setting. No
     GPU and no weights are needed. What does not fit is named with the smallest change that does;
-    the exit code is then 1.
+    the exit code is then 1, and where more GPU-hours are expected than `budget` allows.
 
         nemo-rl plan grpo_7b_8gpu training.activation_checkpointing=false
     """
     from tasks.cli.plan_table import as_mapping, as_table
     from tasks.cli.recipe_plan import planned
+    from tasks.platform.gpu_hours import over_budget
 
     found = planned(
         recipe,
@@ -45,11 +50,12 @@ def plan(
         pipeline=pipeline,
         accelerator_name=accelerator,
         model_config=model_config,
+        mean_tokens=mean_tokens,
     )
     if as_json:
         shown: dict[str, Any] = as_mapping(found)
         click.echo(json.dumps(shown, indent=1))
     else:
         click.echo(as_table(found))
-    if found.problems:
+    if found.problems or over_budget(found):
         raise SystemExit(1)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_rl_core.planning.memory import GIB
+from tasks.platform.gpu_hours import over_budget
 from tasks.platform.gpu_plan import RecipePlan, StagePlan, fix_of
 
 _PARTS = (
@@ -44,6 +45,8 @@ def as_mapping(plan: RecipePlan) -> dict[str, Any]:
             }
             for stage in plan.stages
         ],
+        "gpu_hours": plan.gpu_hours,
+        "over_budget": over_budget(plan),
         "is_exact": plan.is_exact,
         "unplanned": list(plan.unplanned),
         "never_run": plan.untried,
@@ -68,8 +71,19 @@ def as_table(plan: RecipePlan) -> str:
         lines.append(f"memory of a machine: prepare_model holds {host:,.0f} GiB of float32 weights")
     if plan.untried:
         lines.append(f"never run so far: {', '.join(plan.untried)}")
+    lines += _hours(plan)
     lines += [*plan.problems, fix_of(plan.change)] if plan.problems else ["fits"]
     return "\n".join(lines)
+
+
+def _hours(plan: RecipePlan) -> Iterator[str]:
+    """What the whole recipe takes, stage by stage."""
+    if hours := plan.gpu_hours:
+        parts = ", ".join(f"{name} {value:,.1f}" for name, value in hours.items())
+        bound = "" if plan.has_mean else "at most "
+        yield f"GPU-hours of training: {bound}{sum(hours.values()):,.1f} ({parts})"
+    if problem := over_budget(plan):
+        yield f"over the budget: {problem}"
 
 
 def _heading(plan: RecipePlan) -> str:
@@ -108,7 +122,9 @@ def _rows(plan: RecipePlan) -> Iterator[str]:
     yield from _row(plan, "MFU, %", _percent)
     yield from _row(plan, "scored tokens/s", _speed("scored"))
     yield from _row(plan, "sampled tokens/s", _speed("sampled"))
-    yield from _row(plan, "seconds a step, at most", _step, ".0f")
+    is_mean = any(stage.load.mean_length < stage.load.longest for stage in plan.stages)
+    yield from _row(plan, "seconds a step" + ", at most" * (not is_mean), _step, ".0f")
+    yield from _row(plan, "of them rollouts", _rollouts, ".0f")
     for stage in plan.stages:
         if stage.speed and (transfer := stage.speed.transfer):
             yield (
@@ -125,6 +141,11 @@ def _percent(stage: StagePlan) -> float | None:
 def _step(stage: StagePlan) -> float | None:
     is_trained = stage.load.training is not None
     return stage.speed.step_seconds if stage.speed and is_trained else None
+
+
+def _rollouts(stage: StagePlan) -> float | None:
+    is_step = stage.load.training is not None and stage.load.sampling is not None
+    return stage.speed.rollout_seconds if stage.speed and is_step else None
 
 
 def _speed(name: str) -> _Figure:

@@ -1,6 +1,7 @@
 """From the arguments of `nemo-rl plan` to the plan of a recipe."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_core.errors import ConfigError
@@ -25,6 +26,7 @@ def planned(
     pipeline: str | None,
     accelerator_name: str | None,
     model_config: Path | None,
+    mean_tokens: float | None = None,
 ) -> RecipePlan:
     """The plan of a recipe with changes; of a sweep, that of its first point.
 
@@ -44,7 +46,14 @@ def planned(
             fix=f"say which: nemo-rl plan {recipe} cluster.shape=one_gpu",
         )
     config = read_model_config(model_config) if model_config else None
-    return plan_recipe(experiment, _gpu(experiment, accelerator_name), model_config=config)
+    plan = plan_recipe(
+        experiment,
+        _gpu(experiment, accelerator_name),
+        model_config=config,
+        mean_completion_tokens=mean_tokens,
+    )
+    # That of a sweep is of all of its points.
+    return replace(plan, max_gpu_hours=chosen.recipe.budget.max_gpu_hours)
 
 
 def _gpu(recipe: PipelineRecipe, name: str | None) -> Accelerator:

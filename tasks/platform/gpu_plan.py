@@ -4,7 +4,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.aliases import located
 from tasks.recipes.common import PipelineRecipe
-from tasks.recipes.loads import loads_of
+from tasks.recipes.loads import loads_of, steps_of
 
 _LOG = logging.getLogger(__name__)
 ASSUMED = ACCELERATORS["nvidia-h100"]
@@ -47,12 +47,14 @@ class StagePlan:
         memory: What it takes.
         speed: What is expected of it; None if the peak of the GPU is not known.
         choices: What settings are that the recipe leaves to the plan, by their paths.
+        num_steps: Of a stage that trains, all iterations together.
     """
 
     load: StageLoad
     memory: MemoryPlan
     speed: SpeedPlan | None
     choices: Mapping[str, str] = field(default_factory=dict)
+    num_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class RecipePlan:
         problems: Why it does not fit, one sentence each; empty if it does.
         change: The smallest change with which it fits; None if it fits, or no known one does.
         unplanned: What takes memory of a GPU besides, and is not counted.
+        max_gpu_hours: The limit of the recipe; None without one.
     """
 
     gpu: Accelerator
@@ -72,11 +75,30 @@ class RecipePlan:
     problems: tuple[str, ...]
     change: tuple[Setting, ...] | None
     unplanned: tuple[str, ...] = ()
+    max_gpu_hours: float | None = None
 
     @property
     def untried(self) -> list[str]:
         """What of its layouts has never run on GPUs."""
         return list(dict.fromkeys(text for stage in self.stages for text in untried(stage.load)))
+
+    @property
+    def gpu_hours(self) -> dict[str, float]:
+        """Expected of each stage that trains; evaluations, starts and what is cached left out."""
+        return {
+            stage.load.name: stage.num_steps * stage.speed.step_seconds * stage.load.num_gpus / 3600
+            for stage in self.stages
+            if stage.num_steps is not None and stage.speed is not None
+        }
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether completions have a stated mean; else all are expected at their longest."""
+        return any(
+            stage.load.sampling is not None
+            and stage.load.sampling.mean_completion_tokens is not None
+            for stage in self.stages
+        )
 
     @property
     def is_impossible(self) -> bool:
@@ -107,7 +129,11 @@ class RecipePlan:
 
 
 def plan_recipe(
-    recipe: PipelineRecipe, gpu: Accelerator, *, model_config: Mapping[str, Any] | None = None
+    recipe: PipelineRecipe,
+    gpu: Accelerator,
+    *,
+    model_config: Mapping[str, Any] | None = None,
+    mean_completion_tokens: float | None = None,
 ) -> RecipePlan:
     """Plans every stage of a recipe that computes on GPUs.
 
@@ -115,16 +141,34 @@ def plan_recipe(
         recipe: Whose `cluster` has GPUs.
         gpu: Their kind.
         model_config: The config.json of `model`; by default that which its section names.
+        mean_completion_tokens: Of a completion on average; by default what `budget` says.
 
     Raises:
         ModelError: If a model's config cannot be read.
         ConfigError: If the layout does not divide the ranks.
     """
-    loads = loads_of(recipe, _reader(recipe.model, model_config))
-    stages = tuple(_planned(load, gpu) for load in loads)
+    mean = mean_completion_tokens or recipe.budget.mean_completion_tokens
+    loads = [
+        _with_mean(load, mean) for load in loads_of(recipe, _reader(recipe.model, model_config))
+    ]
+    steps = steps_of(recipe)
+    stages = tuple(_planned(load, gpu, steps.get(load.name)) for load in loads)
     problems = tuple(text for stage in stages for text in _problems(stage, gpu))
     change = smallest_change(loads, gpu.memory_gib) if problems else None
-    return RecipePlan(gpu, stages, problems, change, unplanned=tuple(_scoring_models(recipe)))
+    return RecipePlan(
+        gpu,
+        stages,
+        problems,
+        change,
+        unplanned=tuple(_scoring_models(recipe)),
+        max_gpu_hours=recipe.budget.max_gpu_hours,
+    )
+
+
+def _with_mean(load: StageLoad, tokens: float | None) -> StageLoad:
+    if load.sampling is None or tokens is None:
+        return load
+    return replace(load, sampling=replace(load.sampling, mean_completion_tokens=tokens))
 
 
 def _scoring_models(recipe: PipelineRecipe) -> list[str]:
@@ -155,13 +199,13 @@ def _sizes_of_section(model: ModelConfig) -> ModelSizes:
     return sizes_of(config_of(model))
 
 
-def _planned(load: StageLoad, gpu: Accelerator) -> StagePlan:
+def _planned(load: StageLoad, gpu: Accelerator, num_steps: int | None) -> StagePlan:
     asked, load = load, chosen(load, gpu.memory_gib)
     memory = plan_memory(load, gpu.memory_gib)
     choices = {}
     if asked.training is not None and load.training is not None:
         choices = resolved(asked.training.config, load.training.config)
-    return StagePlan(load, memory, plan_speed(load, memory, gpu), choices)
+    return StagePlan(load, memory, plan_speed(load, memory, gpu), choices, num_steps)
 
 
 def _problems(stage: StagePlan, gpu: Accelerator) -> list[str]:
@@ -281,25 +325,28 @@ def _of_hub(name: str) -> Path:
             ) from error
 
 
-def refuse_what_does_not_fit(recipe: PipelineRecipe) -> None:
+def refuse_what_does_not_fit(recipe: PipelineRecipe) -> RecipePlan | None:
     """Refuses a recipe whose stages do not fit the GPUs that it runs on.
 
     The log warns, and nothing is refused, where the model's config is not known, where activations
     are an estimate, and where all would fit if every byte could be filled.
+
+    Returns:
+        The plan; None where there is no GPU, or the model's config is not known.
 
     Raises:
         ResourceError: Names the stages and the smallest change.
     """
     gpu = accelerator_of(recipe) if recipe.cluster.num_gpus else None
     if gpu is None:
-        return
+        return None
     try:
         plan = plan_recipe(recipe, gpu)
     except NemoRLError as error:
         _LOG.warning("memory was not planned: %s", error.in_one_line)
-        return
+        return None
     if not plan.problems:
-        return
+        return plan
     refusal = ResourceError(
         f"the recipe does not fit {num_gpus(recipe.cluster, recipe.generation)} x {gpu.name}",
         expected=f"at most {gpu.memory_gib:.1f} GiB a GPU",
@@ -309,6 +356,7 @@ def refuse_what_does_not_fit(recipe: PipelineRecipe) -> None:
     if plan.is_exact and plan.is_impossible:
         raise refusal
     _LOG.warning("by an estimate, %s", refusal)
+    return plan
 
 
 def fix_of(change: Sequence[Setting] | None) -> str:

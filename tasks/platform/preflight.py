@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_core.config.budget import BudgetConfig
 from nemo_rl_core.config.data import (
     DataConfig,
     FileData,
@@ -45,6 +47,7 @@ from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.store import remote
 from nemo_rl_core.telemetry.cost import num_parameters
 from nemo_rl_core.types import Prompt
+from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit
 from tasks.recipes.common import PipelineRecipe, Recipe
 
@@ -63,7 +66,7 @@ def preflight(inputs: Mapping[str, Any]) -> None:
         if isinstance(value, Recipe):
             for experiment in value.experiments:
                 if isinstance(experiment, PipelineRecipe):
-                    _check(experiment)
+                    _check(experiment, value.budget)
 
 
 def _num_gpus(experiment: PipelineRecipe) -> int:
@@ -72,7 +75,7 @@ def _num_gpus(experiment: PipelineRecipe) -> int:
     return max(num_gpus(experiment.cluster, each) for each in sections)
 
 
-def _check(experiment: PipelineRecipe) -> None:
+def _check(experiment: PipelineRecipe, budget: BudgetConfig) -> None:
     model = located_model(experiment.model)
     if model != experiment.model:
         experiment = experiment.replace(model=model)
@@ -82,7 +85,9 @@ def _check(experiment: PipelineRecipe) -> None:
     for model in experiment.models:
         if isinstance(model, PretrainedModel):
             check_pretrained(located_model(model).name)
-    refuse_what_does_not_fit(experiment)
+    plan = refuse_what_does_not_fit(experiment)
+    if plan is not None:
+        hold_to_budget(replace(plan, max_gpu_hours=budget.max_gpu_hours))
     _warn_of_the_rates(experiment)
     for data in (experiment.data, experiment.evaluation.data):
         if data is not None:

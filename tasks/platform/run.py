@@ -83,7 +83,7 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
         ray_was_running = _ray_runs()
         with ExitStack() as stack:
             stack.callback(store.release)
-            stack.enter_context(counted_run())
+            stack.enter_context(counted_run(_max_gpu_hours(inputs)))
             log = stack.enter_context(RunLog.start(store))
             terminal = stack.enter_context(redirect_descriptors(log.path))
             if not ray_was_running:
@@ -100,7 +100,11 @@ def run(workflow: WorkflowBase, inputs: dict[str, Any]) -> Iterator[Recorder]:
             )
             stack.callback(subscribe(recorder.listen))
             for recipe in (value for value in inputs.values() if isinstance(value, Recipe)):
-                stack.enter_context(tracked(recipe.tracking, log.folder.name))
+                labels = {
+                    "workflow": workflow.name.rpartition(".")[2],
+                    "recipe": recipe_name(sys.argv),
+                }
+                stack.enter_context(tracked(recipe.tracking, log.folder.name, labels))
             began = time.monotonic()
             name = f"{workflow.name.rpartition('.')[2]} {log.folder.name}"
             try:
@@ -140,6 +144,13 @@ def _checked_store(inputs: dict[str, Any]) -> Store:
         click.echo("stopped from outside before the run began: nothing was started", err=True)
         raise
     return store
+
+
+def _max_gpu_hours(inputs: dict[str, Any]) -> float | None:
+    """The lowest limit of the recipes among the inputs; None without one."""
+    recipes = [value for value in inputs.values() if isinstance(value, Recipe)]
+    limits = [limit for each in recipes if (limit := each.budget.max_gpu_hours) is not None]
+    return min(limits, default=None)
 
 
 def _execution(workflow: WorkflowBase, inputs: dict[str, Any], log_path: Path) -> NewExecution:

@@ -1,5 +1,6 @@
 """What every stage does around its work: one folder, one lock, one manifest."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from nemo_rl_core.telemetry.tracking import tracked
 from tasks.artifacts import Artifact
 from tasks.platform import literal_types, local
 from tasks.platform.attempts import carried_over
+from tasks.platform.cluster_limit import refuse_limit_that_stages_miss
 from tasks.platform.object_stores import close_sessions_at_exit
 from tasks.platform.ray_stage import ray_stage
 from tasks.platform.resources import DECK, PLAIN, Kind
@@ -30,8 +32,17 @@ local.use_store()
 if local.on_cluster():
     close_sessions_at_exit()
 
-plan_task = task(**PLAIN.options)
-"""A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
+
+def plan_task(function: Callable[..., Any]) -> Any:
+    """A task that deals a recipe out to the stages: quicker to run than to look up in the cache."""
+
+    @functools.wraps(function)
+    def checked(config: Any) -> Any:
+        refuse_limit_that_stages_miss(config.budget)
+        return function(config=config)
+
+    return task(**PLAIN.options)(checked)
+
 
 choice = dynamic(**PLAIN.options)
 """A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
@@ -115,8 +126,15 @@ def _tracked_on_cluster() -> AbstractContextManager[None]:
     said = os.environ.get("NEMO_RL_TRACKING")
     if not local.on_cluster() or not said:
         return nullcontext()
+    # A schedule's launch plan is called after its recipe.
+    labels = {
+        "workflow": os.environ.get("FLYTE_INTERNAL_EXECUTION_WORKFLOW", ""),
+        "recipe": os.environ.get("FLYTE_INTERNAL_EXECUTION_LAUNCHPLAN", ""),
+    }
     return tracked(
-        TrackingConfig.model_validate_json(said), os.environ["FLYTE_INTERNAL_EXECUTION_ID"]
+        TrackingConfig.model_validate_json(said),
+        os.environ["FLYTE_INTERNAL_EXECUTION_ID"],
+        {name: value.rpartition(".")[2].rpartition(":")[2] for name, value in labels.items()},
     )
 
 

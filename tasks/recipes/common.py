@@ -20,6 +20,7 @@ from pydantic import (
 
 from nemo_rl_core.algorithms.sft.config import SFTConfig
 from nemo_rl_core.config.base import FrozenConfig, collecting_contradictions, refuse_unknown_keys
+from nemo_rl_core.config.budget import BudgetConfig
 from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.config.data import DataConfig, FileData
 from nemo_rl_core.config.defaults import (
@@ -72,11 +73,13 @@ class Recipe(FrozenConfig):
     Attributes:
         recipe: Another recipe to begin with: the name of one of `workflows/recipes`, or a file.
         tracking: Where metrics go besides the run's own record.
+        budget: What the run may cost.
     """
 
     shorthands: ClassVar[frozenset[str]] = frozenset({"recipe"})
 
     tracking: TrackingConfig = TrackingConfig()
+    budget: BudgetConfig = BudgetConfig()
 
     @property
     def experiments(self) -> "Sequence[Recipe]":

@@ -49,6 +49,18 @@ def loads_of(recipe: PipelineRecipe, sizes_of: SizesOf) -> list[StageLoad]:
     return [*loads, *_sampled_only(recipe, sizes_of)]
 
 
+def steps_of(recipe: PipelineRecipe) -> dict[str, int]:
+    """Steps of each stage that trains, all iterations together, by its name."""
+    found = {}
+    for section, stage in _STAGES.items():
+        config: Any = getattr(recipe, section, None)
+        if config is not None and (steps := getattr(config, "num_steps", None)) is not None:
+            found[stage] = steps
+        elif config is not None:
+            found[stage] = config.num_iterations * config.num_steps_per_iteration
+    return found
+
+
 def _trained(
     recipe: PipelineRecipe, section: str, stage: str, config: LoopConfig, sizes_of: SizesOf
 ) -> StageLoad:

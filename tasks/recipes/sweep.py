@@ -60,6 +60,18 @@ class SweepRecipe(Recipe):
                 )
         return over
 
+    @field_validator("base")
+    @classmethod
+    def _the_budget_is_of_all_points(cls, base: GRPORecipe) -> GRPORecipe:
+        if base.budget.max_gpu_hours is not None:
+            raise ConfigError(
+                "a sweep has one limit of GPU-hours for all of its points",
+                expected="budget.max_gpu_hours beside base",
+                got=f"base.budget.max_gpu_hours: {base.budget.max_gpu_hours}",
+                fix="move it out of base",
+            )
+        return base
+
     @property
     def points(self) -> list[dict[str, Value]]:
         """Every combination of values, by field."""

@@ -83,6 +83,58 @@ def test_what_ranks_send_bounds_small_microbatches(
     assert 16 * 512 / found.trained == pytest.approx(seconds, rel=0.05)
 
 
+def test_tensor_ranks_share_the_ports_of_their_machine() -> None:
+    # Each of four tensor ranks gathers its quarter over a ring of its own, two ports of 50 GB/s.
+    options: dict[str, Any] = {"tokens": 512, "microbatches": 8}
+    config = DTensorTraining(
+        activation_checkpointing=False,
+        tensor_parallel_size=4,
+        gradient_sync="every_microbatch",
+    )
+    found = planned("qwen2.5-7b", 16, training=config, **options)
+    assert found.trained is not None
+    sent = 8 * stage("qwen2.5-7b").sizes.num_parameters / 4 * 3 / 4
+    seconds = sent / (2 * 50e9 * 0.6)
+    assert 4 * 512 / found.trained == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("microbatches", [1, 8])
+def test_megatron_exchanges_once_a_step_what_fsdp_gathers_for_every_microbatch(
+    microbatches: int,
+) -> None:
+    slow = replace(H100, link_gb_per_second=1)
+    options: dict[str, Any] = {"tokens": 512, "microbatches": microbatches, "gpu": slow}
+    found = planned("qwen2.5-7b", 2, training=MegatronTraining(), **options)
+    assert found.trained is not None
+    # A weight in 16 bits and its gradient in float32, to the one other rank.
+    seconds = 6 * stage("qwen2.5-7b").sizes.num_parameters / 2 / 0.6e9 / microbatches
+    assert 2 * 512 / found.trained == pytest.approx(seconds, rel=0.03)  # and an update
+
+
+def test_ranks_of_a_pipeline_wait_for_its_first_microbatch() -> None:
+    fast = replace(H100, link_gb_per_second=1e6)
+    found = []
+    for stages in (1, 4):
+        config = MegatronTraining(pipeline_parallel_size=stages)
+        options: dict[str, Any] = {"training": config, "gpu": fast, "longest": 8192}
+        found.append(planned("qwen2.5-7b", 4, **options).trained)
+    whole, divided = found
+    assert whole is not None
+    assert divided is not None
+    # Four micro-batches through four stages take the time of seven; updates are a little quicker.
+    assert whole / divided == pytest.approx(7 / 4, rel=0.05)
+
+
+def test_narrow_experts_are_slower_than_wide_ones() -> None:
+    one_of_16 = {"moe_intermediate_size": 6144, "num_experts": 16, "num_experts_per_tok": 1}
+    wide, narrow = (planned("qwen3-30b-a3b", microbatches=16, **changes).trained
+                    for changes in (one_of_16, {}))  # fmt: skip
+    assert wide is not None
+    assert narrow is not None
+    # As many weights in all, and active ones: in one expert of 6144 or eight of 768, of 4500.
+    assert 2 < wide / narrow < 4500 / 768
+
+
 def test_engines_of_their_own_count_and_leave_the_trainer_its_memory() -> None:
     sampling = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.9}
     beside = VllmGenerationConfig.model_validate({**sampling, "num_engines": 2})

@@ -72,8 +72,8 @@ def test_every_word_of_a_recipe_is_read_by_some_stage() -> None:
     tried = {"seed", "model", "data", "environment", "sft", "grpo", "generation"}
     tried |= {"rollouts", "environment_workers", "cluster", "evaluation", "promotion", "training"}
     tried |= {"measure_base"}
-    # Whom a run is told to changes no result, so no stage reads it.
-    assert set(GRPORecipe.model_fields) == tried | {"tracking"}
+    # Whom a run is told to, and what it may cost, changes no result: no stage reads it.
+    assert set(GRPORecipe.model_fields) == tried | {"tracking", "budget"}
     stages = plan_grpo(config=GRPORecipe())
     assert stages.sft.training == stages.grpo.training == GRPORecipe().training
 

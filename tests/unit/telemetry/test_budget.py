@@ -52,6 +52,20 @@ def test_the_stage_that_reaches_the_limit_saves(
     assert (policy.value, seen) == (10, [3, 4, 5, 6, 7, 8, 9, 10])
 
 
+def test_the_limit_of_the_recipe_holds_where_the_variable_says_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path))
+    monkeypatch.delenv(LIMIT, raising=False)
+    with counted_run(max_gpu_hours=8 * 0.6 * GPU_SECOND):
+        first = made("first", parents={})
+        second = made("second", parents={"start": first})
+        with pytest.raises(ResourceError, match="has used its GPU-hours"):
+            made("third", parents={"start": second})
+        monkeypatch.setenv(LIMIT, "1")
+        made("third", parents={"start": second})
+
+
 def test_a_stage_that_ends_in_time_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

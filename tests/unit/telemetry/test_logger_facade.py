@@ -28,7 +28,7 @@ class Flaky:
             raise ConnectionError("no route")
         self.taken.append((stage, step, dict(metrics)))
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         if self.is_down:
             raise ConnectionError("no route")
 

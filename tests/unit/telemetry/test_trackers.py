@@ -6,6 +6,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from pydantic import TypeAdapter
 from nemo_rl_core.config.tracking import TrackerConfig, TrackingConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.telemetry.events import report
-from nemo_rl_core.telemetry.logger_facade import LoggerFacade, Tracker
+from nemo_rl_core.telemetry.logger_facade import LoggerFacade, Outcome, Tracker
 from nemo_rl_core.telemetry.trackers import open_tracker
 from nemo_rl_core.telemetry.tracking import tracked
 from nemo_rl_core.types import StepReport
@@ -25,11 +27,11 @@ def _open(run: str = "run-1", **fields: object) -> Tracker:
     return open_tracker(TypeAdapter(TrackerConfig).validate_python(fields), run)
 
 
-def _log_two_stages(tracker: Tracker) -> None:
+def _log_two_stages(tracker: Tracker, outcome: Outcome = "succeeded") -> None:
     tracker.log_metrics("train_sft", 1, {"loss": 0.5})
     tracker.log_metrics("train_sft", 2, {"loss": 0.25})
     tracker.log_metrics("grpo_iteration", 1, {"reward": 0.75, "kl": 0.0})
-    tracker.close()
+    tracker.close(outcome)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -52,11 +54,17 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     address = f"file://{tmp_path}/mlruns"
     _log_two_stages(_open(kind="mlflow", tracking_uri=address, experiment="e"))
-    _log_two_stages(_open(run="run-2", kind="mlflow", tracking_uri=address, experiment="e"))
+    second = _open(run="run-2", kind="mlflow", tracking_uri=address, experiment="e")
+    _log_two_stages(second, "failed")
+    third = _open(run="run-3", kind="mlflow", tracking_uri=address, experiment="e")
+    _log_two_stages(third, "stopped")
     client = MlflowClient(tracking_uri=address)
     runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert sorted(run.info.run_name for run in runs) == ["run-1", "run-2"]
-    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {run.info.run_name: run.info.status for run in runs} == {
+        "run-1": "FINISHED",
+        "run-2": "FAILED",
+        "run-3": "KILLED",
+    }
     history = client.get_metric_history(runs[0].info.run_id, "train_sft/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
 
@@ -97,11 +105,14 @@ def _wandb_records(path: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_wandb_offline(tmp_path: Path) -> None:
-    _log_two_stages(_open(kind="wandb", mode="offline", folder=str(tmp_path)))
+@pytest.mark.parametrize(("outcome", "code"), [("succeeded", 0), ("failed", 1)])
+def test_wandb_offline(tmp_path: Path, outcome: Outcome, code: int) -> None:
+    _log_two_stages(_open(kind="wandb", mode="offline", folder=str(tmp_path)), outcome)
     (path,) = tmp_path.rglob("*.wandb")
     rows = []
-    for record in _wandb_records(path):
+    records = _wandb_records(path)
+    assert records[-1].exit.exit_code == code
+    for record in records:
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
@@ -111,6 +122,131 @@ def test_wandb_offline(tmp_path: Path) -> None:
         {"train_sft/loss": 0.25, "train_sft/step": 2},
         {"grpo_iteration/reward": 0.75, "grpo_iteration/kl": 0.0, "grpo_iteration/step": 1},
     ]
+
+
+class _Receiver:
+    """A server of OTLP over HTTP that keeps what it is given, as the protocol's own messages."""
+
+    def __init__(self) -> None:
+        requests = self.requests = []  # type: ignore[var-annotated]
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.headers["Content-Type"] == "application/x-protobuf"
+                requests.append((self.path, dict(self.headers), body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_port}/v1/metrics"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def points(self, request: int = -1) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """The gauges of a request: name and labels, and their value."""
+        from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
+
+        body = self.requests[request][2]
+        message = metrics_service_pb2.ExportMetricsServiceRequest.FromString(body)
+        found = {}
+        for of_resource in message.resource_metrics:
+            named = {each.key: each.value.string_value for each in of_resource.resource.attributes}
+            assert named["service.name"] == "nemo-rl"
+            assert named["service.instance.id"] == "run-1"
+            for metric in of_resource.scope_metrics[0].metrics:
+                for point in metric.gauge.data_points:
+                    labels = frozenset((e.key, e.value.string_value) for e in point.attributes)
+                    value = point.as_int if point.HasField("as_int") else point.as_double
+                    found[metric.name, labels] = value
+        return found
+
+
+@pytest.fixture
+def receiver() -> Iterator[_Receiver]:
+    made = _Receiver()
+    yield made
+    made.close()
+
+
+def test_otlp_pushes_gauges_with_labels(
+    receiver: _Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20secret")
+    config = TypeAdapter(TrackerConfig).validate_python(
+        {"kind": "otlp", "endpoint": receiver.address, "every_seconds": 3600}
+    )
+    began = time.time()
+    labels = {"recipe": "mine", "workflow": ""}
+    _log_two_stages(open_tracker(config, "run-1", labels), "failed")
+    ((path, headers, _),) = receiver.requests
+    assert path == "/v1/metrics"
+    assert headers["authorization"] == "Bearer secret"
+    points = receiver.points()
+    run = {("run", "run-1"), ("recipe", "mine")}
+    sft, grpo = (frozenset({*run, ("stage", name)}) for name in ("train_sft", "grpo_iteration"))
+    times = [points.pop(("nemo_rl_last_step_time_seconds", stage)) for stage in (sft, grpo)]
+    assert all(began <= each <= time.time() for each in times)
+    assert points == {
+        ("nemo_rl_loss", sft): 0.25,  # the latest
+        ("nemo_rl_step", sft): 2,
+        ("nemo_rl_reward", grpo): 0.75,
+        ("nemo_rl_kl", grpo): 0.0,
+        ("nemo_rl_step", grpo): 1,
+        ("nemo_rl_run_ended", frozenset({*run, ("outcome", "failed")})): 1,
+    }
+
+
+def test_otlp_pushes_while_the_run_goes_on(receiver: _Receiver) -> None:
+    tracker = _open(kind="otlp", endpoint=receiver.address, every_seconds=0.05)
+    tracker.log_metrics("train_sft", 1, {"loss": 0.5})
+    for _ in range(600):
+        if len(receiver.requests) > 1:
+            break
+        time.sleep(0.05)
+    names = {name for name, _ in receiver.points()}
+    assert names == {"nemo_rl_loss", "nemo_rl_step", "nemo_rl_last_step_time_seconds"}
+    tracker.close("succeeded")
+    assert "nemo_rl_run_ended" in {name for name, _ in receiver.points()}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(None, "succeeded"), (ValueError, "failed"), (KeyboardInterrupt, "stopped")],
+)
+def test_a_run_says_how_it_ended(
+    receiver: _Receiver, error: type[BaseException] | None, outcome: str
+) -> None:
+    config = TrackingConfig.model_validate(
+        {"trackers": [{"kind": "otlp", "endpoint": receiver.address}],
+         "sample_machine_every_seconds": None}
+    )  # fmt: skip
+    with suppress(ValueError, KeyboardInterrupt), tracked(config, "run-1", {"recipe": "mine"}):
+        report(StepReport("sft", 1, 2, {"loss": 0.5}))
+        if error is not None:
+            raise error
+    ended = [labels for name, labels in receiver.points() if name == "nemo_rl_run_ended"]
+    assert ended == [frozenset({("run", "run-1"), ("recipe", "mine"), ("outcome", outcome)})]
+
+
+def test_otlp_without_a_receiver_ends_within_the_time_of_a_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/v1/metrics"
+        tracker = _open(kind="otlp", endpoint=address, every_seconds=3600)
+        tracker.log_metrics("sft", 1, {"loss": 1.0})
+        began = time.monotonic()
+        tracker.close("succeeded")
+        assert time.monotonic() - began < 60
+    assert "xport" in caplog.text  # OpenTelemetry says that it could not
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["refuses", "never answers"])

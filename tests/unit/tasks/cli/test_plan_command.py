@@ -92,6 +92,23 @@ def test_json_has_every_figure() -> None:
     assert found["never_run"] == ["several ranks over NCCL"]
 
 
+def test_completions_that_end_early_take_a_step_less_time() -> None:
+    arguments = ["grpo_7b_8gpu", "--model-config", CONFIGS["qwen2.5-7b"]]
+    longest, mean = (
+        json.loads(invoked(*arguments, *more, "--json").output)["stages"][0]["speed"]
+        for more in ([], ["--mean-tokens", 600])
+    )
+    # Prompts of 1,024 tokens, with 600 new ones and not 5,120.
+    trained = mean["training_seconds"] / longest["training_seconds"]
+    assert trained == pytest.approx(1624 / 6144, rel=0.01)
+    # The last completions are decoded alone.
+    assert 600 / 5120 < mean["rollout_seconds"] / longest["rollout_seconds"] < 0.3
+    shown = invoked(*arguments, "--mean-tokens", 600).output
+    assert "seconds a step  " in shown
+    assert "at most" not in shown.split("expected")[1]
+    assert invoked(*arguments, "--mean-tokens", 0).exit_code == 2
+
+
 def test_another_accelerator_may_be_planned_for() -> None:
     arguments = ["grpo_7b_8gpu", "--model-config", CONFIGS["qwen2.5-7b"], "--accelerator"]
     small = invoked(*arguments, "nvidia-rtx-4090")

@@ -1,0 +1,122 @@
+"""The alerts of `deployment/production/monitoring.yaml`, by Prometheus' own evaluation.
+
+`promtool` is a part of Debian's package `prometheus`; without it only the names of metrics are
+checked.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl_core.rollouts.batch import reward_metrics
+from nemo_rl_core.telemetry.otlp import metric_name
+
+MONITORING = Path(__file__).resolve().parents[3] / "deployment/production/monitoring.yaml"
+PROMTOOL = shutil.which("promtool")
+RUN = 'run="r1", recipe="mine"'
+
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus"
+)
+
+
+def groups() -> list[dict[str, Any]]:
+    (rule,) = [each for each in yaml.safe_load_all(MONITORING.read_text())
+               if each["kind"] == "PrometheusRule"]  # fmt: skip
+    found: list[dict[str, Any]] = rule["spec"]["groups"]
+    return found
+
+
+def rules() -> dict[str, dict[str, Any]]:
+    return {rule["alert"]: rule for group in groups() for rule in group["rules"]}
+
+
+def test_alerts_read_metrics_that_a_run_sends() -> None:
+    import torch
+
+    own = {"step", "last_step_time_seconds", "run_ended", *reward_metrics(torch.ones(2))}
+    sent = {metric_name(name) for name in own}
+    read = {name for rule in rules().values() for name in re.findall(r"nemo_rl_\w+", rule["expr"])}
+    assert read == {metric_name(name) for name in own - {"reward_std"}}
+    assert read <= sent
+
+
+def fires(tmp_path: Path, alert: str, series: dict[str, str], minutes: int) -> bool:
+    """Whether an alert fires after so many minutes of series with a value a minute."""
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups()}))
+    test = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": name, "values": values} for name, values in series.items()
+                ],
+                "alert_rule_test": [
+                    {"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": []}
+                ],
+            }
+        ],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    assert PROMTOOL is not None
+    ran = subprocess.run(
+        [PROMTOOL, "test", "rules", "test.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0 or f"alertname: {alert}" in ran.stdout + ran.stderr, ran.stderr
+    return ran.returncode != 0
+
+
+@needs_promtool
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups()}))
+    assert PROMTOOL is not None
+    subprocess.run([PROMTOOL, "check", "rules", tmp_path / "rules.yaml"], check=True)
+
+
+STEPS = f'nemo_rl_step{{{RUN}, stage="grpo_iteration"}}'
+LAST = f'nemo_rl_last_step_time_seconds{{{RUN}, stage="grpo_iteration"}}'
+MACHINE = f'nemo_rl_last_step_time_seconds{{{RUN}, stage="machine"}}'
+REWARD = f'nemo_rl_reward{{{RUN}, stage="grpo_iteration"}}'
+GPUS = 'ray_node_gpus_utilization{namespace="n", ray_io_cluster="c", GpuIndex="0"}'
+
+
+def ended(outcome: str) -> str:
+    return f'nemo_rl_run_ended{{{RUN}, outcome="{outcome}"}}'
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("alert", "series", "minutes", "expected"),
+    [
+        ("NemoRLRunFailed", {ended("failed"): "_x5 1"}, 9, True),
+        ("NemoRLRunFailed", {ended("succeeded"): "_x5 1"}, 9, False),
+        ("NemoRLNoStep", {LAST: "0x100", MACHINE: "0+60x100"}, 70, True),
+        ("NemoRLNoStep", {LAST: "0+60x100", MACHINE: "0+60x100"}, 70, False),
+        ("NemoRLNoStep", {LAST: "0x100"}, 50, False),
+        # The process is gone, and says nothing more: that is another alert.
+        ("NemoRLNoStep", {LAST: "0x10"}, 90, False),
+        ("NemoRLRunVanished", {STEPS: "1+1x20"}, 45, True),
+        ("NemoRLRunVanished", {STEPS: "1+1x20", ended("failed"): "_x20 1"}, 45, False),
+        ("NemoRLRunVanished", {STEPS: "1+1x60"}, 45, False),
+        ("NemoRLRewardFalls", {REWARD: "0.8x150 0.5x90"}, 230, True),
+        ("NemoRLRewardFalls", {REWARD: "0.8x150 0.75x90"}, 230, False),
+        ("NemoRLRewardFalls", {REWARD: "0.1+0.002x240"}, 230, False),
+        ("NemoRLGPUsIdle", {GPUS: "0x60"}, 40, True),
+        ("NemoRLGPUsIdle", {GPUS: "60x60"}, 40, False),
+    ],
+)
+def test_an_alert_fires_when_it_should(
+    tmp_path: Path, alert: str, series: dict[str, str], minutes: int, *, expected: bool
+) -> None:
+    assert fires(tmp_path, alert, series, minutes) is expected
