@@ -65,12 +65,13 @@ class MegatronBackend(SendsWeights):
             raise _no_scalar_head()
         self._finish_earlier()
         initialize_topology(training, seed=setup.seed)
-        compute_deterministically()
+        self._device = local_device()
+        wanted = training.deterministic
+        self._is_deterministic = compute_deterministically(wanted, device=self._device)
         torch.set_float32_matmul_precision(training.float32_matmul_precision)
         self._setup = setup
         self.sent_dtype = getattr(torch, setup.dtype)
         self._num_updates = 0
-        self._device = local_device()
         self._models = build_model(setup.model_folder, training, setup.dtype)
         for model in self._models:
             model.takes_boundaries = takes_boundaries(
@@ -108,7 +109,10 @@ class MegatronBackend(SendsWeights):
         """What a setting that may be `auto` is on this machine, by its path in the recipe."""
         kernel = "varlen" if self._models[0].takes_boundaries else "sdpa"
         fused = has_transformer_engine()
-        return {"training.attention": "transformer_engine" if fused else kernel}
+        return {
+            "training.attention": "transformer_engine" if fused else kernel,
+            "training.deterministic": str(self._is_deterministic).lower(),
+        }
 
     def _finish_earlier(self) -> None:
         """Waits for a save of an earlier set-up."""

@@ -42,7 +42,8 @@ def started(folder: Path) -> Any:
             model_folder=folder,
             optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
             max_tokens_per_microbatch=24,
-            training=MegatronTraining(attention="sdpa"),
+            # Asked for, so that an operator without such a kernel is found.
+            training=MegatronTraining(attention="sdpa", deterministic=True),
             reference_folder=folder,
         )
     )
