@@ -11,7 +11,10 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.megatron import checkpoint
-from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
+from nemo_rl_core.backends.training.megatron.attention import (
+    refuse_dense_rows,
+    takes_boundaries,
+)
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
 from nemo_rl_core.backends.training.megatron.optimizer import (
@@ -304,9 +307,15 @@ class MegatronBackend(SendsWeights):
 
     def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[MegatronMicrobatch]:
         config = self._models[0].config
-        return make_parts(
+        parts = make_parts(
             batch, config, max_tokens=max_tokens, device=self._device, sharing=self._sharing
         )
+        has_mask = not (has_transformer_engine() or self._models[0].takes_boundaries)
+        if has_mask and self._device.type == "cuda":
+            shapes = ((part.rows.last.shape[0], part.rows.last.shape[1]) for part in parts)
+            memory = torch.cuda.get_device_properties(self._device).total_memory
+            refuse_dense_rows(config, shapes, memory_bytes=memory)
+        return parts
 
     def prefix_sharing(self) -> PrefixSharing | None:
         """How the model shares prefixes, so that a plan for several ranks does as well."""
