@@ -6,42 +6,72 @@ is unpacked last decides which is there, and that changes from one installation 
 
 import csv
 import importlib
+import pkgutil
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import distributions
 
-_IMPORTED = (
+_LIBRARIES = (
     "torch",
     "transformers",
     "ray",
     "flytekit",
+    "flashinfer",
     "megatron.core",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "vllm",
-    "nemo_rl_core.backends.training.dtensor.backend",
-    "nemo_rl_core.backends.training.megatron.backend",
-    "nemo_rl_core.backends.generation.vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.distributed.device_communicators.custom_all_reduce",
+    "vllm.distributed.device_communicators.flashinfer_all_reduce",
 )
+"""Besides the project's own modules: what they import within functions, and what vLLM imports only
+where there are GPUs."""
+_OURS = ("nemo_rl_core", "tasks", "workflows")
+
+Files = Mapping[str, Mapping[str, str]]
+"""The digest of each file by the packages that bring it."""
 
 
-def conflicts() -> list[str]:
-    """Files below a package's folder that several packages bring, in different versions."""
+def installed_files(folders: Sequence[str] | None = None) -> Files:
+    """The files below packages' folders.
+
+    Args:
+        folders: Where packages are looked for; None takes the search path of modules.
+    """
     owners: dict[str, dict[str, str]] = defaultdict(dict)
-    for package in distributions():
+    for package in distributions(path=list(folders)) if folders else distributions():
         record = package.read_text("RECORD") or ""
         for path, digest, _ in csv.reader(record.splitlines()):
             if digest and "/" in path and not path.startswith(".."):
                 owners[path][f"{package.name} {package.version}"] = digest
+    return owners
+
+
+def conflicts(files: Files) -> list[str]:
+    """The files that several packages bring in different versions."""
     return [
         f"{path}: {', '.join(sorted(found))}"
-        for path, found in sorted(owners.items())
+        for path, found in sorted(files.items())
         if len(set(found.values())) > 1
     ]
 
 
-def failures() -> list[str]:
+def modules(packages: Iterable[str]) -> Iterator[str]:
+    """The packages and all modules below them, by name."""
+    for package in packages:
+        yield package
+        found = importlib.import_module(package)
+        for module in pkgutil.walk_packages(found.__path__, f"{package}."):
+            if not module.name.endswith(".__main__"):
+                yield module.name
+
+
+def failures(names: Iterable[str]) -> list[str]:
     """Modules that do not import, with the reason."""
     found = []
-    for name in _IMPORTED:
+    for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 (what a library raises at its import is reported)
@@ -49,7 +79,19 @@ def failures() -> list[str]:
     return found
 
 
+def main() -> int:
+    """Prints what was checked, or what is wrong with it; returns the exit code."""
+    files = installed_files()
+    imported = [*_LIBRARIES, *modules(_OURS)]
+    problems = conflicts(files) + failures(imported)
+    packages = {package for found in files.values() for package in found}
+    summary = (
+        f"{len(packages)} packages: each of their {len(files):,} files has one owner or is the "
+        f"same in all, and {len(imported)} modules import\n"
+    )
+    sys.stdout.write("".join(f"{problem}\n" for problem in problems) or summary)
+    return int(bool(problems))
+
+
 if __name__ == "__main__":
-    problems = conflicts() + failures()
-    sys.stdout.write("\n".join(problems) or "every file has one owner, and everything imports\n")
-    sys.exit(bool(problems))
+    sys.exit(main())

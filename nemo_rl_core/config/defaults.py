@@ -35,6 +35,7 @@ LARGEST_LEARNING_RATE: Final = 1e-4
 """Of whole weights: a higher one usually destroys a pretrained model within a few steps."""
 _SMALL_MODEL: Final = 50_000_000
 _GPUS_OF_A_NODE: Final = 8
+_ENGINES: Final = ("vllm", "hf", "megatron")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def defaults_of_pretrained(
     """What is filled in for a pretrained model, by its path in the settings.
 
     A learning rate comes with a warm-up. `dtype` is bfloat16 where the shape of the cluster has
-    GPUs. On a machine with GPUs the cluster has all of them but those of the engines' own, and as
-    many engines as fit.
+    GPUs, and there are as many engines as fit. On a machine with GPUs the cluster has all of them
+    but those of the engines' own.
 
     Args:
         values: The settings that are given, as nested mappings.
@@ -82,12 +83,34 @@ def defaults_of_pretrained(
         prompt = int(values.get("max_prompt_tokens", 512))
         room = (context.context_length or prompt + MAX_NEW_TOKENS) - prompt
         found["generation.max_new_tokens"] = min(MAX_NEW_TOKENS, room) if room > 0 else 1
-    fills = samples and "cluster" in found and not num_own
-    if fills and not {"num_engines", "backend"} & {*generation}:
-        ranks = int(generation.get("tensor_parallel_size", 1))
-        ranks *= int(generation.get("pipeline_parallel_size", 1))
-        found["generation.num_engines"] = max(1, found["cluster"]["num_workers"] // ranks)
+    if samples:
+        found |= engines_of_gpus(_cluster({**values, **found}), generation)
     return found
+
+
+def engines_of_gpus(cluster: Any, generation: Any, *, path: str = "generation") -> dict[str, int]:
+    """As many engines as a cluster with GPUs has room for, where their number is not said.
+
+    Args:
+        cluster: The section of the recipe, or what it validates to.
+        generation: A section of engines on the trainer's GPUs.
+        path: Of that section.
+
+    Returns:
+        Nothing where one engine is all that fits: the default.
+
+    Example:
+        >>> engines_of_gpus({"shape": "node_8gpu"}, {"tensor_parallel_size": 2})
+        {'generation.num_engines': 4}
+    """
+    section = _section({"": generation}, "")
+    is_known = section.get("backend", "vllm") in _ENGINES
+    if "num_engines" in section or not is_known or _num_own(section):
+        return {}
+    ranks = int(section.get("tensor_parallel_size", 1))
+    ranks *= int(section.get("pipeline_parallel_size", 1))
+    engines = _cluster({"cluster": cluster}).num_gpus // ranks
+    return {f"{path}.num_engines": engines} if engines > 1 else {}
 
 
 def _rates(values: Mapping[str, Any], section: str, *, uses_lora: bool) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class SamplingConfig(FrozenConfig):
         repetition_penalty: Divides (or, where negative, multiplies) the logits of tokens that came
             before: Keskar et al. (2019), "CTRL".
         stop_strings: End a completion where its text contains one; its tokens stay.
-        num_engines: Copies of the model that share the rows of a batch.
+        num_engines: Copies of the model that share the rows of a batch. A recipe that does not say
+            how many has as many as the GPUs of its cluster hold, and one without GPUs.
         placement: Where the engines run. `colocated`: on the trainer's GPUs, asleep while it
             trains. `{own: 4}`: on four GPUs of their own besides those of `cluster.num_workers`,
             always awake; without GPUs, in processes with cores of their own.

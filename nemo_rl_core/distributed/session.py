@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.distributed.allocator import allocator_environment
 from nemo_rl_core.distributed.named_sharding import NamedSharding
 from nemo_rl_core.distributed.process_group import RECORDS, TIMEOUT
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
@@ -47,13 +48,16 @@ def thread_environment(num_threads: int | None) -> dict[str, str]:
 
 
 def memory_environment(cluster: RayVirtualCluster) -> dict[str, str]:
-    """The environment in which a worker on CPUs keeps the memory that it frees for the next step.
+    """The environment in which a trainer's worker uses again the memory that it has freed.
 
-    A step frees and allocates the same hundreds of MiB again. glibc would give them back, and the
-    system would clear every page of them anew: a sixth of a small model's step.
+    On CPUs a step frees and allocates the same hundreds of MiB again. glibc would give them back,
+    and the system would clear every page of them anew: a sixth of a small model's step. On GPUs see
+    `allocator_environment`.
     """
+    if cluster.use_gpus:
+        return allocator_environment()
     is_set = any(name in os.environ for name in _KEEP_FREED_MEMORY)
-    return {} if is_set or cluster.use_gpus else _KEEP_FREED_MEMORY
+    return {} if is_set else _KEEP_FREED_MEMORY
 
 
 def gang_environment(

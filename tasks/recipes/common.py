@@ -28,6 +28,7 @@ from nemo_rl_core.config.defaults import (
     DefaultsContext,
     as_sentence,
     defaults_of_pretrained,
+    engines_of_gpus,
     filled,
 )
 from nemo_rl_core.config.environment import EnvironmentConfig, EnvironmentWorkers
@@ -226,6 +227,16 @@ def _chosen_for(kind: type[PipelineRecipe], values: Mapping[str, Any]) -> dict[s
         cluster = values.get("cluster") or {}
         shape = cluster.get("shape") if isinstance(cluster, Mapping) else cluster.shape
         found["model.dtype"] = "bfloat16" if (shape or "laptop") != "laptop" else "float32"
+    return found | _engines(values)
+
+
+def _engines(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As many engines as the GPUs of the cluster hold, whatever the model."""
+    cluster, evaluation = values.get("cluster") or {}, values.get("evaluation")
+    found: dict[str, Any] = engines_of_gpus(cluster, values.get("generation"))
+    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("generation"), Mapping):
+        path = "evaluation.generation"
+        found |= engines_of_gpus(cluster, evaluation["generation"], path=path)
     return found
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from nemo_rl_core.distributed.allocator import memory_for_others
 from nemo_rl_core.distributed.process_group import local_device
 from nemo_rl_core.distributed.weight_sync.messages import SENDER, ControlGroup, TransportName
 from nemo_rl_core.errors import ResourceError
@@ -145,7 +146,8 @@ class CudaIpcTransport(Transport):
         self._turn, self._is_unread = 0, False
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        with memory_for_others():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A view on the buffer of the bucket before the last, which receivers have copied."""

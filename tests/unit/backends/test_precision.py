@@ -1,26 +1,31 @@
-"""float32 on GPUs: in full precision, unless a recipe asks for TF32."""
+"""Precision and kernels: in full float32 unless a recipe asks for TF32, deterministic on CPUs."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl_core.backends.training.base import TrainingSetup
+from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.backends.training.dtensor.model import LogprobModel
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.config.optimizer import OptimizerConfig
-from nemo_rl_core.config.training import DTensorTraining
+from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
+from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.models.generation.engine import engine_environment
+from tests.simulated_cuda import simulated_cuda
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_float32_matmul_precision(before)
+    torch.use_deterministic_algorithms(is_deterministic)
 
 
 def test_a_recipe_chooses_and_the_check_at_the_start_is_in_full_precision(
@@ -59,3 +64,38 @@ def test_vllm_reads_what_the_engine_is_given(monkeypatch: pytest.MonkeyPatch) ->
         for name, value in engine_environment(config).items():
             monkeypatch.setenv(name, value)
         assert library.environment_variables["VLLM_FLOAT32_MATMUL_PRECISION"]() == precision
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
+@pytest.mark.parametrize("training", [DTensorTraining, MegatronTraining])
+def test_kernels_are_deterministic_on_cpus_and_where_a_recipe_asks_for_it(
+    training: type[DTensorTraining | MegatronTraining], tiny_model: Path
+) -> None:
+    cases = [("cpu", "auto"), ("cpu", False), ("cuda", "auto"), ("cuda", True)]
+    # Megatron is redirected to the CPU for good where it finds no GPU.
+    found = run_ranks(_kernels, training, cases, tiny_model, world_size=1)[0]
+    assert found == [("true", True), ("false", False), ("false", False), ("true", True)]
+
+
+def _kernels(
+    training: type[DTensorTraining | MegatronTraining], cases: list[Any], folder: Path
+) -> list[Any]:
+    found = []
+    # GPUs first, for Megatron.
+    for device, deterministic in sorted(cases, key=lambda case: case[0], reverse=True):
+        config = training(attention="sdpa", deterministic=deterministic)
+        with simulated_cuda() if device == "cuda" else nullcontext():
+            backend = get_training_backend(config.backend)()
+            backend.setup(
+                TrainingSetup(
+                    model_folder=folder,
+                    optimizer=OptimizerConfig(),
+                    max_tokens_per_microbatch=64,
+                    training=config,
+                )
+            )
+            chosen = backend.choices()["training.deterministic"]
+            found.append((device, chosen, torch.are_deterministic_algorithms_enabled()))
+            if isinstance(config, MegatronTraining):
+                backend.shutdown()
+    return [each[1:] for each in sorted(found, key=lambda each: each[0])]

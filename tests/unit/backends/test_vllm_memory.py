@@ -260,6 +260,16 @@ def test_an_engine_on_gpus_of_its_own_never_sleeps(tiny_model: Path, backend: Vl
     assert llm.events == ["reload_weights", "reset_prefix_cache", "generate"]
 
 
+def test_an_engine_on_a_gpu_has_its_caches_and_graphs(backend: VllmBackend) -> None:
+    fake: Any = backend._llm
+    options = fake.calls[0][2]
+    assert options["enable_prefix_caching"]
+    assert options["enable_chunked_prefill"]
+    assert options["enable_sleep_mode"]
+    assert not options["enforce_eager"]
+    assert options["gpu_memory_utilization"] == 0.5
+
+
 def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:
     fake: Any = backend._llm
     backend.sleep(level=2)

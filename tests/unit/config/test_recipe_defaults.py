@@ -58,6 +58,34 @@ def test_the_type_may_be_left_to_the_cluster() -> None:
     assert (small.model.dtype, small.grpo.learning_rate) == ("float32", 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "generation", "engines"),
+    [
+        ({"shape": "node_8gpu"}, {}, 8),
+        ({"shape": "node_8gpu"}, {"backend": "vllm", "tensor_parallel_size": 2}, 4),
+        ({"shape": "cluster", "num_workers": 16}, {"tensor_parallel_size": 8}, 2),
+        ({"shape": "cluster", "num_workers": 4}, {"tensor_parallel_size": 8}, 1),
+        ({"shape": "node_8gpu"}, {"num_engines": 2}, 2),
+        ({"shape": "cluster", "num_workers": 4}, {"placement": {"own": 2}}, 2),
+        ({"shape": "one_gpu"}, {}, 1),
+        ({"num_workers": 4}, {}, 1),  # on CPUs results stay as they are
+    ],
+)
+@pytest.mark.parametrize("model", [{"name": "org/model"}, {"kind": "from_config"}])
+def test_engines_fill_the_gpus_of_the_cluster(
+    cluster: dict[str, Any], generation: dict[str, Any], engines: int, model: dict[str, Any]
+) -> None:
+    found = recipe(model=model, cluster=cluster, generation=generation)
+    assert found.generation.num_engines == engines
+    assert found.generation.backend == "vllm"
+    read_again = GRPORecipe.model_validate_json(found.model_dump_json())
+    assert read_again == found
+    sampling = {"evaluation": {"generation": {"temperature": 0.5, **generation}}}
+    evaluated = recipe(model=model, cluster=cluster, **sampling).evaluation.generation
+    assert evaluated is not None
+    assert evaluated.num_engines == engines
+
+
 def test_an_evaluation_gets_the_length_alone() -> None:
     found = EvaluateRecipe.model_validate({"model": {"name": "org/model"}})
     assert found.generation.max_new_tokens == 512

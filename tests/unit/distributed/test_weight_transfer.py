@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import TCPStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_core.distributed.local_ranks import run_ranks
 from nemo_rl_core.distributed.process_group import rank
@@ -233,6 +234,41 @@ def test_cuda_ipc_holds_two_buckets_however_many_there_are(
     assert [found for found, _ in received] == [sent * 2] * 2
     # The large tensor in one buffer, four small ones in the other; all weights are 24 kB.
     assert most_bytes <= 4000 + 1600 + 2 * 16
+
+
+class _AllocatorSettings(TorchDispatchMode):
+    """Records the allocator's settings under which memory is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is torch.ops.aten.empty.memory_format:
+            self.seen.append(torch._C._accelerator_getAllocatorSettings())
+        made: torch.Tensor = func(*args, **(kwargs or {}))
+        return made
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_buffers_of_cuda_ipc_lie_in_memory_that_others_can_map(growing: bool) -> None:
+    settings = f"max_split_size_mb:64,expandable_segments:{growing}"
+
+    def allocated() -> tuple[list[str], str]:
+        torch._C._accelerator_setAllocatorSettings(settings)
+        with pytest.MonkeyPatch.context() as patch, _AllocatorSettings() as allocator:
+            patch.setattr(transport_module, "_need_gpu", lambda name: None)
+            transport = CudaIpcTransport(None)
+            for num_bytes in (100, 100, 200):
+                transport.allocate(num_bytes)
+        return allocator.seen, torch._C._accelerator_getAllocatorSettings()
+
+    ((seen, after),) = run_ranks(allocated, world_size=1)
+    assert len(seen) >= 5
+    assert set(seen) == {"max_split_size_mb:64,expandable_segments:False"}
+    assert after == settings
 
 
 def test_a_transfer_has_the_digest_of_the_same_weights_as_buckets(

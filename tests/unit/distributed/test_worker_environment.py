@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.session import (
     gang_environment,
     memory_environment,
@@ -15,11 +16,13 @@ from nemo_rl_core.distributed.session import (
 )
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup, _with_records
 from nemo_rl_core.errors import WorkerLostError
+from nemo_rl_core.models.generation.engine import engine_environment
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "MALLOC_"))]:
+    prefixes = ("OMP_", "GOMP_", "MALLOC_", "PYTORCH_")
+    for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
 
 
@@ -30,11 +33,18 @@ def test_threads_that_wait_sleep_unless_the_user_decides(monkeypatch):
 
 
 def test_freed_memory_is_kept_on_cpus_unless_the_user_decides(monkeypatch):
-    on_cpus, on_gpus = SimpleNamespace(use_gpus=False), SimpleNamespace(use_gpus=True)
+    on_cpus = SimpleNamespace(use_gpus=False)
     assert memory_environment(on_cpus)
-    assert not memory_environment(on_gpus)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000000")
     assert not memory_environment(on_cpus)
+
+
+def test_memory_of_gpus_grows_in_place_in_trainers_alone(monkeypatch):
+    on_gpus = SimpleNamespace(use_gpus=True)
+    assert memory_environment(on_gpus) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert not [name for name in engine_environment(VllmGenerationConfig()) if "ALLOC" in name]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert not memory_environment(on_gpus)
 
 
 _FAULTS = """

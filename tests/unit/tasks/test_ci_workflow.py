@@ -1,4 +1,4 @@
-"""`deployment/ci/github.yaml`: its commands exist, and production waits for staging."""
+"""`deployment/ci/`: the commands of its workflows exist, and production waits for staging."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,8 @@ import yaml
 
 from tests.documents import REPOSITORY, shell_problems
 
-WORKFLOW: dict[str, Any] = yaml.safe_load(
-    (Path(REPOSITORY) / "deployment" / "ci" / "github.yaml").read_text()
-)
+FOLDER = Path(REPOSITORY) / "deployment" / "ci"
+WORKFLOW: dict[str, Any] = yaml.safe_load((FOLDER / "github.yaml").read_text())
 
 
 def steps(job: str) -> list[str]:
@@ -34,3 +33,18 @@ def test_what_is_registered_to_production_was_checked_in_staging() -> None:
     )
     assert not any("--activate" in run for run in staging)
     assert "--activate" in steps("production")[-1]
+
+
+def test_the_lock_for_gpus_is_installed_and_imported_every_week() -> None:
+    workflow = yaml.safe_load((FOLDER / "lock.yaml").read_text())
+    triggers = workflow[True]  # YAML reads the key `on` so
+    (schedule,) = triggers["schedule"]
+    minute, hour, day, month, weekday = schedule["cron"].split()
+    assert (day, month) == ("*", "*")
+    assert weekday.isdigit()
+    assert int(minute) < 60
+    assert int(hour) < 24
+    assert triggers["push"]["paths"] == ["deployment/requirements/**"]
+    runs = [step["run"] for step in workflow["jobs"]["gpu"]["steps"] if "run" in step]
+    assert runs[-1] == "make check-gpu"
+    assert [problem for run in runs[1:] for problem in shell_problems(run)] == []

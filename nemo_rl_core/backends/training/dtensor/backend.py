@@ -74,8 +74,9 @@ class DTensorBackend(SendsWeights):
         """Loads the model, checks its results on packed rows, and creates the optimizer."""
         self._finish_earlier()
         torch.manual_seed(setup.seed)
-        compute_deterministically()
         assert isinstance(setup.training, DTensorTraining)
+        wanted = setup.training.deterministic
+        self._is_deterministic = compute_deterministically(wanted, device=local_device())
         torch.set_float32_matmul_precision(setup.training.float32_matmul_precision)
         self._setup, self._training = setup, setup.training
         self.sent_dtype = getattr(torch, setup.dtype)
@@ -156,7 +157,10 @@ class DTensorBackend(SendsWeights):
     def choices(self) -> dict[str, str]:
         """What a setting that may be `auto` is on this machine, by its path in the recipe."""
         attention = self._policy.attention
-        return {"training.attention": attention.kernel if attention else "sdpa"}
+        return {
+            "training.attention": attention.kernel if attention else "sdpa",
+            "training.deterministic": str(self._is_deterministic).lower(),
+        }
 
     def _attention_of(self, model: Any) -> PackedAttention | None:
         return packed_attention(

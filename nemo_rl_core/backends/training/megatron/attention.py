@@ -5,6 +5,7 @@ Transformer Engine is installed, its kernels are used instead.
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -106,3 +107,38 @@ def takes_boundaries(
         "; ".join(reasons),
     )
     return False
+
+
+def refuse_dense_rows(
+    config: Any, shapes: Iterable[tuple[int, int]], *, memory_bytes: float
+) -> None:
+    """Refuses rows whose scores of all pairs of tokens no GPU of this size holds.
+
+    Attention under a mask keeps the scores, their float32 softmax and the weights of a layer until
+    its backward pass: of all layers of the rank, or with recomputation of one.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        shapes: Rows and row length of each micro-batch.
+        memory_bytes: Of the GPU.
+
+    Raises:
+        ConfigError: For the first micro-batch that is too large.
+    """
+    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    width = config.params_dtype.itemsize
+    heads = config.num_attention_heads / config.tensor_model_parallel_size
+    a_pair = heads * (2 * width + 4) / config.context_parallel_size
+    kept = 1 if config.recompute_granularity == "full" else num_layers
+    for num_rows, row_length in shapes:
+        needed = kept * num_rows * row_length**2 * a_pair
+        if needed > memory_bytes:
+            raise ConfigError(
+                f"attention over rows of {row_length} tokens does not fit the GPU: Megatron's own "
+                "keeps the scores of all pairs of tokens",
+                expected=f"at most {memory_bytes / 2**30:.0f} GiB",
+                got=f"{needed / 2**30:.0f} GiB for {num_rows} x {row_length} tokens in {kept} of "
+                f"{num_layers} layers",
+                fix="set model.dtype: bfloat16, in which training.attention: auto makes no scores; "
+                "install Transformer Engine (docs/clusters.md); or lower max_tokens_per_microbatch",
+            )

@@ -11,7 +11,10 @@ from megatron.core import parallel_state
 from nemo_rl_core.backends.training.base import TrainingSetup, allowed_sharing
 from nemo_rl_core.backends.training.determinism import compute_deterministically, full_precision
 from nemo_rl_core.backends.training.megatron import checkpoint
-from nemo_rl_core.backends.training.megatron.attention import takes_boundaries
+from nemo_rl_core.backends.training.megatron.attention import (
+    refuse_dense_rows,
+    takes_boundaries,
+)
 from nemo_rl_core.backends.training.megatron.heads import LogprobHead
 from nemo_rl_core.backends.training.megatron.model import build_model, has_transformer_engine
 from nemo_rl_core.backends.training.megatron.optimizer import (
@@ -65,12 +68,13 @@ class MegatronBackend(SendsWeights):
             raise _no_scalar_head()
         self._finish_earlier()
         initialize_topology(training, seed=setup.seed)
-        compute_deterministically()
+        self._device = local_device()
+        wanted = training.deterministic
+        self._is_deterministic = compute_deterministically(wanted, device=self._device)
         torch.set_float32_matmul_precision(training.float32_matmul_precision)
         self._setup = setup
         self.sent_dtype = getattr(torch, setup.dtype)
         self._num_updates = 0
-        self._device = local_device()
         self._models = build_model(setup.model_folder, training, setup.dtype)
         for model in self._models:
             model.takes_boundaries = takes_boundaries(
@@ -108,7 +112,10 @@ class MegatronBackend(SendsWeights):
         """What a setting that may be `auto` is on this machine, by its path in the recipe."""
         kernel = "varlen" if self._models[0].takes_boundaries else "sdpa"
         fused = has_transformer_engine()
-        return {"training.attention": "transformer_engine" if fused else kernel}
+        return {
+            "training.attention": "transformer_engine" if fused else kernel,
+            "training.deterministic": str(self._is_deterministic).lower(),
+        }
 
     def _finish_earlier(self) -> None:
         """Waits for a save of an earlier set-up."""
@@ -300,9 +307,15 @@ class MegatronBackend(SendsWeights):
 
     def _parts(self, batch: BatchedDataDict, max_tokens: int) -> list[MegatronMicrobatch]:
         config = self._models[0].config
-        return make_parts(
+        parts = make_parts(
             batch, config, max_tokens=max_tokens, device=self._device, sharing=self._sharing
         )
+        has_mask = not (has_transformer_engine() or self._models[0].takes_boundaries)
+        if has_mask and self._device.type == "cuda":
+            shapes = ((part.rows.last.shape[0], part.rows.last.shape[1]) for part in parts)
+            memory = torch.cuda.get_device_properties(self._device).total_memory
+            refuse_dense_rows(config, shapes, memory_bytes=memory)
+        return parts
 
     def prefix_sharing(self) -> PrefixSharing | None:
         """How the model shares prefixes, so that a plan for several ranks does as well."""

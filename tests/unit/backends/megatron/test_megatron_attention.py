@@ -103,3 +103,31 @@ def test_varlen_on_a_cpu_and_context_parallelism_are_refused() -> None:
     assert takes_boundaries(model, auto, dtype="bfloat16", device=cuda, fused=False)
     assert not takes_boundaries(model, auto, dtype="float32", device=cuda, fused=False)
     assert not takes_boundaries(model, auto, dtype="bfloat16", device=cpu, fused=False)
+
+
+def test_rows_whose_scores_no_gpu_holds_are_refused() -> None:
+    from types import SimpleNamespace
+
+    from nemo_rl_core.backends.training.megatron.attention import refuse_dense_rows
+
+    gib = 2**30
+    # Qwen2.5-7B in bfloat16: 28 heads x 8192^2 pairs x (2 + 4 + 2) bytes are 14 GiB a layer.
+    config = SimpleNamespace(
+        num_layers=28,
+        num_attention_heads=28,
+        params_dtype=torch.bfloat16,
+        recompute_granularity="full",
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+    )
+    refuse_dense_rows(config, [(1, 8192)], memory_bytes=14 * gib)
+    with pytest.raises(ConfigError, match="14 GiB for 1 x 8192 tokens in 1 of 28 layers"):
+        refuse_dense_rows(config, [(8, 64), (1, 8192)], memory_bytes=14 * gib - 1)
+    config.recompute_granularity = None
+    with pytest.raises(ConfigError, match="392 GiB for 1 x 8192 tokens in 28 of 28 layers"):
+        refuse_dense_rows(config, [(1, 8192)], memory_bytes=80 * gib)
+    refuse_dense_rows(config, [(8, 1024)], memory_bytes=49 * gib)
+    config.tensor_model_parallel_size = config.pipeline_model_parallel_size = 2
+    config.context_parallel_size = 2
+    refuse_dense_rows(config, [(1, 8192)], memory_bytes=49 * gib)

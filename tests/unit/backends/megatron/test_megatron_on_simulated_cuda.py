@@ -3,7 +3,9 @@
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, collate
 from nemo_rl_core.distributed.local_ranks import run_ranks
+from nemo_rl_core.errors import ConfigError
 from tests.simulated_cuda import count, simulated_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
@@ -42,7 +45,8 @@ def started(folder: Path) -> Any:
             model_folder=folder,
             optimizer=OptimizerConfig(learning_rate=1e-2, adam_epsilon=1e-3),
             max_tokens_per_microbatch=24,
-            training=MegatronTraining(attention="sdpa"),
+            # Asked for, so that an operator without such a kernel is found.
+            training=MegatronTraining(attention="sdpa", deterministic=True),
             reference_folder=folder,
         )
     )
@@ -111,3 +115,19 @@ def test_a_microbatch_is_one_copy_and_results_are_one_wait(tiny_model: Path) -> 
         kinds, told = found[name]
         assert kinds == {"sync": syncs, "upload": 0, "pinned": 1}, told
     assert len(found["optimizer"]) == 1, found["optimizer"]
+
+
+def refusal(folder: Path, total_memory: int) -> str:
+    with simulated_cuda(), mock.patch.object(torch.cuda, "get_device_properties") as properties:
+        properties.return_value = SimpleNamespace(total_memory=total_memory)
+        try:
+            started(folder).get_logprobs(make_batch(2))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_gpu_without_memory_for_all_pairs_is_not_asked_for_it(tiny_model: Path) -> None:
+    said = [run_ranks(refusal, tiny_model, size, world_size=1)[0] for size in (10**9, 10**3)]
+    assert said[0] == ""
+    assert "tokens does not fit the GPU" in said[1]

@@ -1,0 +1,40 @@
+"""What a recipe with GPUs has where it says nothing: the table of docs/gpus.md."""
+
+import torch
+
+from nemo_rl_core.backends.training.optimizers import build_optimizer
+from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.config.training import DTensorTraining
+from tasks.recipes.grpo import GRPORecipe
+
+
+def test_a_recipe_with_gpus_leaves_the_rest_to_these_defaults() -> None:
+    found = GRPORecipe.model_validate(
+        {"model": {"name": "org/model"}, "cluster": {"shape": "node_8gpu"}}
+    )
+    assert found.cluster.num_workers == found.generation.num_engines == 8
+    assert found.model.dtype == "bfloat16"
+    training, engine = found.training, found.generation
+    assert isinstance(training, DTensorTraining)
+    assert isinstance(engine, VllmGenerationConfig)
+    for setting in (
+        "attention",
+        "activation_checkpointing",
+        "gradient_sync",
+        "data_parallel_replicas",
+        "deterministic",
+    ):
+        assert getattr(training, setting) == "auto", setting
+    assert not training.compile
+    assert training.offload_for_generation == "none"
+    assert training.float32_matmul_precision == engine.float32_matmul_precision == "highest"
+    assert engine.gpu_memory_utilization == 0.5
+    assert not engine.enforce_eager  # so that vLLM has CUDA graphs
+    assert engine.placement == "colocated"
+
+
+def test_moments_are_updated_by_the_fused_kernel() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer([("weight", weight)], OptimizerConfig())
+    assert all(group["fused"] for group in optimizer.param_groups)
