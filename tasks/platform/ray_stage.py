@@ -69,7 +69,7 @@ class RayStage:
     enable_autoscaling: bool = False  # a gang needs all of its workers from the first step
     autoscaler_options: None = None
     shutdown_after_job_finishes: bool = True
-    ttl_seconds_after_finished: int = 10  # then the next stage may have its GPUs
+    ttl_seconds_after_finished: int = 0  # the next stage may have its GPUs
 
     @property
     def head_node_config(self) -> HeadNodeConfig:
