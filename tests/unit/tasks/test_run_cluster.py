@@ -4,10 +4,12 @@ import json
 import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.tools.translator import get_serializable
 
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -236,6 +238,79 @@ def test_a_stages_inputs_do_not_say_how_long_its_cluster_lives(
         train_sft(config=plan(lifetime).sft, base=None, train=None)
     assert given[0] == given[1]
     assert "lifetime" not in given[1].model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "is_last", "nodes"),
+    [
+        ("stage", True, ["evaluate"]),
+        ("run", False, ["evaluate"]),
+        ("run", True, ["evaluate", "release_cluster"]),
+    ],
+)
+def test_the_last_evaluation_of_a_run_gives_its_cluster_back(
+    lifetime: str, is_last: bool, nodes: list[str]
+) -> None:
+    from tasks.artifacts import CheckpointArtifact, DatasetArtifact, EvalReport
+    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+    from workflows.common import measure
+
+    words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}}
+    config = plan_grpo.task_function(config=GRPORecipe.model_validate(words)).evaluation
+    folder = {"directory": {"path": "s3://bucket/folder"}, "stage": "x", "content_hash": "0" * 64}
+    before = EvalReport.model_validate({**folder, "metrics": {}, "measured": "x"})
+    measure._wf = None  # a container compiles its dynamic stage once, and flytekit keeps that
+    ctx = FlyteContextManager.current_context()
+    in_container = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    known = SerializationSettings(image_config=ImageConfig(), project="p", domain="d", version="v")
+    context = ctx.with_execution_state(in_container).with_serialization_settings(known)
+    with FlyteContextManager.with_context(context) as inner:
+        spec = measure.compile_into_workflow(
+            inner,
+            measure.task_function,
+            config=config,
+            checkpoint=CheckpointArtifact.model_validate(folder),
+            validation=DatasetArtifact.model_validate(folder),
+            last_after=before if is_last else None,
+        )
+    names = [node.task_node.reference_id.name for node in spec.nodes]
+    assert [name.split(".")[1] for name in names] == nodes
+    if len(nodes) > 1:
+        assert spec.nodes[1].upstream_node_ids == [spec.nodes[0].id]
+    (first, *_) = spec.tasks
+    assert first.type == ("ray" if lifetime == "stage" else "python-task")
+
+
+def test_a_failed_run_gives_its_cluster_back(
+    monkeypatch: pytest.MonkeyPatch, own_store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from flytekit.types.error.error import FlyteError
+
+    from tasks.platform import failures
+    from tasks.recipes.grpo import GRPORecipe, record_failure
+
+    jobs = Jobs(*["Running"] * 9)
+    monkeypatch.setattr(failures, "KubernetesApi", lambda: jobs)
+
+    def fail(lifetime: str) -> None:
+        words = {"recipe": "grpo_arithmetic", "cluster": {"lifetime": lifetime}}
+        config = GRPORecipe.model_validate(words)
+        error = FlyteError(message="out of paper", failed_node_id="n3")
+        record_failure.task_function(config=config, err=error)
+
+    address(jobs)
+    fail("stage")
+    assert jobs.asked == ["create"]
+    fail("run")
+    assert jobs.asked == ["create", "delete"]
+
+    def refuse(_selector: str) -> list[str]:
+        raise ResourceError("no right")
+
+    monkeypatch.setattr(jobs, "ray_jobs", refuse)
+    fail("run")
+    assert "was not given back" in caplog.text
+    assert len(list(own_store.glob("failures/*-grpo.json"))) == 3
 
 
 def test_the_keeper_ends_when_no_stage_has_used_the_cluster(python: Callable[..., str]) -> None:
