@@ -27,6 +27,7 @@ NAMESPACE = "flow-development"
 _TOKEN = "token-of-the-default-account"
 _VERBS = {"POST": "create", "DELETE": "delete"}
 _DASHBOARD_PORT = 8265
+_ENDED = ("Complete", "Failed", "Deleted")
 Maker = Callable[[Mapping[str, Any], Path, Mapping[str, str]], RayJob]
 
 
@@ -37,7 +38,7 @@ class MadeRayJob:
     Attributes:
         body: As it was sent.
         job: Its pods, once they run.
-        how: KubeRay's `jobDeploymentStatus`.
+        how: KubeRay's `jobDeploymentStatus`; `Deleted` where it was removed before its end.
         made_at, running_at, removed_at: When, in seconds of `time.monotonic`.
     """
 
@@ -128,7 +129,7 @@ class KubernetesServer:
         self._http.shutdown()
         self._http.server_close()
         for made in self.ray_jobs:
-            self._operator.submit(self._take_down, made, "Complete")
+            self._operator.submit(self._take_down, made, "Deleted")
         self._operator.shutdown()
 
     def admit(
@@ -222,7 +223,7 @@ class KubernetesServer:
             return 404, {"message": "not found"}
         if verb == "delete":
             there[name].removed_at = time.monotonic()
-            self._operator.submit(self._take_down, there[name], "Complete")
+            self._operator.submit(self._take_down, there[name], "Deleted")
         return 200, there[name].as_object()
 
     def _bring_up(self, made: MadeRayJob) -> None:
@@ -248,7 +249,8 @@ class KubernetesServer:
             self._operator.submit(self._take_down, made, how)
 
     def _take_down(self, made: MadeRayJob, how: str) -> None:
-        made.how = how
+        if made.how not in _ENDED:
+            made.how = how
         if made.job is not None:
             made.job.remove()
 
