@@ -38,6 +38,7 @@ _WAIT_SECONDS = 2 * 3600.0
 _PORT = 6379
 _LONGEST_NAME = 47  # KubeRay derives longer ones from it
 _KEEPER = Path(__file__).with_name("cluster_keeper.py")
+_QUEUE_LABELS = "kueue.x-k8s.io/"  # of the execution: Flyte passes them on to its pods
 _KEPT_OF_OWNERS = ("apiVersion", "kind", "name", "uid")
 _KEPT_OF_PODS = ("serviceAccountName", "imagePullSecrets")
 
@@ -85,6 +86,8 @@ class RunCluster:
                 if job is None:
                     _LOG.info("the run's Ray cluster is made: RayJob %s", self.name)
                     api.create_ray_job(self.manifest(api.own_pod()))
+                elif job["metadata"].get("deletionTimestamp"):
+                    how = "Deleting"  # its name is free when its pods are gone
                 elif how in ("Complete", "Failed"):  # it was given back, or never came up
                     api.delete_ray_job(self.name)
                 elif how == "Running":
@@ -117,12 +120,14 @@ class RunCluster:
         spec["headGroupSpec"]["serviceType"] = "ClusterIP"  # no port of the machines leads to it
         keeper = ["python", "-c", _KEEPER.read_text(), TURNS, TURN, str(IDLE_SECONDS)]
         owners = metadata.get("ownerReferences", [])
+        labels = metadata.get("labels", {})
+        queue = {key: value for key, value in labels.items() if key.startswith(_QUEUE_LABELS)}
         return {
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": {
                 "name": self.name,
-                "labels": {EXECUTION_LABEL: _label()},
+                "labels": {EXECUTION_LABEL: _label(), **queue},
                 "ownerReferences": [{key: each[key] for key in _KEPT_OF_OWNERS} for each in owners],
             },
             "spec": {

@@ -26,6 +26,7 @@ NODE = shape_of(ClusterConfig(shape="node_8gpu"))
 OWN_POD = {
     "metadata": {
         "name": "f1-n3-0",
+        "labels": {"kueue.x-k8s.io/queue-name": "gpus", "task-name": "tasks-train-sft"},
         "ownerReferences": [
             {
                 "apiVersion": "flyte.lyft.com/v1alpha1",
@@ -72,8 +73,15 @@ class Jobs:
     def ray_job(self, name: str) -> dict[str, Any] | None:
         if name not in self.jobs:
             return None
-        status = {"jobDeploymentStatus": next(self._states), "message": "no GPU is free"}
-        return {**self.jobs[name], "status": {**status, "dashboardURL": "head-svc.flow.svc:8265"}}
+        state = next(self._states)
+        if state == "gone":
+            del self.jobs[name]
+            return None
+        job = json.loads(json.dumps(self.jobs[name]))
+        if state == "Deleting":
+            state, job["metadata"]["deletionTimestamp"] = "Running", "2026-01-01T00:00:00Z"
+        status = {"jobDeploymentStatus": state, "message": "no GPU is free"}
+        return {**job, "status": {**status, "dashboardURL": "head-svc.flow.svc:8265"}}
 
     def ray_jobs(self, selector: str) -> list[str]:
         key, _, value = selector.partition("=")
@@ -117,6 +125,13 @@ def test_a_cluster_that_was_given_back_is_made_again(ended: str) -> None:
     assert jobs.asked == ["create", "delete", "create"]
 
 
+def test_a_cluster_that_is_being_removed_is_not_joined() -> None:
+    jobs = Jobs("Running", "Deleting", "Deleting", "gone", "Running")
+    address(jobs)
+    address(jobs)
+    assert jobs.asked == ["create", "create"]
+
+
 def test_a_cluster_that_never_runs_is_given_up_on() -> None:
     with pytest.raises(ResourceError, match="does not run") as caught:
         address(Jobs(*["Initializing"] * 99), wait_seconds=0.0)
@@ -150,6 +165,10 @@ def test_its_pods_are_those_of_a_stage_with_what_flyte_gave_to_the_driver() -> N
             "uid": "7-8-9",
         }
     ], "removed with the Flyte execution, and blocking no removal"
+    assert metadata["labels"] == {
+        "nemo-rl-flow/execution": "f1",
+        "kueue.x-k8s.io/queue-name": "gpus",
+    }
     assert spec["shutdownAfterJobFinishes"] is True
     assert (spec["ttlSecondsAfterFinished"], spec["submissionMode"]) == (0, "HTTPMode")
     cluster = spec["rayClusterSpec"]
