@@ -25,6 +25,7 @@ COMMANDS = {
         0,
         4.0,
     ),
+    "make package": (["make", "package"], 0, 10.0),
 }
 
 

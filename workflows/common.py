@@ -11,6 +11,7 @@ from tasks.convert import convert
 from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.lineage_report import lineage_report
+from tasks.platform.local import on_cluster
 from tasks.platform.stage import choice
 from tasks.prepare_data import prepare_data
 from tasks.prepare_model import prepare_model
@@ -25,6 +26,7 @@ from tasks.recipes.common import (
 )
 from tasks.recipes.convert import ProofTaskConfig
 from tasks.recipes.pairs import PairPlan
+from tasks.release_cluster import release_cluster
 from tasks.sample_pairs import sample_pairs
 from tasks.tokenize_pairs import tokenize_pairs
 from tasks.train_sft import train_sft
@@ -91,12 +93,22 @@ def choose_questions(
 
 @choice
 def measure(
-    config: EvaluationTaskConfig, checkpoint: Checkpoint, validation: Dataset
+    config: EvaluationTaskConfig,
+    checkpoint: Checkpoint,
+    validation: Dataset,
+    last_after: Evaluation | None = None,
 ) -> Evaluation:
-    """An evaluation, on the cluster that the recipe asks for."""
-    return evaluate.on(config.cluster, config.generation)(
+    """An evaluation, on the cluster that the recipe asks for.
+
+    The last one of a run, which is given the one before training, gives back the cluster that the
+    run's stages have shared.
+    """
+    report = evaluate.on(config.cluster, config.generation)(
         config=config, checkpoint=checkpoint, validation=validation
     )
+    if last_after is not None and config.cluster.lifetime == "run" and on_cluster():
+        release_cluster(before=last_after, after=report)
+    return report
 
 
 @choice
@@ -146,7 +158,9 @@ def conclude(
 ) -> Outcome:
     """convert, where Megatron trained → evaluate → promote → export → lineage → notice."""
     readable = as_transformers(checkpoint=candidate, rows=validation)
-    after = measure(config=evaluation, checkpoint=readable, validation=validation)
+    after = measure(
+        config=evaluation, checkpoint=readable, validation=validation, last_after=before
+    )
     promoted = promote(
         config=promotion, incumbent=incumbent, candidate=readable, before=before, after=after
     )

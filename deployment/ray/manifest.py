@@ -8,10 +8,9 @@ import sys
 from typing import Any
 
 import yaml
-from flytekit import PodTemplate
-from kubernetes.client import ApiClient
 
 from nemo_rl_core.config.cluster import ClusterConfig
+from tasks.platform.ray_manifest import cluster_spec
 from tasks.platform.ray_stage import RayStage
 from tasks.platform.resources import TRAIN
 from tasks.platform.shapes import shape_of
@@ -21,36 +20,14 @@ def manifest(config: ClusterConfig) -> dict[str, Any]:
     """The same pods that a stage gets, with an image and the labels that Flyte would add."""
     stage = RayStage(shape_of(config), TRAIN)
     image = "${TRAINING_IMAGE}" if stage.shape.num_gpus else "${LAPTOP_IMAGE}"
-    head = stage.head_node_config
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {"name": f"nemo-rl-{config.shape.replace('_', '-')}"},
-        "spec": {
-            "enableInTreeAutoscaling": False,
-            "headGroupSpec": {
-                "rayStartParams": {**head.ray_start_params, "dashboard-host": "0.0.0.0"},
-                "template": _pod(head.pod_template, image),
-            },
-            "workerGroupSpecs": [
-                {
-                    "groupName": group.group_name,
-                    "replicas": group.replicas,
-                    "minReplicas": group.replicas,
-                    "maxReplicas": group.replicas,
-                    "rayStartParams": {},
-                    "template": _pod(group.pod_template, image),
-                }
-                for group in stage.worker_node_config
-            ],
-        },
+        "spec": cluster_spec(
+            stage.head_node_config, stage.worker_node_config, container={"image": image}
+        ),
     }
-
-
-def _pod(template: PodTemplate, image: str) -> dict[str, Any]:
-    template.pod_spec.containers[0].image = image
-    spec: dict[str, Any] = ApiClient().sanitize_for_serialization(template.pod_spec)
-    return {"metadata": {"labels": template.labels}, "spec": spec}
 
 
 def read_shape(words: str) -> ClusterConfig:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.errors import ConfigError
@@ -19,6 +19,7 @@ AcceleratorName = Literal[
     "nvidia-h100",
     "nvidia-h200",
 ]
+Lifetime = Literal["stage", "run"]
 _GPUS_OF_A_NODE = 8
 _ROOM = {"one_gpu": 1, "node_8gpu": _GPUS_OF_A_NODE}
 """GPUs of the shapes that are one machine; the others grow."""
@@ -27,9 +28,9 @@ _ROOM = {"one_gpu": 1, "node_8gpu": _GPUS_OF_A_NODE}
 class ClusterConfig(FrozenConfig):
     """A named shape, and how many ranks train on it.
 
-    All of it is part of the result: floating-point sums are taken in another order with another
-    number of threads or ranks, or on another device, so it is stated here, not read off the
-    machine. What is not (memory, disks, node pools) stands in `tasks/platform/shapes.py`.
+    All of it but `lifetime` is part of the result: floating-point sums are taken in another order
+    with another number of threads or ranks, or on another device, so it is stated here, not read
+    off the machine. What is not (memory, disks, node pools) stands in `tasks/platform/shapes.py`.
 
     Attributes:
         shape: `laptop` has no GPU, and its workers share the cores; `one_gpu` has one; `node_8gpu`
@@ -42,6 +43,8 @@ class ClusterConfig(FrozenConfig):
         num_gpus_per_node: How many of the workers one machine holds, in the shape `cluster`.
         accelerator: The kind of GPU; None takes any that the cluster has.
         collective_timeout_seconds: After which ranks that wait for another one give up.
+        lifetime: How long a Ray cluster lives on Flyte: `stage` makes one for each stage, `run` one
+            that all stages of the run share. It is in no cache key.
     """
 
     shape: ShapeName = "laptop"
@@ -50,6 +53,8 @@ class ClusterConfig(FrozenConfig):
     num_gpus_per_node: PositiveInt = _GPUS_OF_A_NODE
     accelerator: AcceleratorName | None = None
     collective_timeout_seconds: PositiveFloat = 600.0
+    # Left out by default, so that inputs of stages are what they were without it.
+    lifetime: Lifetime = Field(default="stage", exclude_if=lambda said: said == "stage")
 
     @property
     def num_gpus(self) -> int:

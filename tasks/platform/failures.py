@@ -20,10 +20,12 @@ from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.curves import completions_html
+from tasks.platform.kubernetes_api import KubernetesApi
 from tasks.platform.local import on_cluster
 from tasks.platform.notifying import cluster_run, notify
 from tasks.platform.resources import DECK, PLAIN
-from tasks.recipes.common import Recipe, RecipeError
+from tasks.platform.run_cluster import give_back
+from tasks.recipes.common import PipelineRecipe, Recipe, RecipeError
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ failure_handler = task(**{**PLAIN.options, **DECK})
 def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | None) -> None:
     """Writes `failures/<time>-<workflow>.json` and the recipe beside it, and shows both in a deck.
 
-    On a cluster it also sends the notice of the run's end.
+    On a cluster it also sends the notice of the run's end, and gives back the Ray cluster that the
+    run's stages have shared.
 
     A run that was refused before its start leaves no record, since there is nothing to resume.
 
@@ -49,6 +52,7 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
     if getattr(sys.exception(), "exit_code", None) == RecipeError.exit_code:
         return
     if on_cluster():
+        _give_back_cluster(config)
         notify(cluster_run(), "failed", [err.message if err else ""])
     now = datetime.now(UTC)
     name = f"{now:%Y%m%dT%H%M%S.%f}-{workflow}"
@@ -73,3 +77,12 @@ def leave_record(module: str, workflow: str, config: Recipe, err: FlyteError | N
         _LOG.warning("the record of the failure cannot be written", exc_info=True)
         return
     click.echo(f"  record, and how to go on: {folder / name}.json", err=True)
+
+
+def _give_back_cluster(config: Recipe) -> None:
+    if not isinstance(config, PipelineRecipe) or config.cluster.lifetime != "run":
+        return
+    try:
+        give_back(KubernetesApi())
+    except NemoRLError:  # after its idle limit the cluster goes by itself
+        _LOG.warning("the run's Ray cluster was not given back", exc_info=True)

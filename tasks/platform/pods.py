@@ -27,6 +27,9 @@ ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
 STAGE_PID = "/tmp/nemo_rl_stage.pid"
 """File of the head's own disk with the id of the stage's process, while the stage runs."""
 
+POD_NAME = "NEMO_RL_POD_NAME"
+"""The variable with the pod's own name, by which it finds itself in Kubernetes."""
+
 # The kubelet signals only the first process of a pod, and here that is Ray. The pod is ended when
 # this command is over, or the grace period.
 _STOP_IN_ORDER = (
@@ -40,14 +43,34 @@ _HEAD = Resources(cpu="4", mem="32Gi", ephemeral_storage="50Gi")
 _HEAD_SHARED_MEMORY_GIB = 12
 
 
+DRIVER_RESOURCES = {"requests": _HEAD, "limits": _HEAD}
+"""Of a driver's pod, as task options: flytekit lays a task's own over those of its template."""
+
+
 def head_pod() -> PodTemplate:
     """The stage's process, which runs the loop and holds the current batch.
 
     Before the pod is ended, the stage gets SIGTERM and two minutes to save its step.
     """
+    return _stopped_in_order("ray-head")
+
+
+def driver_pod() -> PodTemplate:
+    """The same on the Ray cluster of a run, whose head is another pod."""
     from kubernetes import client
 
-    template = _template("ray-head", _HEAD, _HEAD_SHARED_MEMORY_GIB)
+    template = _stopped_in_order("stage")
+    name = client.V1ObjectFieldSelector(field_path="metadata.name")
+    source = client.V1EnvVarSource(field_ref=name)
+    main = template.pod_spec.containers[0]
+    main.env = [*(main.env or []), client.V1EnvVar(name=POD_NAME, value_from=source)]
+    return template
+
+
+def _stopped_in_order(container: str) -> PodTemplate:
+    from kubernetes import client
+
+    template = _template(container, _HEAD, _HEAD_SHARED_MEMORY_GIB)
     stop = client.V1ExecAction(command=["sh", "-c", _STOP_IN_ORDER])
     head = template.pod_spec.containers[0]
     handler = client.V1LifecycleHandler(_exec=stop)  # type: ignore[call-arg]  # stubs: var_exec

@@ -4,13 +4,16 @@ A task's resources are fixed at registration, before the recipe sets the number 
 is declared once, on the smallest shape, and `stage.on(cluster)` returns the same stage on another
 shape: a separate task, created inside a `@dynamic`, where the recipe is known. Its container finds
 it by the shape's name.
+
+With `cluster.lifetime: run` it is a plain task instead, of the same name and so with the same cache
+key, which joins the Ray cluster that all stages of the run share (`run_cluster.py`).
 """
 
 import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from flytekitplugins.ray import HeadNodeConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
+from pydantic import BaseModel
 
 from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -33,9 +37,12 @@ from nemo_rl_core.distributed.virtual_cluster import start_ray
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import is_dry_run
 from nemo_rl_core.telemetry.waiting import waiting
-from tasks.platform import local, pods
+from tasks.platform import images, local, pods
 from tasks.platform.cluster_volume import downloaded_to_the_store, remove_uploaded
+from tasks.platform.joining import joined, take_turn
+from tasks.platform.kubernetes_api import KubernetesApi
 from tasks.platform.resources import Kind
+from tasks.platform.run_cluster import RunCluster
 from tasks.platform.shapes import Shape, laptop, shape_named, shape_of
 from tasks.platform.stopping import StopSignals
 
@@ -62,7 +69,7 @@ class RayStage:
     enable_autoscaling: bool = False  # a gang needs all of its workers from the first step
     autoscaler_options: None = None
     shutdown_after_job_finishes: bool = True
-    ttl_seconds_after_finished: int = 10  # then the next stage may have its GPUs
+    ttl_seconds_after_finished: int = 0  # the next stage may have its GPUs
 
     @property
     def head_node_config(self) -> HeadNodeConfig:
@@ -95,6 +102,7 @@ class RayStageTask(RayFunctionTask):
             **{**options, "container_image": image},
         )
         self._others: dict[str, RayStageTask] = {}
+        self._of_run: RunStageTask | None = None
         self._returned: Any = None
 
     @property
@@ -127,7 +135,8 @@ class RayStageTask(RayFunctionTask):
             return self
         shape = shape_of(config, generation)
         check_offered(shape)
-        return self.on_shape(shape)
+        stage = self.on_shape(shape)
+        return stage if config.lifetime == "stage" else stage.of_run()
 
     def on_shape(self, shape: Shape) -> "RayStageTask":
         """Returns the task for a shape, the same object at every call."""
@@ -140,6 +149,19 @@ class RayStageTask(RayFunctionTask):
             other._name = f"{self.name}.{shape.name.replace(':', '_')}"
             self._others[shape.name] = other
         return self._others[shape.name]
+
+    def of_run(self) -> "RunStageTask":
+        """Returns this stage on the cluster of its run, the same object at every call."""
+        if self._of_run is None:
+            self._of_run = RunStageTask(self)
+            # The name is in the cache key, and flytekit puts before it where a task was made.
+            self._of_run._instantiated_in = self._instantiated_in
+        return self._of_run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the stage, whose inputs do not say how long its cluster lives."""
+        named = {name: _without_lifetime(value) for name, value in kwargs.items()}
+        return super().__call__(*args, **named)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Runs the stage; on a cluster, on inputs that the workers' pods can read."""
@@ -177,6 +199,75 @@ class RayStageTask(RayFunctionTask):
         return user_params
 
 
+class RunStageTask(RayStageTask):
+    """A stage on the Ray cluster of its run: a pod that joins it and drives its workers.
+
+    Args:
+        stage: The same stage with a cluster of its own.
+    """
+
+    def __init__(self, stage: RayStageTask) -> None:
+        options = {**stage._options, "task_resolver": by_shape, "pod_template": pods.driver_pod()}
+        super().__init__(
+            task_config=stage.task_config,
+            task_function=stage.task_function,
+            **{**options, **pods.DRIVER_RESOURCES},
+        )
+        self._task_type = "python-task"
+        self._name = stage._name
+        self._turn: Any = None
+
+    @property
+    def cluster(self) -> RunCluster:
+        """That of its shape in the run that this container belongs to."""
+        config = self.task_config
+        return RunCluster(self.shape.name, config.head_node_config, config.worker_node_config)
+
+    def get_image(self, settings: SerializationSettings) -> str:
+        """Returns the image that fits every stage, since one stage's becomes that of all workers.
+
+        Only in a workflow without training it is not registered, and there all have the stage's.
+        """
+        fits_all = settings.image_config.find_image(images.TRAINING.id)
+        if self.shape.num_gpus and fits_all is not None:
+            return fits_all.full
+        return super().get_image(settings)
+
+    def get_custom(self, settings: SerializationSettings) -> dict[str, Any]:
+        """Returns nothing that Flyte's Ray plugin would read."""
+        return {}
+
+    def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
+        """Runs the stage as a node of the cluster."""
+        api = KubernetesApi()
+        with ExitStack() as stack:
+            stack.enter_context(joined(lambda: self.cluster.address(api)))
+            stack.callback(_disconnect)
+            return super().dispatch_execute(ctx, input_literal_map)
+
+    def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
+        """Connects to Ray, and waits until the cluster is free."""
+        params = super().pre_execute(user_params)
+        self._turn = take_turn()
+        return params
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _without_lifetime(value: Any) -> Any:
+    """A stage's config without what changes no result, and so is in no key."""
+    cluster = getattr(value, "cluster", None)
+    if not isinstance(value, BaseModel) or not isinstance(cluster, ClusterConfig):
+        return value
+    if cluster.lifetime == "stage":
+        return value
+    return value.model_copy(update={"cluster": cluster.model_copy(update={"lifetime": "stage"})})
+
+
 @contextmanager
 def _stopped_in_order() -> Iterator[None]:
     """Within it the pod's hook finds the process, and SIGTERM ends it after a save."""
@@ -204,12 +295,14 @@ class _ByShape(TrackedInstance, TaskResolverMixin):
         return "by_shape"
 
     def loader_args(self, settings: SerializationSettings, task: RayStageTask) -> list[str]:
-        return [*default_task_resolver.loader_args(settings, task), "shape", task.shape.name]
+        lifetime = ["lifetime", "run"] if isinstance(task, RunStageTask) else []
+        loader = default_task_resolver.loader_args(settings, task)
+        return [*loader, "shape", task.shape.name, *lifetime]
 
     def load_task(self, loader_args: list[str]) -> RayStageTask:
-        _, module, _, name, _, shape = loader_args
-        stage = getattr(importlib.import_module(module), name)
-        return stage.on_shape(shape_named(shape))
+        _, module, _, name, _, shape, *lifetime = loader_args
+        stage = getattr(importlib.import_module(module), name).on_shape(shape_named(shape))
+        return stage.of_run() if lifetime else stage
 
     def get_all_tasks(self) -> list[RayStageTask]:
         """Returns no tasks: stages are registered with their declared shape."""

@@ -106,6 +106,14 @@ class SweepRecipe(Recipe):
                 fix="set it to false, or leave it out",
             )
             raise RecipeError(str(problem))
+        if recipe.cluster.lifetime == "run":
+            problem = ConfigError(
+                "the points of a sweep run side by side, each on a Ray cluster of its own",
+                expected="base.cluster.lifetime: stage, or not said",
+                got="run",
+                fix="leave it out, or run one recipe by itself",
+            )
+            raise RecipeError(str(problem))
         return recipe
 
 

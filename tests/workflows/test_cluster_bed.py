@@ -71,7 +71,7 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
         given = {"volume": tmp_path / "volume"}
         command = ["sh", "-c", f"{writes}; cd /var/nemo_rl; exec {serve}"]
         one = Pod(network, "one", command, {}, log=logs["one"], **given)
-        _wait_for((tmp_path / "volume/note").exists, one.poll)
+        wait_for((tmp_path / "volume/note").exists, one.poll)
         look = f"{reads}; id -u; hostname -i; touch /etc/x; touch {sys.prefix}/x; "
         look += "python -c 'import nemo_rl_core'; "
         look += "until python -c \"import urllib.request as u; u.urlopen('http://$ADDRESS:8000')\" "
@@ -80,7 +80,7 @@ def test_pods_share_the_volume_and_nothing_else(tmp_path: Path) -> None:
         look = look.replace("$ADDRESS", one.address)
         two = Pod(network, "two", ["sh", "-c", look], {}, log=logs["two"], **given)
         try:
-            _wait_for(lambda: two.poll() is not None, lambda: None)
+            wait_for(lambda: two.poll() is not None, lambda: None)
         finally:
             two.remove()
             one.remove()
@@ -120,12 +120,12 @@ def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
             return 0 if running.done() else None
 
         for number, lose in enumerate(losses):
-            _wait_for(lambda n=number: len(stage.attempts) > n, ended)
+            wait_for(lambda n=number: len(stage.attempts) > n, ended)
             attempt = stage.attempts[number]
-            last = _handed_over(bed, stage.attempts[number - 1]) if number else 0
+            last = handed_over(bed, stage.attempts[number - 1]) if number else 0
             # The first save of its own: until then it has what it was given.
             saved.append(
-                _wait_for(lambda a=attempt, n=last: (s := _handed_over(bed, a)) > n and s, ended)
+                wait_for(lambda a=attempt, n=last: (s := handed_over(bed, a)) > n and s, ended)
             )
             lose(bed)
         there = running.result()
@@ -134,7 +134,7 @@ def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
     assert "WorkerLostError" in attempts[0].error
     assert [each.exit_code for each in attempts[2:]] == [143, -signal.SIGKILL, 0]
     # The evicted one has saved the step that it was in.
-    assert _handed_over(bed, attempts[2]) > saved[3]
+    assert handed_over(bed, attempts[2]) > saved[3]
     # Lines have durations: those of a step that ran again would be others.
     metrics = _lines(bed, there["directory"]["path"])
     assert len(metrics) == SFT["num_steps"]
@@ -154,7 +154,7 @@ def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> No
     with Network() as network:
         pod = Pod(network, "laptop", command, code, log=tmp_path / "log", volume=REPOSITORY)
         try:
-            _wait_for(lambda: pod.poll() is not None, lambda: None)
+            wait_for(lambda: pod.poll() is not None, lambda: None)
         finally:
             pod.remove()
     assert f"cores {float(os.cpu_count() or 0)}" in (tmp_path / "log").read_text()
@@ -164,13 +164,13 @@ def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> No
 def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
     bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:
-    output, _ = (launched := _launch(bed, tmp_path)).communicate(timeout=1500)
+    output, _ = (launched := launch(bed, tmp_path, SMALL)).communicate(timeout=1500)
     (execution,) = bed.backend.executions.values()
     assert launched.returncode == 0, output[-2000:] + execution.error
     local = run_recipe(SMALL, tmp_path / "local")
     assert local.exit_code == 0, local.output[-2000:]
     assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
-    assert _contents(_manifests(bed, execution)) == _contents(_manifests_of(local.store))
+    assert contents(manifests(bed, execution)) == contents(manifests_of(local.store))
     _assert_optimizers_stayed_in_the_bucket(bed)
 
 
@@ -230,10 +230,10 @@ def _trained_here(inputs: dict[str, Any]) -> Any:
         shutdown()
 
 
-def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
+def launch(bed: ClusterBed, home: Path, config: dict[str, Any]) -> "subprocess.Popen[str]":
     """`pyflyte run --remote`, as a user has it."""
     flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
-    recipe = ["--config", json.dumps(SMALL)]
+    recipe = ["--config", json.dumps(config)]
     return subprocess.Popen(
         [
             *(Path(sys.executable).with_name("pyflyte"), "--config", bed.backend.config, "run"),
@@ -247,7 +247,7 @@ def _launch(bed: ClusterBed, home: Path) -> "subprocess.Popen[str]":
     )
 
 
-def _wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
+def wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
     deadline = time.monotonic() + 900
     while time.monotonic() < deadline:
         found = what()
@@ -266,7 +266,7 @@ def _saved_steps(bed: ClusterBed, attempt: Attempt) -> set[int]:
         return {int(found) for found in re.findall(r"step-(\d+)/", " ".join(tar.getnames()))}
 
 
-def _handed_over(bed: ClusterBed, attempt: Attempt) -> int:
+def handed_over(bed: ClusterBed, attempt: Attempt) -> int:
     """The last of them; 0 before any."""
     return max(_saved_steps(bed, attempt), default=0)
 
@@ -308,16 +308,16 @@ def _kill_the_head(bed: ClusterBed) -> None:
     bed.jobs[-1].head.kill()
 
 
-def _manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[dict[str, Any]]:
+def manifests(bed: ClusterBed, execution: ExecutionRecord) -> list[dict[str, Any]]:
     """Of each artifact in the bucket."""
     paths = [p for p in bed.bucket.list(f"{execution.name}/") if p.endswith("/manifest.json")]
     return [json.loads(bed.bucket.read(path) or b"") for path in paths]
 
 
-def _contents(manifests: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+def contents(manifests: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
     """What each stage made: the digest of weights, rows, completions and figures."""
     return sorted((each["stage"], each["content_hash"]) for each in manifests)
 
 
-def _manifests_of(store: Path) -> list[dict[str, Any]]:
+def manifests_of(store: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in store.glob("artifacts/*/manifest.json")]

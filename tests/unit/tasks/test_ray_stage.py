@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from flytekit import dynamic
+from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.types.directory import FlyteDirectory
 
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -13,6 +14,8 @@ from tasks.evaluate import evaluate
 from tasks.platform.ray_stage import CLUSTER_GPUS, await_workers, check_offered
 from tasks.platform.shapes import Shape, laptop, one_gpu, shape_of
 from tasks.refuse_regression import refuse_worse
+
+SETTINGS = SerializationSettings(image_config=ImageConfig())
 
 
 def nodes(count: int) -> Shape:
@@ -75,3 +78,22 @@ def name_on(shape: str) -> str:
 def test_a_local_run_keeps_one_task_whatever_the_shape() -> None:
     for shape in ("laptop", "one_gpu", "node_8gpu"):
         assert name_on(shape=shape) == evaluate.name == "tasks.evaluate.evaluate"
+
+
+def hand_back_seconds(ttl: int) -> float:
+    """The longest time from a job's end to the removal of its pods, by KubeRay's reconciler.
+
+    It looks at a RayJob every 3 s. After it has found it ended, it looks once more, and where the
+    time to live is not over then, again 2 s after that.
+    """
+    look = 3
+    left = ttl - look
+    return look + look + (left + 2 if left > 0 else 0)
+
+
+def test_gpus_are_given_back_within_ten_seconds() -> None:
+    custom = evaluate.on_shape(nodes(1)).get_custom(SETTINGS)
+    assert custom["shutdownAfterJobFinishes"] is True
+    assert hand_back_seconds(300) > 300
+    assert hand_back_seconds(10) == 15
+    assert hand_back_seconds(int(custom.get("ttlSecondsAfterFinished", 0))) <= 10

@@ -1,4 +1,4 @@
-"""A RayJob: the pods of its cluster, made from the task's own specification, and its command."""
+"""A RayJob: the pods of its cluster, made from its own specification, and its command."""
 
 import subprocess
 import time
@@ -12,9 +12,31 @@ from google.protobuf import json_format
 from tests.workflows.cluster_bed.network import Network
 from tests.workflows.cluster_bed.pod import Pod
 
-_GCS_PORT = 6379
+GCS_PORT = 6379
 _OBJECT_STORE_BYTES = 200_000_000
 _START_SECONDS = 600.0  # a busy machine takes long to start three Ray nodes
+
+
+def cluster_of_task(task: tasks_pb2.TaskTemplate) -> dict[str, Any]:
+    """Head and worker groups of a task for Flyte's Ray plugin."""
+    cluster: dict[str, Any] = json_format.MessageToDict(task.custom)["rayCluster"]
+    return cluster
+
+
+def cluster_of_manifest(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the `rayClusterSpec` of a RayJob."""
+
+    def group(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {**given, "k8sPod": {"podSpec": given["template"]["spec"]}}
+
+    head = group(spec["headGroupSpec"])
+    head["rayStartParams"] = {  # the bed's head has no dashboard
+        key: value for key, value in head["rayStartParams"].items() if key != "dashboard-host"
+    }
+    return {
+        "headGroupSpec": head,
+        "workerGroupSpec": [group(each) for each in spec["workerGroupSpecs"]],
+    }
 
 
 class RayJob:
@@ -22,7 +44,7 @@ class RayJob:
 
     Args:
         network: Of the pods.
-        task: Whose `custom` has head and worker groups.
+        cluster: Head and worker groups, as a task's `custom` has them.
         command: Runs in the head's pod.
         folder: Of this machine, for logs: `log` has the command's, beside one a pod.
         environment: Of all pods.
@@ -38,7 +60,7 @@ class RayJob:
     def __init__(
         self,
         network: Network,
-        task: tasks_pb2.TaskTemplate,
+        cluster: Mapping[str, Any],
         command: list[str],
         folder: Path,
         environment: Mapping[str, str],
@@ -50,7 +72,6 @@ class RayJob:
         self._environment = {"RAY_USAGE_STATS_ENABLED": "0", **environment}
         self.workers: list[Pod] = []
         self._command: subprocess.Popen[bytes] | None = None
-        cluster = json_format.MessageToDict(task.custom)["rayCluster"]
         self._head_spec = cluster["headGroupSpec"]["k8sPod"]["podSpec"]
         try:
             self.head = self._start_head(cluster["headGroupSpec"])
@@ -59,7 +80,7 @@ class RayJob:
                 self._start_workers(group, pods_per_worker)
             self._await(lambda: self._num_nodes() == 1 + len(self.workers), "all Ray nodes")
             self._command = self.head.run(
-                command, {**self._environment, "RAY_ADDRESS": f"{self.head.address}:{_GCS_PORT}"}
+                command, {**self._environment, "RAY_ADDRESS": f"{self.head.address}:{GCS_PORT}"}
             )
         except BaseException:
             self.remove()
@@ -88,14 +109,14 @@ class RayJob:
     def _start_head(self, group: Mapping[str, Any]) -> Pod:
         given = [f"--{key}={value}" for key, value in group["rayStartParams"].items()]
         return self._start(
-            "ray-head", "--head", f"--port={_GCS_PORT}", "--include-dashboard=false", *given
+            "ray-head", "--head", f"--port={GCS_PORT}", "--include-dashboard=false", *given
         )
 
     def _start_workers(self, group: Mapping[str, Any], pods_per_worker: int) -> None:
         spec = group["k8sPod"]["podSpec"]
         cores = int(spec["containers"][0]["resources"]["limits"]["cpu"]) // pods_per_worker
         for _ in range(int(group["replicas"]) * pods_per_worker):
-            address = f"--address={self.head.address}:{_GCS_PORT}"
+            address = f"--address={self.head.address}:{GCS_PORT}"
             name = f"ray-{group['groupName']}-{len(self.workers)}"
             self.workers.append(self._start(name, address, f"--num-cpus={cores}"))
 
@@ -123,7 +144,7 @@ class RayJob:
         import socket
 
         try:
-            socket.create_connection((self.head.address, _GCS_PORT), timeout=1).close()
+            socket.create_connection((self.head.address, GCS_PORT), timeout=1).close()
         except OSError:
             return False
         return True
@@ -131,6 +152,6 @@ class RayJob:
     def _num_nodes(self) -> int:
         from ray._raylet import GcsClient
 
-        client = GcsClient(address=f"{self.head.address}:{_GCS_PORT}")
+        client = GcsClient(address=f"{self.head.address}:{GCS_PORT}")
         alive = 0  # ALIVE, as Ray's GcsNodeInfo.GcsNodeState counts
         return sum(node.state == alive for node in client.get_all_node_info(timeout=10).values())

@@ -30,6 +30,7 @@ class Pod:
         environment: All that the process finds there, but for the image's own.
         log: File of this machine that takes the output; it is added to.
         volume: Folder of this machine that is mounted as the shared volume; None mounts none.
+        account: Folder of this machine with the token of its service account; None has none.
 
     Attributes:
         name: Its host name.
@@ -46,12 +47,14 @@ class Pod:
         *,
         log: Path,
         volume: Path | None = None,
+        account: Path | None = None,
     ) -> None:
         self._network, self._port = network, network.connect()
         self.name, self.address = name, self._port.address
         self._environment, self._log = image_environment() | dict(environment), log
         spaces = ["--mount", "--pid", "--mount-proc", "--ipc", "--uts", "--fork", "--kill-child"]
-        inside = [name, self.address, str(volume or "-"), str(REPOSITORY), *_image_folders(), "--"]
+        inside = [name, self.address, str(volume or "-"), str(account or "-"), str(REPOSITORY)]
+        inside += [*_image_folders(), "--"]
         self._process = self._open(
             [
                 *("setpriv", "--pdeathsig", "KILL"),  # should this process be killed

@@ -1,9 +1,9 @@
 # The first process of a pod, in its new name spaces:
-#   pod.sh NAME ADDRESS VOLUME|- CHECKOUT IMAGE_FOLDER... -- COMMAND...
+#   pod.sh NAME ADDRESS VOLUME|- ACCOUNT|- CHECKOUT IMAGE_FOLDER... -- COMMAND...
 # IMAGE_FOLDERs are what the pod sees of folders that are its own, empty ones elsewhere.
 set -eu
-name=$1 address=$2 volume=$3 checkout=$4
-shift 4
+name=$1 address=$2 volume=$3 account=$4 checkout=$5
+shift 5
 hostname "$name"
 mount --make-rprivate /
 mount -t tmpfs tmpfs /mnt
@@ -20,6 +20,8 @@ while [ "$1" != -- ]; do
 done
 shift
 if [ "$volume" != - ]; then mount --bind "$volume" /mnt/volume; fi
+mkdir /mnt/account
+if [ "$account" != - ]; then cp "$account"/* /mnt/account; fi
 printf '127.0.0.1 localhost\n%s %s\n' "$address" "$name" > /mnt/hosts
 echo 'nameserver 127.0.0.1' > /mnt/resolv.conf  # nobody answers, and so at once
 mount --bind /mnt/hosts /etc/hosts
@@ -39,6 +41,8 @@ for folder in $kept; do
 done
 mkdir -p /home/nemo /var/nemo_rl
 chown 1000:1000 /home/nemo /var/nemo_rl
+mkdir -p /var/run/secrets/kubernetes.io/serviceaccount
+cp -r /mnt/account/. /var/run/secrets/kubernetes.io/serviceaccount
 if [ "$volume" != - ]; then mount --bind /mnt/volume /var/nemo_rl; fi
 mount -o remount,bind,ro /
 mount -t tmpfs tmpfs /mnt

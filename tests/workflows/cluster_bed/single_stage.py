@@ -40,16 +40,23 @@ class SingleStage:
         stage: A task of this project.
         inputs: As the stage is called with; folders of artifacts are uploaded.
         folder: Of this machine, for the archive of the code and the logs.
+        node: Its place in the execution, of which all stages of a bed are.
 
     Attributes:
         attempts: Every start of its container so far.
     """
 
     def __init__(
-        self, bed: ClusterBed, stage: Any, inputs: Mapping[str, Any], folder: Path
+        self,
+        bed: ClusterBed,
+        stage: Any,
+        inputs: Mapping[str, Any],
+        folder: Path,
+        *,
+        node: str = "n0",
     ) -> None:
         folder.mkdir(parents=True)
-        self._bed, self._folder = bed, folder
+        self._bed, self._folder, self._node = bed, folder, node
         self._inputs = _uploaded(bed, stage, inputs, folder / "sandbox")
         self._template = _template(bed, stage, folder)
         self._record = ExecutionRecord("single", "no launch plan", self._inputs)
@@ -81,7 +88,8 @@ class SingleStage:
             },
             aborted=threading.Event(),
         )
-        outputs = walk.task(self._template, self._inputs, Scope(self._bed.backend, {}, {}))
+        scope = Scope(self._bed.backend, {}, {})
+        outputs = walk.task(self._template, self._inputs, scope, self._node)
         return msgpack.loads(outputs.literals["o0"].scalar.binary.value)
 
 

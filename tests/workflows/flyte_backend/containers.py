@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from flyteidl.core import errors_pb2, literals_pb2, tasks_pb2
+from google.protobuf import json_format
 
 from tests.workflows.flyte_backend.buckets import Bucket
 from tests.workflows.flyte_backend.records import Attempt
@@ -109,8 +110,8 @@ def run_container(
     Raises:
         ContainerError: If there is no result.
     """
-    command = _command(task.container.args, place, bucket)
-    own = {pair.key: pair.value for pair in task.container.env}
+    args, own = _container_of(task)
+    command = _command(args, place, bucket)
     own |= {
         "FLYTE_INTERNAL_TASK_PROJECT": task.id.project,
         "FLYTE_INTERNAL_TASK_DOMAIN": task.id.domain,
@@ -137,6 +138,29 @@ def run_container(
 def read_outputs(content: bytes) -> literals_pb2.LiteralMap:
     """The literals of an `outputs.pb`."""
     return literals_pb2.LiteralMap.FromString(content)
+
+
+def pod_spec_of(task: tasks_pb2.TaskTemplate) -> dict[str, Any]:
+    """The pod that a task asks for; empty where it has just a container."""
+    spec: dict[str, Any] = _whole_numbers(json_format.MessageToDict(task.k8s_pod.pod_spec))
+    return spec
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A struct has no other numbers than floating-point ones, and a pod no such."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(each) for each in value]
+    return int(value) if isinstance(value, float) else value
+
+
+def _container_of(task: tasks_pb2.TaskTemplate) -> tuple[list[str], dict[str, str]]:
+    if not task.HasField("k8s_pod"):
+        return list(task.container.args), {pair.key: pair.value for pair in task.container.env}
+    primary = task.config["primary_container_name"]
+    (main,) = [c for c in pod_spec_of(task)["containers"] if c["name"] == primary]
+    return main["args"], {each["name"]: each["value"] for each in main["env"] if "value" in each}
 
 
 def _command(args: list[str], place: Place, bucket: Bucket) -> list[str]:

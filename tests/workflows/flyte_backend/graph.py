@@ -82,10 +82,14 @@ class Walk:
         self._environment, self._aborted = environment, aborted
 
     def task(
-        self, task: tasks_pb2.TaskTemplate, inputs: literals_pb2.LiteralMap, scope: Scope
+        self,
+        task: tasks_pb2.TaskTemplate,
+        inputs: literals_pb2.LiteralMap,
+        scope: Scope,
+        path: str = "n0",
     ) -> literals_pb2.LiteralMap:
-        """Runs one task, as the only node of a graph, with as many attempts as it may have."""
-        return self._task(task, inputs, scope, "n0")
+        """Runs one task, as a node of a graph, with as many attempts as it may have."""
+        return self._task(task, inputs, scope, path)
 
     def workflow(
         self,

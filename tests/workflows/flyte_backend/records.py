@@ -72,5 +72,5 @@ class ExecutionRecord:
     labels: dict[str, str] = field(default_factory=dict)
 
     def named(self, task: str) -> list[NodeRecord]:
-        """The nodes of a task, by the last part of its name, in the order in which they began."""
-        return [node for node in self.nodes.values() if node.entity.rpartition(".")[2] == task]
+        """The nodes of a task by its function's name, on any shape, in the order of their begin."""
+        return [node for node in self.nodes.values() if task in node.entity.split(".")[2:]]

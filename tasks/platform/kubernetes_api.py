@@ -1,0 +1,106 @@
+"""What a stage asks Kubernetes for, with the service account of its pod."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_core.errors import ResourceError
+from tasks.platform.pods import POD_NAME
+
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_NOT_FOUND, _CONFLICT = 404, 409
+_RAY_JOBS = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
+
+
+class KubernetesApi:
+    """The RayJobs of the pod's own namespace.
+
+    Raises:
+        ResourceError: If this is no pod, or Kubernetes refuses a request; so do all methods.
+    """
+
+    def __init__(self) -> None:
+        from kubernetes import config
+        from kubernetes.client import CoreV1Api, CustomObjectsApi
+
+        try:
+            config.load_incluster_config()  # type: ignore[no-untyped-call]
+        except config.ConfigException as error:
+            raise ResourceError(
+                "a stage of a run with one Ray cluster asks Kubernetes for it",
+                expected="a pod with the token of its service account",
+                got=str(error),
+                fix="remove cluster.lifetime from the recipe, or set automountServiceAccountToken",
+            ) from error
+        self._namespace = _NAMESPACE.read_text().strip()
+        self._ray_jobs: dict[str, Any] = {**_RAY_JOBS, "namespace": self._namespace}
+        self._pods: Any = CoreV1Api()
+        self._objects: Any = CustomObjectsApi()
+
+    def own_pod(self) -> dict[str, Any]:
+        """This pod, with what Flyte has given it."""
+        with _Request("get pods"):
+            found = self._pods.read_namespaced_pod(os.environ[POD_NAME], self._namespace)
+        pod: dict[str, Any] = self._pods.api_client.sanitize_for_serialization(found)
+        return pod
+
+    def ray_job(self, name: str) -> dict[str, Any] | None:
+        """The RayJob of that name; None if there is none."""
+        with _Request("get rayjobs", but=_NOT_FOUND):
+            job: dict[str, Any] = self._objects.get_namespaced_custom_object(
+                name=name, **self._ray_jobs
+            )
+            return job
+        return None
+
+    def ray_jobs(self, selector: str) -> list[str]:
+        """The names of the RayJobs with such labels."""
+        with _Request("list rayjobs"):
+            found = self._objects.list_namespaced_custom_object(
+                label_selector=selector, **self._ray_jobs
+            )
+        return [each["metadata"]["name"] for each in found["items"]]
+
+    def create_ray_job(self, body: dict[str, Any]) -> None:
+        """Makes a RayJob; there may be one of its name already."""
+        with _Request("create rayjobs", but=_CONFLICT):
+            self._objects.create_namespaced_custom_object(body=body, **self._ray_jobs)
+
+    def delete_ray_job(self, name: str) -> None:
+        """Removes a RayJob and its pods; it may be gone already."""
+        with _Request("delete rayjobs", but=_NOT_FOUND):
+            self._objects.delete_namespaced_custom_object(name=name, **self._ray_jobs)
+
+
+class _Request:
+    """Explains errors of a request, and passes over one status.
+
+    Args:
+        request: Verb and resource.
+        but: The status of an answer that is no error here.
+    """
+
+    def __init__(self, request: str, *, but: int | None = None) -> None:
+        self._request, self._but = request, but
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object
+    ) -> bool:
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        if not isinstance(error, ApiException | HTTPError):
+            return False
+        status = getattr(error, "status", None)
+        if status is not None and status == self._but:
+            return True
+        said = getattr(error, "body", None) or str(error)
+        raise ResourceError(
+            f"Kubernetes does not {self._request} for the Ray cluster of a run",
+            expected="the role nemo-rl-run-clusters of deployment/production/cluster.yaml",
+            got=f"{status or 'no answer'}: {' '.join(str(said).split())}",
+            fix="apply that file to the namespace again, or remove cluster.lifetime",
+        ) from error

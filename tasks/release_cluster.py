@@ -1,0 +1,15 @@
+"""Task: gives back the Ray cluster that the stages of a run have shared, before the run's end.
+
+It is not cached. A run that fails gives its cluster back in the failure handler of its workflow.
+"""
+
+from tasks.artifacts import Evaluation
+from tasks.platform.kubernetes_api import KubernetesApi
+from tasks.platform.run_cluster import give_back
+from tasks.platform.stage import plan_task
+
+
+@plan_task
+def release_cluster(before: Evaluation, after: Evaluation) -> None:
+    """Removes it once both evaluations are there: no stage after them has workers."""
+    give_back(KubernetesApi())

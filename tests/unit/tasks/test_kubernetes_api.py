@@ -1,0 +1,93 @@
+"""Requests of a stage to Kubernetes' API, over TLS to a server with the rights of the role."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl_core.errors import ResourceError
+from tasks.platform import kubernetes_api
+from tasks.platform.kubernetes_api import KubernetesApi
+from tests.workflows.cluster_bed.kubernetes_server import KubernetesServer
+
+JOB: dict[str, Any] = {
+    "apiVersion": "ray.io/v1",
+    "kind": "RayJob",
+    "metadata": {"name": "one", "labels": {"run": "f1"}},
+    "spec": {
+        "rayClusterSpec": {"headGroupSpec": {"template": {"spec": {"containers": [{"env": []}]}}}}
+    },
+}
+
+
+class Pods:
+    """A RayJob that runs until it is removed."""
+
+    head = SimpleNamespace(address="10.0.0.7")
+
+    def poll(self) -> None:
+        return None
+
+    def remove(self) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesServer]:
+    def make(_spec: Mapping[str, Any], _folder: Path, _environment: Mapping[str, str]) -> Any:
+        return Pods()
+
+    with KubernetesServer(tmp_path, "127.0.0.1", make) as started:
+        for name, file in {"TOKEN": "token", "CERT": "ca.crt"}.items():
+            monkeypatch.setattr(
+                f"kubernetes.config.incluster_config.SERVICE_{name}_FILENAME",
+                str(started.account / file),
+            )
+        monkeypatch.setattr(kubernetes_api, "_NAMESPACE", started.account / "namespace")
+        pod = {"containers": [{"env": [{"name": "NEMO_RL_POD_NAME", "valueFrom": FIELD}]}]}
+        given = started.admit("evaluate", pod, {"FLYTE_INTERNAL_EXECUTION_ID": "f1"})
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        yield started
+
+
+FIELD = {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
+def test_a_ray_job_is_made_found_listed_and_removed(server: KubernetesServer) -> None:
+    api = KubernetesApi()
+    assert api.ray_job("one") is None
+    api.create_ray_job(JOB)
+    api.create_ray_job(JOB)  # another stage was quicker
+    found = api.ray_job("one")
+    assert found is not None and found["metadata"] == JOB["metadata"]
+    assert (api.ray_jobs("run=f1"), api.ray_jobs("run=f2")) == (["one"], [])
+    api.delete_ray_job("one")
+    api.delete_ray_job("one")
+    assert api.ray_job("one") is None
+    assert len(server.ray_jobs) == 1
+
+
+def test_a_stage_finds_its_own_pod(server: KubernetesServer) -> None:
+    pod = KubernetesApi().own_pod()
+    assert pod["metadata"]["name"] == "evaluate-0"
+    assert pod["metadata"]["ownerReferences"][0]["name"] == "f1"
+    (main,) = pod["spec"]["containers"]
+    assert {"name": "FLYTE_INTERNAL_EXECUTION_ID", "value": "f1"} in main["env"]
+
+
+def test_a_missing_right_is_explained(server: KubernetesServer) -> None:
+    server.rules.discard(("ray.io", "rayjobs", "create"))
+    with pytest.raises(ResourceError, match="does not create rayjobs") as caught:
+        KubernetesApi().create_ray_job(JOB)
+    assert caught.value.got is not None and caught.value.got.startswith("403: ")
+    assert "cluster.yaml" in str(caught.value.expected)
+    assert server.refused == ["create rayjobs"]
+
+
+def test_outside_a_pod_there_is_no_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ResourceError, match="asks Kubernetes"):
+        KubernetesApi()

@@ -1,0 +1,159 @@
+"""All stages of a run on one Ray cluster, over pods that share nothing: made, joined, given back.
+
+The pods are those of `tests/workflows/cluster_bed`, and what makes the cluster is its Kubernetes
+server.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.workflows.cluster_bed import ClusterBed, why_no_pods
+from tests.workflows.flyte_backend import Attempt
+from tests.workflows.test_cluster_bed import (
+    SMALL,
+    contents,
+    handed_over,
+    launch,
+    manifests,
+    manifests_of,
+    wait_for,
+)
+
+SHARED: dict[str, Any] = {
+    **SMALL,
+    # Steps of milliseconds: many, so that the stage is killed long before its end.
+    "sft": {**SMALL["sft"], "num_steps": 200, "save_every_num_steps": 20},
+    "cluster": {**SMALL["cluster"], "lifetime": "run"},
+}
+
+logger = logging.getLogger(__name__)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_no_pods() is not None, reason=f"{why_no_pods()}"),
+]
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[ClusterBed]:
+    with ClusterBed(tmp_path / "bed", pods_per_worker=2) as started:
+        yield started
+
+
+def test_two_stages_of_a_run_share_one_cluster(
+    bed: ClusterBed, own_store: Path, tmp_path: Path
+) -> None:
+    from tasks.evaluate import evaluate
+    from tasks.prepare_data import prepare_data
+    from tasks.prepare_model import prepare_model
+    from tasks.recipes.grpo import GRPORecipe, plan_grpo
+    from tasks.train_sft import train_sft
+
+    sft = {"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16}
+    stages = plan_grpo(config=GRPORecipe.model_validate({**SMALL, "sft": sft}))
+    model = prepare_model(config=stages.model)
+    data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
+    given = {"config": stages.sft, "base": model.base, "train": data.train}
+    asked = {"config": stages.evaluation, "checkpoint": model.base, "validation": data.validation}
+    trained = _of_run(bed, train_sft, given, tmp_path / "sft", "n0")
+    raylets = _raylets(bed)
+    measured = _of_run(bed, evaluate, asked, tmp_path / "evaluate", "n1")
+    assert _raylets(bed) == raylets
+    assert len(raylets) == 1 + 2
+    assert len(bed.kubernetes.ray_jobs) == 1
+    assert not bed.kubernetes.refused
+    assert trained["content_hash"] == _here(train_sft, given)["content_hash"]
+    assert measured["content_hash"] == _here(evaluate, asked)["content_hash"]
+    # What is uploaded leaves the volume, and what was downloaded does.
+    assert not any((bed.volume / "artifacts").iterdir())
+    assert not any((bed.volume / "inputs").iterdir())
+
+
+@pytest.mark.thorough
+def test_a_pipeline_on_one_cluster_equals_a_local_run_after_its_driver_and_its_head_were_lost(
+    bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
+) -> None:
+    launched = launch(bed, tmp_path, SHARED)
+
+    def attempt(stage: str, number: int) -> Attempt:
+        def found() -> Attempt | None:
+            for execution in bed.backend.executions.values():
+                for node in execution.named(stage):
+                    return node.attempts[number] if len(node.attempts) > number else None
+            return None
+
+        return cast(Attempt, wait_for(found, launched.poll))
+
+    first = attempt("train_sft", 0)
+    wait_for(lambda: handed_over(bed, first), launched.poll)
+    raylets = _raylets(bed)
+    bed.drivers[-1].kill()
+    attempt("train_sft", 1)
+    training = attempt("grpo_iteration", 0)
+    assert _raylets(bed) == raylets, "the second attempt of SFT, the evaluation and GRPO share them"
+    wait_for(lambda: handed_over(bed, training), launched.poll)
+    lost = bed.kubernetes.ray_jobs[-1].job
+    assert lost is not None
+    lost.head.kill()
+    output, _ = launched.communicate(timeout=1500)
+    (execution,) = bed.backend.executions.values()
+    assert launched.returncode == 0, output[-2000:] + execution.error
+    attempts = {each: execution.named(each)[0].attempts for each in ("train_sft", "grpo_iteration")}
+    assert [len(each) for each in attempts.values()] == [2, 2]
+    assert [each.how for each in bed.kubernetes.ray_jobs] == ["Failed", "Deleted"]
+    assert bed.kubernetes.ray_jobs[-1].removed_at is not None, "given back before the run's end"
+    assert not bed.jobs, "Flyte made no RayJob"
+    assert not bed.kubernetes.refused
+    _log_start_up(bed)
+
+    local = run_recipe(SHARED, tmp_path / "local")
+    assert local.exit_code == 0, local.output[-2000:]
+    assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
+    made = contents(manifests(bed, execution))
+    assert made == contents(manifests_of(local.store))
+
+    # What was made on one cluster is cached where each stage has its own.
+    apart = {**SHARED, "cluster": SMALL["cluster"]}
+    output, _ = (again := launch(bed, tmp_path, apart)).communicate(timeout=600)
+    assert again.returncode == 0, output[-2000:]
+    assert not bed.jobs
+    assert len(bed.kubernetes.ray_jobs) == 2
+
+
+def _log_start_up(bed: ClusterBed) -> None:
+    for made in bed.kubernetes.ray_jobs:
+        assert made.running_at is not None
+        seconds = made.running_at - made.made_at
+        logger.info("the pods of %s ran and Ray had started after %.1f s", made.name, seconds)
+
+
+def _of_run(bed: ClusterBed, stage: Any, inputs: dict[str, Any], folder: Path, node: str) -> Any:
+    from tasks.platform.shapes import shape_of
+    from tests.workflows.cluster_bed.single_stage import SingleStage
+
+    shape = shape_of(inputs["config"].cluster)
+    return SingleStage(bed, stage.on_shape(shape).of_run(), inputs, folder, node=node).run()
+
+
+def _raylets(bed: ClusterBed) -> list[int]:
+    """Ray's process on each of the cluster's pods."""
+    import ray
+
+    job = bed.kubernetes.ray_jobs[-1].job
+    assert job is not None
+    program = str(Path(ray.__file__).parent / "core/src/ray/raylet/raylet")
+    return [pid for pod in (job.head, *job.workers) for pid in pod.processes(program)]
+
+
+def _here(stage: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the artifact of a local run."""
+    from nemo_rl_core.distributed.session import shutdown
+
+    try:
+        return dict(stage(**inputs).model_dump())
+    finally:
+        shutdown()
