@@ -51,7 +51,7 @@ def run_attempt(
         _hand_over(checkpoint, folder)
     # A thread publishes saves, and does not inherit flytekit's context.
     context = contextvars.copy_context()
-    with checkpointing.after_each_save(lambda: context.run(_hand_over, checkpoint, folder)):
+    with checkpointing.after_each_save(lambda _: context.run(_hand_over, checkpoint, folder)):
         return work(folder)
 
 
