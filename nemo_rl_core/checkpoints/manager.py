@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +59,9 @@ def _begin(folder: Path) -> Path:
     return aside
 
 
-def _replace(folder: Path) -> None:
+def _replace(folder: Path, *, synced: Collection[str] = ()) -> None:
     aside, old = _aside(folder), _old(folder)
-    files.fsync_tree(aside)
+    files.fsync_tree(aside, synced=synced)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
@@ -332,7 +332,7 @@ class CheckpointManager:
         with files.storage_errors(path):
             files.write_atomic(aside / MANIFEST, _manifest(step, aside, metrics, written))
             _checked.discard(path.resolve())
-            _replace(path)
+            _replace(path, synced=written.keys())
         kept = self._kept(step)
         for saved in self.steps():
             if saved not in kept:
