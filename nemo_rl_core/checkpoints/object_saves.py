@@ -16,10 +16,12 @@ import json
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -37,6 +39,9 @@ _RESTORING = ".restoring"
 
 _NUM_STREAMS = 4
 """Files that one process sends or receives at once."""
+
+_PAUSES_SECONDS = (1.0, 5.0)
+"""Between the attempts to transfer an object."""
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -253,8 +258,7 @@ def send(system: Any, transfers: Sequence[Transfer]) -> None:
         TransferError: If the object store fails.
     """
     for each in transfers:
-        with _failures(each.file.address):
-            system.put_file(str(each.path), each.file.address)
+        _repeated(each.file.address, partial(system.put_file, str(each.path), each.file.address))
 
 
 def receive(system: Any, transfers: Sequence[Transfer]) -> None:
@@ -266,8 +270,7 @@ def receive(system: Any, transfers: Sequence[Transfer]) -> None:
     """
     for each in transfers:
         with files.written_aside(each.path) as aside:
-            with _failures(each.file.address):
-                system.get_file(each.file.address, str(aside))
+            _repeated(each.file.address, partial(system.get_file, each.file.address, str(aside)))
             if (found := files.hash_file(aside)) != each.file.sha256:
                 raise StoreError(
                     f"the saved file {each.file.address} is damaged",
@@ -275,6 +278,25 @@ def receive(system: Any, transfers: Sequence[Transfer]) -> None:
                     got=f"{aside.stat().st_size} bytes with {found[:12]}",
                     fix="run the same command again: the stage begins anew",
                 )
+
+
+def _repeated(address: str, transfer: Callable[[], object]) -> None:
+    """Transfers an object, again after a pause where it broke off: a client repeats requests only.
+
+    Raises:
+        TransferError: If the last attempt fails.
+    """
+    for pause_seconds in _PAUSES_SECONDS:
+        try:
+            with _failures(address):
+                transfer()
+        except TransferError as error:
+            logger.warning("%s; it is tried again", error.in_one_line)
+            time.sleep(pause_seconds)
+        else:
+            return
+    with _failures(address):
+        transfer()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_core.checkpoints import manager
+from nemo_rl_core.checkpoints import manager, object_saves
 from nemo_rl_core.checkpoints.manager import CheckpointManager, PublishedSave, after_each_save
 from nemo_rl_core.checkpoints.object_saves import ObjectSaves, is_to_be_restored
 from nemo_rl_core.checkpoints.written_files import WrittenFile
@@ -156,13 +156,41 @@ def test_a_damaged_manifest_is_refused(
 
 
 def test_a_server_that_refuses_ends_the_save_with_its_path(
-    tmp_path: Path, prefix: str, system: Any
+    tmp_path: Path, prefix: str, system: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(object_saves, "_PAUSES_SECONDS", (0.0,))
     folder = work_folder(tmp_path, "first")
     step(folder, ObjectSaves(system, prefix), 1)
     nowhere = ObjectSaves(system, "s3://no-such-bucket/x")
     with pytest.raises(TransferError, match=r"s3://no-such-bucket/x/files/[0-9a-f]{64} broke off"):
         step(folder, nowhere, 2)
+
+
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_transfer_that_breaks_off_is_repeated(
+    tmp_path: Path, prefix: str, system: Any, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    monkeypatch.setattr(object_saves, "_PAUSES_SECONDS", (0.0, 0.0))
+    folder, put, asked = work_folder(tmp_path, "first"), system.put_file, []
+
+    def put_or_break(path: str, address: str) -> None:
+        asked.append(address)
+        if asked.count(address) <= num_failures:
+            raise OSError("connection reset")
+        put(path, address)
+
+    monkeypatch.setattr(system, "put_file", put_or_break)
+    saves = ObjectSaves(system, prefix)
+    if num_failures == 3:
+        with pytest.raises(TransferError, match="broke off"):
+            step(folder, saves, 1)
+        return
+    step(folder, saves, 1)
+    second = work_folder(tmp_path, "second")
+    other = ObjectSaves(system, prefix + "/1")
+    other.take_over(prefix)
+    other.restore(second)
+    assert contents(second) == contents(folder)
 
 
 def test_files_that_their_writers_hashed_are_not_read_again(
