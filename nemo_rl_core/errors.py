@@ -81,7 +81,7 @@ class WorkerError(NemoRLError):
 
 
 class TransferError(WorkerError):
-    """A transfer of weights broke off: the other end died, is stuck, or has failed itself."""
+    """A transfer of weights or of a save broke off: the other end died, is stuck, or has failed."""
 
 
 class WorkerLostError(WorkerError):

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.store import files
 
@@ -58,9 +59,9 @@ def _begin(folder: Path) -> Path:
     return aside
 
 
-def _replace(folder: Path) -> None:
+def _replace(folder: Path, *, synced: Collection[str] = ()) -> None:
     aside, old = _aside(folder), _old(folder)
-    files.fsync_tree(aside)
+    files.fsync_tree(aside, synced=synced)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
@@ -96,11 +97,25 @@ def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}{_OLD}")
 
 
-_told: list[Callable[[], None]] = []
+@dataclass(frozen=True)
+class PublishedSave:
+    """A checkpoint that is one of the run's from now on.
+
+    Attributes:
+        folder: Where it lies.
+        written: What its writers have said of files that they wrote, by relative path.
+    """
+
+    folder: Path
+    written: Mapping[str, WrittenFile]
+
+
+_told: list[Callable[[PublishedSave], None]] = []
+_checked: set[Path] = set()
 
 
 @contextmanager
-def after_each_save(tell: Callable[[], None]) -> Iterator[None]:
+def after_each_save(tell: Callable[[PublishedSave], None]) -> Iterator[None]:
     """Calls `tell` after every checkpoint that a manager of this process publishes meanwhile.
 
     In the thread that publishes: the next checkpoint is begun when `tell` has returned, and an
@@ -111,6 +126,11 @@ def after_each_save(tell: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _told.remove(tell)
+
+
+def trust(checkpoint: Path) -> None:
+    """Spares this process the digests of a checkpoint's files, which were compared just now."""
+    _checked.add(checkpoint.resolve())
 
 
 class BackgroundWriter(Protocol):
@@ -124,8 +144,12 @@ class BackgroundWriter(Protocol):
         """Whether `finish_checkpoint` would not have to wait."""
         ...
 
-    def finish_checkpoint(self) -> None:
-        """Waits until the folder is whole; raises what writing it has raised."""
+    def finish_checkpoint(self) -> Mapping[str, WrittenFile] | None:
+        """Waits until the folder is whole; raises what writing it has raised.
+
+        Returns:
+            Files whose digests are known, by relative path; the manager hashes the others.
+        """
         ...
 
 
@@ -142,7 +166,7 @@ class _WrittenAtOnce:
         return True
 
     def finish_checkpoint(self) -> None:
-        pass
+        return None
 
 
 class PendingSave:
@@ -155,7 +179,7 @@ class PendingSave:
         step: The checkpoint's.
         folder: Its name when it is published.
         writer: Writes its files.
-        publish: Publishes it; called in a thread.
+        publish: Publishes it, given what the writer has said of its files; called in a thread.
 
     Attributes:
         step: As given.
@@ -164,7 +188,11 @@ class PendingSave:
     """
 
     def __init__(
-        self, step: int, folder: Path, writer: BackgroundWriter, publish: Callable[[], None]
+        self,
+        step: int,
+        folder: Path,
+        writer: BackgroundWriter,
+        publish: Callable[[Mapping[str, WrittenFile]], None],
     ) -> None:
         self.step, self.folder, self.has_ended = step, folder, False
         self._writer, self._publish = writer, publish
@@ -211,9 +239,9 @@ class PendingSave:
         self.has_ended = True
 
     def _publishing(self) -> "Future[None]":
-        self._writer.finish_checkpoint()
+        written = self._writer.finish_checkpoint() or {}
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        future = executor.submit(self._publish)
+        future = executor.submit(self._publish, written)
         executor.shutdown(wait=False)
         return future
 
@@ -296,19 +324,30 @@ class CheckpointManager:
         self._pending = save
         return save
 
-    def _publish(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _publish(
+        self, step: int, metrics: Mapping[str, float], written: Mapping[str, WrittenFile]
+    ) -> None:
         path = self.path(step)
         aside = _aside(path)
         with files.storage_errors(path):
-            files.write_atomic(aside / MANIFEST, _manifest(step, aside, metrics))
-            _replace(path)
+            files.write_atomic(aside / MANIFEST, _manifest(step, aside, metrics, written))
+            _checked.discard(path.resolve())
+            _replace(path, synced=written.keys())
         kept = self._kept(step)
         for saved in self.steps():
             if saved not in kept:
                 files.discard(self.path(saved))
         files.sweep_discarded(self.root)
         for tell in list(_told):
-            tell()
+            tell(PublishedSave(path, written))
+
+    def would_be_best(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether `keep_best` would keep a checkpoint with these metrics, saved now."""
+        own = self._rank(step, metrics) if self.keep_best else None
+        if own is None or self.keep_best is None:
+            return False
+        earlier = (self._rank(each, self._metrics(each)) for each in self.steps() if each < step)
+        return sum(rank > own for rank in earlier if rank) < self.keep_best.count
 
     def _kept(self, step: int) -> set[int]:
         saved = [earlier for earlier in self.steps() if earlier <= step]
@@ -317,19 +356,25 @@ class CheckpointManager:
 
     def _ranked(self, steps: Iterable[int]) -> list[int]:
         """Steps that have the metric, best first; of equals, the newer."""
-        assert self.keep_best is not None
-        sign = 1.0 if self.keep_best.mode == "max" else -1.0
-        values = {step: self._metric(step, self.keep_best.metric) for step in steps}
-        ranked = [(sign * value, step) for step, value in values.items() if value is not None]
-        return [step for _, step in sorted(ranked, reverse=True)]
+        ranks = (self._rank(step, self._metrics(step)) for step in steps)
+        return [rank[1] for rank in sorted(filter(None, ranks), reverse=True)]
 
-    def _metric(self, step: int, name: str) -> float | None:
+    def _rank(self, step: int, metrics: Mapping[str, Any]) -> tuple[float, int] | None:
+        """The better, the larger; of equals, the newer. None without the metric."""
+        assert self.keep_best is not None
+        try:
+            value = float(metrics[self.keep_best.metric])
+        except (ValueError, KeyError, TypeError):
+            return None  # of a step that was not validated
+        sign = 1.0 if self.keep_best.mode == "max" else -1.0
+        return None if math.isnan(value) else (sign * value, step)
+
+    def _metrics(self, step: int) -> Mapping[str, Any]:
         try:
             metrics = json.loads((self.path(step) / MANIFEST).read_text())["metrics"]
-            value = float(metrics[name])
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # a damaged one, or one of a step that was not validated
-        return None if math.isnan(value) else value
+            return {}  # a damaged one
+        return metrics if isinstance(metrics, dict) else {}
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged or not, in ascending order."""
@@ -357,7 +402,7 @@ class CheckpointManager:
         for step in steps:
             path = self.path(step)
             try:
-                _check(step, path, verify=verify)
+                _check(step, path, verify=verify and path.resolve() not in _checked)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 logger.warning(
                     "checkpoint %s is refused: %s: %s", path, type(error).__name__, error
@@ -379,12 +424,13 @@ class CheckpointManager:
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def _manifest(step: int, folder: Path, metrics: Mapping[str, float]) -> str:
-    paths = {name: folder / name for name in files.list_files(folder)}
-    entries = {
-        name: {"sha256": files.hash_file(path), "bytes": path.stat().st_size}
-        for name, path in paths.items()
-    }
+def _manifest(
+    step: int, folder: Path, metrics: Mapping[str, float], written: Mapping[str, WrittenFile]
+) -> str:
+    entries = {}
+    for name in files.list_files(folder):
+        digest = written[name].sha256 if name in written else files.hash_file(folder / name)
+        entries[name] = {"sha256": digest, "bytes": (folder / name).stat().st_size}
     return json.dumps({"step": step, "metrics": dict(metrics), "files": entries}, indent=1)
 
 

@@ -6,15 +6,17 @@ from typing import Any
 
 from nemo_rl_core.errors import StoreError
 
-_NAME = "state.json"
-STATE_FILE = f"trainer/{_NAME}"
+STATE_NAME = "state.json"
+"""Its name in a checkpoint's `trainer/`."""
+
+STATE_FILE = f"trainer/{STATE_NAME}"
 """Its path in a checkpoint."""
 
 
 def write_state(trainer: Path, *, backend: str, num_updates: int, **more: Any) -> None:
     """Writes the backend, the number of optimizer steps, and further fields."""
     state = {"backend": backend, "num_updates": num_updates, **more}
-    (trainer / _NAME).write_text(json.dumps(state))
+    (trainer / STATE_NAME).write_text(json.dumps(state))
 
 
 def read_state(trainer: Path, *, backend: str) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def read_state(trainer: Path, *, backend: str) -> dict[str, Any]:
         OSError: If the file is missing.
         ValueError: If the file is damaged.
     """
-    state: dict[str, Any] = json.loads((trainer / _NAME).read_text())
+    state: dict[str, Any] = json.loads((trainer / STATE_NAME).read_text())
     if state["backend"] != backend:
         raise StoreError(
             f"cannot resume from {trainer} with the backend {backend!r}",

@@ -116,6 +116,10 @@ class RayWorkerGroup:
         """Whether the workers live on the bundles of that cluster."""
         return self._cluster is cluster
 
+    def machines(self) -> list[str]:
+        """Ray's id of the machine of each worker, in rank order."""
+        return [bundle.node for bundle in self._cluster.bundles()[: self.world_size]]
+
     def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         """Calls one worker and waits for its answer."""
         return self.finish([getattr(self._workers[rank], method).remote(*args, **kwargs)])[0]

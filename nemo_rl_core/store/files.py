@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -95,11 +95,17 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_tree(folder: Path) -> None:
-    """Syncs every file and folder under `folder`, contents before the entries that name them."""
+def fsync_tree(folder: Path, *, synced: Collection[str] = ()) -> None:
+    """Syncs every file and folder under `folder`, contents before the entries that name them.
+
+    Args:
+        folder: The folder.
+        synced: Relative paths of files that their writers have synced.
+    """
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            fsync(Path(parent, name))
+            if Path(parent, name).relative_to(folder).as_posix() not in synced:
+                fsync(Path(parent, name))
         fsync(Path(parent))
 
 

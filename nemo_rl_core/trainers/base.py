@@ -364,9 +364,9 @@ class BaseTrainer(ABC, Generic[S, C]):
             every = self.config.validate_every_num_steps
             validation = ValidationRunner(self._validate, every_num_steps=every, last=steps.last)
             called.call("on_fit_begin")
-            with closing(
-                loop.steps(self._trained(), on_save=partial(called.call, "on_save"))
-            ) as left:
+            # A save that nobody reads but this loop has no whole model in it.
+            on_save = partial(called.call, "on_save") if called.handles("on_save") else None
+            with closing(loop.steps(self._trained(), on_save=on_save)) as left:
                 for step in left:
                     self._run_step(step, steps, loop, called, validation)
             called.call("on_fit_end")

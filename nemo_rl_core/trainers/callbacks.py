@@ -79,7 +79,10 @@ class Callback:
         """They have been; names begin with `validation_`."""
 
     def on_save(self, trainer: RunningTrainer, step: int, checkpoint: Path) -> None:
-        """A checkpoint is on the disk, whole."""
+        """A checkpoint is on the disk, whole, with `model/`.
+
+        Without a callback that has this hook, checkpoints of a run under way have no `model/`.
+        """
 
 
 class Callbacks:
@@ -99,6 +102,12 @@ class Callbacks:
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks must be instances of Callback, got {callback!r}")
+
+    def handles(self, hook: str) -> bool:
+        """Whether a callback has a hook of that name of its own."""
+        default = getattr(Callback, hook)
+        hooks = (getattr(each, hook) for each in self._callbacks)
+        return any(getattr(each, "__func__", each) is not default for each in hooks)
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls the hook of that name of each."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nemo_rl_core.checkpoints import stop_request
 from nemo_rl_core.checkpoints.manager import BackgroundWriter, CheckpointManager, PendingSave
+from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.trainer import KeepBest
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.produce import StageResult
@@ -90,6 +91,31 @@ class SavesInBackground(Checkpointed, BackgroundWriter, Protocol):
     """What need not stand still while it is saved."""
 
 
+@runtime_checkable
+class SavesShards(SavesInBackground, Protocol):
+    """What can be saved without a whole model, for nothing but to go on from there."""
+
+    def start_sharded_checkpoint(self, path: Path) -> None:
+        """As `start_checkpoint`, without the folder `model/`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _ShardsAlone:
+    """A writer of checkpoints that have no `model/`."""
+
+    trained: SavesShards
+
+    def start_checkpoint(self, path: Path) -> None:
+        self.trained.start_sharded_checkpoint(path)
+
+    def checkpoint_is_written(self) -> bool:
+        return self.trained.checkpoint_is_written()
+
+    def finish_checkpoint(self) -> Mapping[str, WrittenFile] | None:
+        return self.trained.finish_checkpoint()
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What a run of a trainer leaves.
@@ -161,6 +187,7 @@ class StepLoop:
         self._save_every = save_every_num_steps
         self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest, keep_best)
         self._pending: PendingSave | None = None
+        self._all_have_models = False
         self._last_metrics: dict[str, float] = {}
         self._metrics = MetricsFile(work / "metrics.jsonl")
 
@@ -172,13 +199,15 @@ class StepLoop:
 
         Args:
             trained: What is saved, and resumed from the last save before the first step.
-            on_save: Told the step and the folder of every save.
+            on_save: Told the step and the folder of every save; each then has a `model/`. Without
+                it, only the last save has one, and those that `keep_best` keeps.
 
         Raises:
             KeyboardInterrupt: After a step and its save, where `stop_request.ask` was called.
             ResourceError: After a save, when the run has used its GPU-hours.
         """
         call = on_save or _ignore
+        self._all_have_models = on_save is not None
         with stop_request.listened_to():
             done = self._resume(trained)
             for step in range(done + 1, self._range.last + 1):
@@ -209,12 +238,24 @@ class StepLoop:
     def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:
         metrics = self._last_metrics
         if isinstance(trained, SavesInBackground):
-            self._pending = self._checkpoints.start(step, trained, metrics=metrics)
+            writer = self._writer(step, trained)
+            self._pending = self._checkpoints.start(step, writer, metrics=metrics)
             self._advance(on_save, wait=False)
         else:
             folder = self._checkpoints.save(step, trained.save_checkpoint, metrics=metrics)
             publish(StageSaved(step))
             on_save(step, folder)
+
+    def _writer(self, step: int, trained: SavesInBackground) -> BackgroundWriter:
+        """Writes the model only where another than this loop reads it."""
+        needs_model = (
+            step == self._range.last
+            or self._all_have_models
+            or self._checkpoints.would_be_best(step, self._last_metrics)
+        )
+        if needs_model or not isinstance(trained, SavesShards):
+            return trained
+        return _ShardsAlone(trained)
 
     def _advance(self, on_save: OnSave, *, wait: bool) -> None:
         """Takes the checkpoint that is being saved, if any, as far as it is, or to its end."""
@@ -302,7 +343,9 @@ class StepLoop:
         record, target = self._work / "best.json", self._work / "best"
         if not record.exists():  # before anything is moved: the last one is whole no more then
             best = self._checkpoints.best()
-            files.write_atomic(record, json.dumps({"step": best[0] if best else None}))
+            # Without a model it was not among the best when it was saved; those are damaged now.
+            step = best[0] if best and (best[1] / "model").is_dir() else None
+            files.write_atomic(record, json.dumps({"step": step}))
         step = json.loads(record.read_text())["step"]
         if step not in {None, self._range.last} and not target.exists():
             (self._checkpoints.path(step) / "model").rename(target)

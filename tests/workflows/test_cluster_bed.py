@@ -3,7 +3,6 @@
 Everything of `tests/workflows/cluster_bed`; what that is, and what it is not, is said there.
 """
 
-import io
 import json
 import logging
 import os
@@ -11,10 +10,10 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,15 @@ SMALL: dict[str, Any] = {
 
 # Steps of milliseconds: many, so that each attempt is killed long before its end.
 SFT = {"num_steps": 400, "save_every_num_steps": 40, "global_batch_size": 16}
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What an attempt has left to the next one."""
+
+    step: int
+    metrics: list[str]
+    shards: dict[str, str]
 
 
 @pytest.fixture
@@ -98,8 +106,14 @@ def test_a_stage_across_two_nodes_equals_a_local_one(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:
     inputs = _inputs({"num_steps": 4, "save_every_num_steps": 2, "global_batch_size": 16})
-    there = _stage(bed, inputs, tmp_path).run()
+    stage = _stage(bed, inputs, tmp_path)
+    there = stage.run()
     assert there["content_hash"] == _trained_here(inputs).content_hash
+    # Each machine has sent its own shards, and the head none.
+    sent = {name: _clients(bed, "PUT", at) for name, at in _shards(bed, stage.attempts[0]).items()}
+    (job,) = bed.jobs
+    assert sorted(sent.values()) == sorted([worker.address] for worker in job.workers)
+    assert _clients(bed, "PUT", f"{stage.attempts[0].checkpoint}/save.json") == [job.head.address]
     # What is uploaded leaves the volume, and what was downloaded does.
     assert not any((bed.volume / "artifacts").iterdir())
     assert not any((bed.volume / "inputs").iterdir())
@@ -112,35 +126,47 @@ def test_a_stage_goes_on_from_s3_after_a_worker_a_node_and_heads_were_lost(
     inputs = _inputs(SFT)
     stage = _stage(bed, inputs, tmp_path)
     losses = (_kill_a_worker, _kill_a_node, _evict_the_head, _kill_the_head)
-    saved = [0]  # the last step that each attempt has handed over when it is lost
+    saved, left = [], []  # of each attempt: its first save, and the last before it was lost
     with ThreadPoolExecutor(1) as background:
         running = background.submit(stage.run)
 
         def ended() -> int | None:
             return 0 if running.done() else None
 
+        def left_behind(number: int) -> _Left:
+            wait_for(lambda: len(stage.attempts) > number + 1, ended)
+            attempt = stage.attempts[number]
+            return _Left(
+                handed_over(bed, attempt), _metrics_of_save(bed, attempt), _shards(bed, attempt)
+            )
+
         for number, lose in enumerate(losses):
             wait_for(lambda n=number: len(stage.attempts) > n, ended)
             attempt = stage.attempts[number]
-            last = handed_over(bed, stage.attempts[number - 1]) if number else 0
-            # The first save of its own: until then it has what it was given.
+            # Until the first save of its own it has what it was given.
+            given = left[-1].step if left else 0
             saved.append(
-                wait_for(lambda a=attempt, n=last: (s := handed_over(bed, a)) > n and s, ended)
+                wait_for(lambda a=attempt, n=given: (s := handed_over(bed, a)) > n and s, ended)
             )
             lose(bed)
+            left.append(left_behind(number))
         there = running.result()
     attempts = stage.attempts
     assert [each.may_retry for each in attempts] == [True, True, None, None, None], attempts
     assert "WorkerLostError" in attempts[0].error
     assert [each.exit_code for each in attempts[2:]] == [143, -signal.SIGKILL, 0]
     # The evicted one has saved the step that it was in.
-    assert handed_over(bed, attempts[2]) > saved[3]
+    assert left[2].step > saved[2]
     # Lines have durations: those of a step that ran again would be others.
     metrics = _lines(bed, there["directory"]["path"])
     assert len(metrics) == SFT["num_steps"]
-    for attempt in attempts[:-1]:
-        lines = _metrics_of_save(bed, attempt)
-        assert lines == metrics[: len(lines)]
+    for each, job in zip(left, bed.jobs[1:], strict=True):
+        assert each.metrics == metrics[: each.step]
+        # The workers of the next attempt have asked for a shard each, and its head for none.
+        asked = [_clients(bed, "GET", at) for at in each.shards.values()]
+        assert sorted(asked) == sorted([worker.address] for worker in job.workers)
+    # Nothing is left of attempts before the last but one, and of that one what the last needs.
+    assert [bool(_last_save(bed, each)) for each in attempts] == [False] * 4 + [True]
     assert there["content_hash"] == _trained_here(inputs).content_hash
 
 
@@ -260,10 +286,7 @@ def wait_for(what: Callable[[], Any], ended: Callable[[], int | None]) -> Any:
 
 def _saved_steps(bed: ClusterBed, attempt: Attempt) -> set[int]:
     """Steps of the checkpoints that Flyte would give the next attempt."""
-    if not bed.bucket.list(bed.bucket.path(attempt.checkpoint)):
-        return set()
-    with _last_save(bed, attempt) as tar:
-        return {int(found) for found in re.findall(r"step-(\d+)/", " ".join(tar.getnames()))}
+    return {int(found) for found in re.findall(r"step-(\d+)/", " ".join(_last_save(bed, attempt)))}
 
 
 def handed_over(bed: ClusterBed, attempt: Attempt) -> int:
@@ -271,17 +294,32 @@ def handed_over(bed: ClusterBed, attempt: Attempt) -> int:
     return max(_saved_steps(bed, attempt), default=0)
 
 
-def _last_save(bed: ClusterBed, attempt: Attempt) -> tarfile.TarFile:
-    (archive,) = bed.bucket.list(bed.bucket.path(attempt.checkpoint))
-    return tarfile.open(fileobj=io.BytesIO(bed.bucket.read(archive) or b""))
+def _last_save(bed: ClusterBed, attempt: Attempt) -> dict[str, dict[str, Any]]:
+    """Its files by their paths in the work folder; none before any."""
+    manifest = bed.bucket.read(f"{bed.bucket.path(attempt.checkpoint)}/save.json")
+    found: dict[str, dict[str, Any]] = json.loads(manifest or b'{"files": {}}')["files"]
+    return found
+
+
+def _shards(bed: ClusterBed, attempt: Attempt) -> dict[str, str]:
+    """Addresses of the ranks' own files in an attempt's last save."""
+    save = _last_save(bed, attempt)
+    return {name: save[name]["address"] for name in save if "/trainer/shard-" in name}
+
+
+def _clients(bed: ClusterBed, method: str, address: str) -> list[str]:
+    """Pods that have sent an object, or asked for it."""
+    found = bed.bucket.clients.get((method, bed.bucket.path(address)), set())
+    pods = {pod.address for job in bed.jobs for pod in (job.head, *job.workers)}
+    return sorted(found & pods)
 
 
 def _metrics_of_save(bed: ClusterBed, attempt: Attempt) -> list[str]:
     """A line a step, up to the last save that was handed to Flyte."""
-    with _last_save(bed, attempt) as tar:
-        file = tar.extractfile("metrics.jsonl")
-        assert file is not None
-        return file.read().decode().splitlines()[: max(_saved_steps(bed, attempt))]
+    save = _last_save(bed, attempt)
+    content = bed.bucket.read(bed.bucket.path(save["metrics.jsonl"]["address"]))
+    assert content is not None
+    return content.decode().splitlines()[: max(_saved_steps(bed, attempt))]
 
 
 def _lines(bed: ClusterBed, folder: str) -> list[str]:

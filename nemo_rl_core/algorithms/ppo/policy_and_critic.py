@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
 
@@ -28,16 +29,23 @@ class PolicyAndCritic:
         (path / CRITIC).mkdir()
         self.critic.start_checkpoint(path / CRITIC)
 
+    def start_sharded_checkpoint(self, path: Path) -> None:
+        """As `start_checkpoint`, without whole models."""
+        self.policy.start_sharded_checkpoint(path)
+        (path / CRITIC).mkdir()
+        self.critic.start_sharded_checkpoint(path / CRITIC)
+
     def checkpoint_is_written(self) -> bool:
         """Returns True if `finish_checkpoint` would not wait."""
         return self.policy.checkpoint_is_written() and self.critic.checkpoint_is_written()
 
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self) -> dict[str, WrittenFile]:
         """Waits until the folder is complete; raises errors of both writers."""
         try:
-            self.policy.finish_checkpoint()
+            written = self.policy.finish_checkpoint()
         finally:
-            self.critic.finish_checkpoint()
+            of_critic = self.critic.finish_checkpoint()
+        return written | {f"{CRITIC}/{name}": file for name, file in of_critic.items()}
 
     def load_checkpoint(self, path: Path) -> None:
         """Restores both models."""

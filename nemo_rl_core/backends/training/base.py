@@ -1,12 +1,13 @@
 """Interface of training backends, and their registry."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.optimizer import OptimizerConfig
 from nemo_rl_core.config.training import (
@@ -143,8 +144,13 @@ class TrainingBackend(Protocol):
         """Returns True if `finish_checkpoint` would not wait."""
         ...
 
-    def finish_checkpoint(self) -> None:
-        """Waits until the folder is complete; raises errors of the writing thread."""
+    def finish_checkpoint(self) -> Mapping[str, WrittenFile] | None:
+        """Waits until the folder is complete; raises errors of the writing thread.
+
+        Returns:
+            Files that this rank has written and hashed, by their paths in the folder; others need
+            not be named.
+        """
         ...
 
     def load_checkpoint(self, path: Path) -> None:

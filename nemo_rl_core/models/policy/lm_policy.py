@@ -1,12 +1,15 @@
 """A policy whose training backend runs in Ray workers."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_core.backends.training.base import TrainingSetup, get_training_backend
+from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.registered import user_search_path
 from nemo_rl_core.data.pretrained import shares_rows
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -80,6 +83,7 @@ class Policy(PolicyInterface):
         self.session, self._name = session, name
         self._generates = hasattr(backend, "generate")
         self._splits_steps = splits_steps(backend)
+        self._saves_shards = saves_shards(backend)
         self._releases_memory = hasattr(backend, "release_memory")
         self.offloads_weights = getattr(training, "offload_for_generation", "none") == "all"
         self._num_copies = sharding.axis_size(DATA)
@@ -275,13 +279,30 @@ class Policy(PolicyInterface):
         """As `save_checkpoint`, of a copy of the state, some of which is written later."""
         self.workers.run_all_workers_single_data("start_checkpoint", path)
 
+    def start_sharded_checkpoint(self, path: Path) -> None:
+        """As `start_checkpoint`, of all that training resumes from: no whole model is written.
+
+        A backend that cannot do this writes a whole checkpoint.
+        """
+        method = "start_sharded_checkpoint" if self._saves_shards else "start_checkpoint"
+        self.workers.run_all_workers_single_data(method, path)
+
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would not have to wait for any rank."""
         return all(self.workers.run_all_workers_single_data("checkpoint_is_written"))
 
-    def finish_checkpoint(self) -> None:
-        """Waits until the folder is whole; raises what writing it has raised."""
-        self.workers.run_all_workers_single_data("finish_checkpoint")
+    def finish_checkpoint(self) -> dict[str, WrittenFile]:
+        """Waits until the folder is whole; raises what writing it has raised.
+
+        Returns:
+            The files that ranks have written and hashed, with their machines.
+        """
+        answers = self.workers.run_all_workers_single_data("finish_checkpoint")
+        return {
+            name: replace(file, machine=machine)
+            for machine, found in zip(self.workers.machines(), answers, strict=True)
+            for name, file in (found or {}).items()
+        }
 
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from a saved state."""
@@ -302,11 +323,26 @@ def splits_steps(backend: type) -> bool:
 
     They are not where a class adds to `train_step` alone, which must then be called.
     """
-    whole, half = (
-        next((each for each in backend.__mro__ if method in vars(each)), object)
-        for method in ("train_step", "forward_backward")
-    )
-    return half is not object and issubclass(half, whole)
+    return _is_as_new(backend, "forward_backward", than=["train_step"])
+
+
+def saves_shards(backend: type) -> bool:
+    """Whether the backend resumes from a checkpoint without `model/`.
+
+    It does not where a class adds to what a whole checkpoint has, or to how it is loaded.
+    """
+    whole = ["save_checkpoint", "start_checkpoint", "load_checkpoint"]
+    return _is_as_new(backend, "start_sharded_checkpoint", than=whole)
+
+
+def _is_as_new(backend: type, method: str, *, than: Sequence[str]) -> bool:
+    """Whether no class that lacks the method overrides one of the others."""
+    own = _definer(backend, method)
+    return own is not object and all(issubclass(own, _definer(backend, name)) for name in than)
+
+
+def _definer(backend: type, method: str) -> type:
+    return next((each for each in backend.__mro__ if method in vars(each)), object)
 
 
 def _whole_weights(backend: Any) -> dict[str, torch.Tensor]:

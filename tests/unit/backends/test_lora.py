@@ -122,8 +122,11 @@ def test_the_reference_is_the_base_and_no_second_model(tiny_model: Path) -> None
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("start_saving", ["start_checkpoint", "start_sharded_checkpoint"])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path, head: str) -> None:
+def test_resumed_training_is_equal_to_the_bit(
+    tiny_model: Path, tmp_path: Path, head: str, start_saving: str
+) -> None:
     """Also where the worker is set up on the merged weights, as a later iteration's is."""
     batch = make_batch()
 
@@ -132,10 +135,12 @@ def test_resumed_training_is_equal_to_the_bit(tiny_model: Path, tmp_path: Path, 
 
     straight = make_backend(tiny_model, head=head)
     straight.train_step(batch, loss)
-    straight.save_checkpoint(tmp_path)
+    getattr(straight, start_saving)(tmp_path)
+    straight.finish_checkpoint()
+    assert (tmp_path / "trainer" / "base").is_dir()
     straight.train_step(batch, loss)
     expected = weights(straight)
-    for start in (tiny_model, tmp_path / "model"):
+    for start in filter(Path.is_dir, (tiny_model, tmp_path / "model")):
         resumed = make_backend(start, head=head, seed=8)
         resumed.load_checkpoint(tmp_path)
         resumed.train_step(batch, loss)

@@ -1,7 +1,7 @@
-"""Which backends' steps a policy may take in two halves."""
+"""Which backends' steps a policy may take in two halves, and which it may save in shards alone."""
 
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
-from nemo_rl_core.models.policy.lm_policy import splits_steps
+from nemo_rl_core.models.policy.lm_policy import saves_shards, splits_steps
 
 
 class WithMore(DTensorBackend):
@@ -22,3 +22,18 @@ class Whole:
 def test_what_a_backend_adds_to_a_step_is_not_passed_over():
     found = {kind: splits_steps(kind) for kind in (DTensorBackend, WithMore, WithHalf, Whole)}
     assert found == {DTensorBackend: True, WithMore: False, WithHalf: True, Whole: False}
+
+
+class SavesMore(DTensorBackend):
+    def load_checkpoint(self, path):
+        super().load_checkpoint(path)
+
+
+class SavesShardsToo(SavesMore):
+    def start_sharded_checkpoint(self, path):
+        super().start_sharded_checkpoint(path)
+
+
+def test_what_a_backend_adds_to_a_save_is_not_passed_over():
+    found = {kind: saves_shards(kind) for kind in (WithMore, SavesMore, SavesShardsToo, Whole)}
+    assert found == {WithMore: True, SavesMore: False, SavesShardsToo: True, Whole: False}

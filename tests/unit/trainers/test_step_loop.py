@@ -196,3 +196,43 @@ def test_the_best_model_is_left_beside_the_last(
     if best_step != 5:
         assert json.loads((tmp_path / "best" / "value.json").read_text()) == best_step
     assert not (tmp_path / "checkpoints").exists()
+
+
+class ShardsWriter(SlowWriter):
+    """A policy that knows which of its checkpoints have no model."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.of_shards: list[int] = []
+
+    def start_sharded_checkpoint(self, path: Path) -> None:
+        self.start_checkpoint(path)
+        self.of_shards.append(self.value)
+
+
+def test_only_the_last_checkpoint_has_a_model(tmp_path: Path) -> None:
+    policy = ShardsWriter()
+    run(make_loop(tmp_path, save_every=1), policy)
+    assert policy.of_shards == [1, 2, 3, 4]
+
+
+def test_every_checkpoint_has_a_model_where_others_are_told_of_them(tmp_path: Path) -> None:
+    policy, told = ShardsWriter(), []
+    loop = make_loop(tmp_path)
+    for step in loop.steps(policy, on_save=lambda step, _: told.append(step)):
+        policy.value += 1
+        loop.report(step, {}, {"train": 1.0})
+    assert (policy.of_shards, told) == ([], [2, 4, 5])
+
+
+def test_checkpoints_that_are_the_best_so_far_have_a_model(tmp_path: Path) -> None:
+    policy, keep = ShardsWriter(), KeepBest(metric="score", mode="max")
+    loop = StepLoop(tmp_path, stage="s", steps=FIVE_STEPS, save_every_num_steps=1, keep_best=keep)
+    scores = [1.0, 3.0, 2.0, float("nan"), 0.0]
+    for step in loop.steps(policy):
+        policy.value += 1
+        loop.report(step, {"score": scores[step - 1]}, {"train": 1.0})
+    assert policy.of_shards == [3, 4]
+    loop.finish()
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 2}
+    assert json.loads((tmp_path / "best" / "value.json").read_text()) == 2

@@ -89,6 +89,8 @@ class S3Bucket:
     Attributes:
         environment: What Flyte's propeller gives every container for it.
         sent: Bytes that the server has sent of each object, by path, over all requests.
+        clients: Addresses of the machines that have sent or asked for each object's content, by
+            method and path.
     """
 
     _NAME = "flyte-data"
@@ -100,6 +102,7 @@ class S3Bucket:
         self._server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
         self.environment: dict[str, str] = {}
         self.sent: Counter[str] = Counter()
+        self.clients: dict[tuple[str, str], set[str]] = {}
         self._client: Any = None
 
     def __enter__(self) -> "S3Bucket":
@@ -185,8 +188,10 @@ class S3Bucket:
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:
             found: Any = app(environ, start_response)
-            asked = environ["PATH_INFO"]
-            if environ["REQUEST_METHOD"] != "GET" or not asked.startswith(root):
+            asked, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+            place = (method, asked.removeprefix(root))
+            self.clients.setdefault(place, set()).add(environ["REMOTE_ADDR"])
+            if method != "GET" or not asked.startswith(root):
                 return found
             content = b"".join(found)
             self.sent[asked.removeprefix(root)] += len(content)

@@ -17,7 +17,6 @@ from nemo_rl_core.backends.training.dtensor.checkpoint import TrainerState
 from nemo_rl_core.backends.training.dtensor.loading import (
     Head,
     as_published,
-    called,
     empty_model,
     finish_loading,
     load_model,
@@ -40,6 +39,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
     whole_tensor,
 )
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
+from nemo_rl_core.backends.training.dtensor.saving import SavesShards
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
@@ -48,7 +48,6 @@ from nemo_rl_core.backends.training.optimizers import (
     clip_gradients,
     learning_rate_at,
 )
-from nemo_rl_core.checkpoints.weights import refuse_wrong_weights
 from nemo_rl_core.config.generation import SamplingConfig
 from nemo_rl_core.config.training import DTensorTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -64,7 +63,7 @@ from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
-class DTensorBackend(SendsWeights):
+class DTensorBackend(SavesShards, SendsWeights):
     """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
 
     The ranks come from environment variables, their axes from `TrainingSetup.training`.
@@ -431,40 +430,6 @@ class DTensorBackend(SendsWeights):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, whole_tensor(tensor)
-
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes `model/` (transformers layout) and `trainer/` (optimizer, random state)."""
-        self.start_checkpoint(path)
-        self.finish_checkpoint()
-
-    def start_checkpoint(self, path: Path) -> None:
-        """As `save_checkpoint`, but the trainer's state is written while training continues."""
-        self._memory.restore("weights", "optimizer")
-        tokenizer = load_tokenizer(self._setup.model_folder)
-        self._policy.save(path / "model", tokenizer, self.named_weights())
-        (path / "trainer").mkdir(exist_ok=True)
-        if self._adapters:
-            self._adapters.save(path / "trainer")
-        self._trainer_state.start_saving(path / "trainer", num_updates=self._num_updates)
-
-    def checkpoint_is_written(self) -> bool:
-        """Returns True if `finish_checkpoint` would not wait."""
-        return self._trainer_state.is_saved()
-
-    def finish_checkpoint(self) -> None:
-        """Waits for the save of `start_checkpoint`, after which the folder is complete."""
-        self._trainer_state.finish_saving()
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Restores a checkpoint of `save_checkpoint`, bit-identically."""
-        self._memory.restore("weights", "optimizer")
-        if self._adapters is None:
-            model, weights = self._policy.model, path / "model"
-            # A checkpoint lacks no weights, not even a head.
-            refuse_wrong_weights(called(weights), missing=fill_from_folder(model, weights))
-        elif not self._adapters.base_is(base := path / "trainer" / "base"):
-            self._adapters.replace_base(base)
-        self._num_updates = self._trainer_state.load(path / "trainer")
 
     def release_memory(self, *, keeps_weights: bool = False) -> None:
         """Drops gradients and gathered weights, and moves what the recipe names to the host.

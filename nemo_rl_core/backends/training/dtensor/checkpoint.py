@@ -1,13 +1,13 @@
 """The trainer's state on disk: each rank writes its shards, and any layout of ranks reads them.
 
 torch's distributed checkpoint does the planning; its safetensors storage is used, because the
-default one keeps its metadata as a pickle. The model itself is saved in the transformers layout
-(`checkpoints.tensors.save_weights`) and is not part of this state, except weights outside of it,
-such as adapters.
+default one keeps its metadata as a pickle. Adapters are part of the state. The model is one where
+it is not saved in the transformers layout as well (`checkpoints.tensors.save_weights`).
 """
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+import posixpath
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from nemo_rl_core.backends.training.dtensor.shards import local
-from nemo_rl_core.checkpoints.state_file import read_state, write_state
+from nemo_rl_core.checkpoints.state_file import STATE_FILE, STATE_NAME, read_state, write_state
 from nemo_rl_core.checkpoints.tensors import order_metadata
 from nemo_rl_core.checkpoints.weights import require_finite
+from nemo_rl_core.checkpoints.written_files import WrittenFile, describe_written
 from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.errors import StoreError
+from nemo_rl_core.store.files import list_files
 
-_OPTIMIZER, _WEIGHTS, _RANDOM = "optimizer.", "weights.", "random."
+_OPTIMIZER, _WEIGHTS, _MODEL, _RANDOM = "optimizer.", "weights.", "model.", "random."
 _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
 """State of bitsandbytes per block of a parameter's moments, and for their 8-bit codes."""
 
@@ -54,17 +56,32 @@ class TrainerState:
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._optimizer, self._trained, self._weights = optimizer, trained, weights or {}
-        self._written: Future[Any] | None = None
+        self._written: Future[dict[str, WrittenFile]] | None = None
         self._group = _writer_group(dist.group.WORLD) if _has_peers() else None
 
-    def start_saving(self, folder: Path, *, num_updates: int) -> None:
+    def start_saving(
+        self,
+        folder: Path,
+        *,
+        num_updates: int,
+        model: Mapping[str, torch.Tensor] | None = None,
+        beside: Sequence[str] = (),
+    ) -> None:
         """Copies the state, and writes the copy in the background into an existing folder.
 
         Training may continue at once. Call `finish_saving` before using the folder.
+
+        Args:
+            folder: All ranks see it.
+            num_updates: Optimizer steps so far.
+            model: Weights and buffers of the model by name, sharded or not, to write as well.
+            beside: Files that this rank has written already, relative to the folder; they are
+                hashed with its shards.
         """
         self.finish_saving()
         tensors = {_OPTIMIZER + name: tensor for name, tensor in self._moments().items()}
         tensors |= {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
+        tensors |= {_MODEL + name: tensor.detach() for name, tensor in (model or {}).items()}
         tensors |= _random_state()
         if rank() == 0:
             numbers = self._numbers()
@@ -80,25 +97,28 @@ class TrainerState:
             no_dist=self._group is None,
         )
         assert isinstance(response, Future)
-        self._folder, self._written = folder, response
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written = executor.submit(_complete, folder, response, beside)
+        executor.shutdown(wait=False)
 
     def is_saved(self) -> bool:
         """Returns True if this rank has nothing left to write, or failed."""
         return self._written is None or self._written.done()
 
-    def finish_saving(self) -> None:
+    def finish_saving(self) -> dict[str, WrittenFile]:
         """Waits for the background save, if any.
+
+        Returns:
+            The files that this rank has written, by their paths relative to the folder.
 
         Raises:
             StoreError: If writing failed.
         """
         written, self._written = self._written, None
         if written is None:
-            return
+            return {}
         try:
-            written.result()
-            for file in self._folder.glob(f"shard-{rank() + 1:05d}-*.safetensors"):
-                order_metadata(file)
+            return written.result()
         except Exception as error:
             raise StoreError(
                 "the trainer's state could not be written",
@@ -106,10 +126,14 @@ class TrainerState:
                 fix="free some space, or point NEMO_RL_HOME at another disk",
             ) from error
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, *, model: Mapping[str, torch.Tensor] | None = None) -> int:
         """Restores a save of `start_saving` bit-identically, at any number of ranks.
 
         Settings of parameter groups (learning rate, betas) come from the config and the schedule.
+
+        Args:
+            folder: All ranks see it.
+            model: Weights and buffers to fill, if the save has them.
 
         Returns:
             The number of updates made so far.
@@ -129,7 +153,7 @@ class TrainerState:
         except Exception as error:
             raise _unreadable(folder, error) from error
         moments = self._empty_moments(saved)
-        weights = self._weights_like(saved)
+        weights = _targets(_WEIGHTS, self._weights, saved) | _targets(_MODEL, model or {}, saved)
         random = {name: value for name, value in _random_state().items() if name in saved}
         wanted = _flat(moments) | weights | random
         try:
@@ -194,17 +218,46 @@ class TrainerState:
             moments.setdefault(name, {})[key] = value
         return moments
 
-    def _weights_like(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        shapes = {name: tuple(t.shape) for name, t in self._weights.items()}
-        there = {
-            name.removeprefix(_WEIGHTS): tuple(entry.size)
-            for name, entry in saved.items()
-            if name.startswith(_WEIGHTS)
-        }
-        if shapes != there:
-            differing = sorted(name for name, _ in shapes.items() ^ there.items())
-            raise _mismatch(f"other weights, such as {differing[0]}")
-        return {_WEIGHTS + name: tensor.detach() for name, tensor in self._weights.items()}
+
+def _complete(
+    folder: Path, response: "Future[Any]", beside: Sequence[str]
+) -> dict[str, WrittenFile]:
+    """Waits until all ranks have written, and completes the files of this one."""
+    response.result()
+    own = list(folder.glob(f"shard-{rank() + 1:05d}-*.safetensors"))
+    for file in own:
+        order_metadata(file)
+    state = [STATE_NAME] if rank() == 0 else []
+    return describe_written(folder, [*(file.name for file in own), *state, *beside])
+
+
+def written_by_rank_0(checkpoint: Path) -> list[str]:
+    """Paths of what a checkpoint has beside shards, relative to its `trainer/`; empty elsewhere."""
+    if rank() != 0:
+        return []
+    names = [name for name in list_files(checkpoint) if "/shard-" not in name]
+    return [f"../{name}" for name in names if name != STATE_FILE]
+
+
+def in_checkpoint(written: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
+    """Files by their paths in a checkpoint, of those by their paths relative to its `trainer/`."""
+    return {posixpath.normpath(f"trainer/{name}"): file for name, file in written.items()}
+
+
+def _targets(
+    prefix: str, own: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The tensors to fill by their names in the save, which must have the same ones."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    there = {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in saved.items()
+        if name.startswith(prefix)
+    }
+    if shapes != there:
+        differing = sorted(name for name, _ in shapes.items() ^ there.items())
+        raise _mismatch(f"other weights, such as {differing[0]}")
+    return {prefix + name: tensor.detach() for name, tensor in own.items()}
 
 
 def _flat(moments: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

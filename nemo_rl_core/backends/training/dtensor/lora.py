@@ -93,16 +93,11 @@ class Adapters:
         return merged(named_tensors, scaling=self._scaling)
 
     def save(self, folder: Path) -> None:
-        """Writes `adapter/` in peft's format, and `base/` with the frozen weights.
-
-        The base's files are hard-linked if possible. A resumed run adds the adapters to them, since
-        merged weights have lost the last bits of the base. Every rank calls this, and rank 0
-        writes.
-        """
+        """Writes `adapter/` in peft's format; every rank calls this, and rank 0 writes."""
         tensors = {_peft_name(name): whole(p.detach()) for name, p in self.trained.items()}
         if rank() != 0:
             return
-        adapter, base = folder / "adapter", folder / "base"
+        adapter = folder / "adapter"
         adapter.mkdir()
         save_tensors(adapter / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
         adapter_config: dict[str, Any] = self._config.to_dict()  # type: ignore[no-untyped-call]
@@ -112,6 +107,16 @@ class Adapters:
         (adapter / "adapter_config.json").write_text(
             json.dumps(adapter_config, indent=1, sort_keys=True, default=sorted)
         )
+
+    def save_base(self, folder: Path) -> None:
+        """Writes `base/` with the frozen weights, on rank 0; files are hard-linked if possible.
+
+        A resumed run adds the adapters to them, since merged weights have lost the last bits of the
+        base.
+        """
+        if rank() != 0:
+            return
+        base = folder / "base"
         base.mkdir()
         for name in _model_files(self._base_folder):
             _link(self._base_folder / name, base / name)

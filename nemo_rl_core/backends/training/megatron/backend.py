@@ -35,6 +35,7 @@ from nemo_rl_core.backends.training.megatron.weights import iter_hf_weights, loa
 from nemo_rl_core.backends.training.megatron.writing import Writing
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState
 from nemo_rl_core.backends.training.optimizers import learning_rate_at, require_finite_norm
+from nemo_rl_core.checkpoints.written_files import WrittenFile
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.host_copy import numbers_of, to_host
@@ -350,6 +351,12 @@ class MegatronBackend(SendsWeights):
             self._setup.model_folder,
             dtype=self._setup.dtype,
         )
+        self.start_sharded_checkpoint(path)
+
+    def start_sharded_checkpoint(self, path: Path) -> None:
+        """As `start_checkpoint`, without `model/`: nothing is gathered, weights are shards too."""
+        self.finish_checkpoint()
+        self._memory.restore("weights", "optimizer")
         self._writing = checkpoint.start_saving_trainer(
             path / "trainer", self._chunks, self._optimizer, self._num_updates
         )
@@ -358,15 +365,18 @@ class MegatronBackend(SendsWeights):
         """Returns True if `finish_checkpoint` would not wait for this rank."""
         return self._writing is None or self._writing.is_done()
 
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self) -> dict[str, WrittenFile]:
         """Waits for the save of `start_checkpoint`, after which the folder is complete.
+
+        Returns:
+            The shards that this rank has written, by their paths in the folder.
 
         Raises:
             StoreError: If writing failed on any rank.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.finish()
+        written = writing.finish() if writing is not None else {}
+        return {f"trainer/{name}": file for name, file in written.items()}
 
     def load_checkpoint(self, path: Path) -> None:
         """Restores a checkpoint of `save_checkpoint`, at any layout.

@@ -19,9 +19,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nemo_rl_core.checkpoints.written_files import WrittenFile, describe_written
 from nemo_rl_core.errors import StoreError
 
 _FORMAT, _VERSION = "torch_dist", 1
+
+_Written = tuple[list[WriteResult], dict[str, WrittenFile]]
 
 
 class Writing:
@@ -40,22 +43,30 @@ class Writing:
             state, str(folder), sharded_strategy=self._strategy, async_sharded_save=True
         )
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._written: Future[list[WriteResult]] = executor.submit(self._strategy.write)
+        self._written: Future[_Written] = executor.submit(self._write)
         executor.shutdown(wait=False)
 
     def is_done(self) -> bool:
         """Returns True if this rank has nothing left to write, or failed."""
         return self._written.done()
 
-    def finish(self) -> None:
+    def _write(self) -> "_Written":
+        results = self._strategy.write()
+        names = {each.storage_data.relative_path for each in results}
+        return results, describe_written(self._folder, names)
+
+    def finish(self) -> dict[str, WrittenFile]:
         """Waits for all ranks, and writes the metadata of all shards.
+
+        Returns:
+            The shards that this rank has written, by their names in the folder.
 
         Raises:
             StoreError: If writing failed on any rank; raised on every rank.
         """
         results: list[Any] = [None] * dist.get_world_size()
         error = self._written.exception()
-        own = self._written.result() if error is None else f"{type(error).__name__}: {error}"
+        own = self._written.result()[0] if error is None else f"{type(error).__name__}: {error}"
         dist.gather_object(own, results if dist.get_rank() == 0 else None)
 
         def write_metadata() -> None:
@@ -66,6 +77,7 @@ class Writing:
             save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
 
         on_rank_0(write_metadata)
+        return self._written.result()[1]
 
 
 def on_rank_0(action: Callable[[], None]) -> None:

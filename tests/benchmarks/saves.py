@@ -1,0 +1,142 @@
+"""CPU seconds to hand a save to an object store, and to begin with it: an archive, and shards.
+
+    .venv/bin/python tests/benchmarks/saves.py [GIB] [REPETITIONS]
+
+Both sides take turns with the same files of random bytes (four shards in a checkpoint) and moto's
+server in a process of its own. `archive` is how it was done before: the head packs the folder into
+a tar file on the volume and uploads it with flytekit, and downloads and unpacks it. `shards` is
+`ObjectSaves`: every file from where it lies, with the digests that ranks have computed in the
+background, and each digest compared on arrival.
+"""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flytekit.configuration import DataConfig, S3Config
+from flytekit.core.data_persistence import FileAccessProvider
+
+from nemo_rl_core.checkpoints.manager import CheckpointManager, after_each_save
+from nemo_rl_core.checkpoints.object_saves import ObjectSaves
+from nemo_rl_core.checkpoints.written_files import WrittenFile, describe_written
+from nemo_rl_core.store import files
+
+_NUM_SHARDS = 4
+_SERVER = """
+import boto3, sys, time
+from moto.server import ThreadedMotoServer
+import logging
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+endpoint = "http://127.0.0.1:%d" % server.get_host_and_port()[1]
+boto3.client("s3", endpoint_url=endpoint, aws_access_key_id="a", aws_secret_access_key="b",
+             region_name="us-east-1").create_bucket(Bucket="bucket")
+print(endpoint, flush=True)
+time.sleep(1e6)
+"""
+
+
+class _Shards:
+    """Writes random shards, and says what it has written."""
+
+    def __init__(self, shard_bytes: int) -> None:
+        self._bytes = shard_bytes
+
+    def start_checkpoint(self, path: Path) -> None:
+        self._path = path
+        for number in range(_NUM_SHARDS):
+            with (path / f"shard-{number}").open("wb") as file:
+                for _ in range(self._bytes >> 20):
+                    file.write(os.urandom(1 << 20))
+
+    def checkpoint_is_written(self) -> bool:
+        return True
+
+    def finish_checkpoint(self) -> dict[str, WrittenFile]:
+        return describe_written(self._path, files.list_files(self._path))
+
+
+def _spent(what: Callable[[], Any]) -> tuple[float, float]:
+    """CPU and wall seconds of this process."""
+
+    def cpu() -> float:
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        return own.ru_utime + own.ru_stime
+
+    before, start = cpu(), time.monotonic()
+    what()
+    return cpu() - before, time.monotonic() - start
+
+
+def _archive(folder: Path, access: FileAccessProvider, address: str) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        path = Path(aside) / "work.tar"
+        with tarfile.open(path, "w") as tar:
+            for name in files.list_files(folder):
+                tar.add(folder / name, arcname=name)
+        access.upload(str(path), address)
+
+
+def _unpack(folder: Path, access: FileAccessProvider, address: str) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        access.download(address, f"{aside}/work.tar")
+        with tarfile.open(f"{aside}/work.tar") as tar:
+            tar.extractall(folder, filter="data")
+    assert CheckpointManager(folder / "checkpoints").latest() is not None
+
+
+def _take_turns(root: Path, access: FileAccessProvider, gib: float, number: int) -> None:
+    shards, folder = _Shards(int(gib * 2**30) // _NUM_SHARDS), root / "work"
+    place = f"s3://bucket/{number}"
+    saves = ObjectSaves(access.get_filesystem_for_path(place), place)
+    manager = CheckpointManager(folder / "checkpoints")
+    published: list[Any] = []
+    with after_each_save(published.append):
+        manager.start(1, shards).wait()
+    names, lies_in = [f"shard-{each}" for each in range(_NUM_SHARDS)], published[0].folder
+    spent = {"hashed by ranks": _spent(lambda: describe_written(lies_in, names))}
+    spent["shards, sent"] = _spent(lambda: saves.save(folder, published[0]))
+    spent["archive, sent"] = _spent(lambda: _archive(folder, access, f"{place}/work.tar"))
+    for side in ("shards", "archive"):
+        (root / side).mkdir()
+    other = ObjectSaves(access.get_filesystem_for_path(place), f"{place}-next")
+    other.take_over(place)
+    spent["shards, received"] = _spent(lambda: other.restore(root / "shards"))
+    spent["archive, received"] = _spent(
+        lambda: _unpack(root / "archive", access, f"{place}/work.tar")
+    )
+    for what, (cpu, wall) in spent.items():
+        sys.stdout.write(f"{number} {what:<18} {cpu / gib:6.2f} CPU-s {wall / gib:6.1f} s a GiB\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    """Prints a line a turn and side."""
+    gib, repetitions = float((sys.argv[1:] or ["1"])[0]), int((sys.argv[2:] or ["3"])[0])
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    endpoint = server.stdout.readline().strip()
+    try:
+        for number in range(repetitions):
+            with tempfile.TemporaryDirectory() as root:
+                data = DataConfig(
+                    s3=S3Config(endpoint=endpoint, access_key_id="a", secret_access_key="b")
+                )
+                access = FileAccessProvider(f"{root}/sandbox", f"s3://bucket/{number}", data)
+                _take_turns(Path(root), access, gib, number)
+                shutil.rmtree(f"{root}/work")
+    finally:
+        server.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Files are sent and received by the machines of a Ray cluster that wrote them."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from nemo_rl_core.checkpoints.object_saves import StoredFile, Transfer, receive, send
+from nemo_rl_core.distributed.machines import balanced, on_machines
+from nemo_rl_core.errors import StoreError
+from nemo_rl_core.store.files import hash_file
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[str]]:
+    """A head without CPUs, and two further nodes."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from nemo_rl_core.distributed.session import shutdown
+
+    shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    added = [cluster.add_node(num_cpus=1).node_id for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield sorted(added)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def transfers(folder: Path, machines: Sequence[str]) -> list[Transfer]:
+    made = []
+    for number, machine in enumerate(machines):
+        path = folder / f"{number}"
+        path.write_text(f"shard {number}")
+        digest = hash_file(path)
+        address = str(folder / "store" / digest)
+        made.append(Transfer(path, StoredFile(digest, path.stat().st_size, address, machine)))
+    return made
+
+
+def write_places(system: Any, given: Sequence[Transfer]) -> None:
+    """In place of a transfer: each file gets a note of who was asked to move it."""
+    import os
+
+    import ray
+
+    for each in given:
+        place = f"{ray.get_runtime_context().get_node_id()} {os.getpid()}"
+        Path(f"{each.path}.place").write_text(place)
+
+
+def places(given: Sequence[Transfer]) -> list[list[str]]:
+    return [Path(f"{each.path}.place").read_text().split() for each in given]
+
+
+@pytest.mark.slow
+def test_each_machine_moves_its_own_files(tmp_path: Path, nodes: list[str]) -> None:
+    one, two = nodes
+    given = transfers(tmp_path, [one, two, "", two])
+    on_machines(write_places, None, given)
+    found = places(given)
+    assert [node for node, _ in found[:2]] == [one, two]
+    assert found[2][0] not in nodes  # of no known machine: this process, on the head
+    assert found[3][0] == two
+    # Machines of a cluster that is gone: one machine each.
+    old = transfers(tmp_path, ["gone 1", "gone 2", "gone 1", "gone 3"])
+    on_machines(write_places, None, old)
+    assert [node for node, _ in places(old)] == [one, two, one, one]
+    # And what they move is moved, and checked there.
+    system = fsspec.filesystem("file", auto_mkdir=True)
+    on_machines(send, system, given)
+    back = [Transfer(tmp_path / "back" / each.path.name, each.file) for each in given]
+    on_machines(receive, system, back)
+    assert [each.path.read_text() for each in back] == [f"shard {n}" for n in range(4)]
+    Path(given[1].file.address).write_text("other")
+    with pytest.raises(StoreError, match="is damaged"):
+        on_machines(receive, system, back)
+
+
+def test_parts_are_of_about_equal_size() -> None:
+    def of(size: int) -> Transfer:
+        return Transfer(Path("x"), StoredFile("", size, ""))
+
+    parts = balanced([of(1), of(9), of(4), of(5)], 2)
+    assert Counter(sum(each.file.num_bytes for each in part) for part in parts) == {9: 1, 10: 1}
+    assert balanced([], 4) == []
+    assert len(balanced([of(1)], 4)) == 1
