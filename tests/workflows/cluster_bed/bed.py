@@ -1,17 +1,27 @@
 """What Flyte's propeller does with a task: a pod for a plain one, a RayJob for one with workers."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 from flyteidl.core import tasks_pb2
+from google.protobuf import json_format
 
+from tasks.platform.pods import NODE, STORE_CLAIM
 from tests.workflows.cluster_bed.kuberay import RayJob
 from tests.workflows.cluster_bed.network import Network
 from tests.workflows.cluster_bed.pod import Pod
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.buckets import S3Bucket
-from tests.workflows.flyte_backend.containers import Container
+from tests.workflows.flyte_backend.containers import Container, ContainerError
+
+Fault = Literal["volume not shared", "bucket without rights", "no right to RayJobs", "no operator"]
+
+_FORBIDDEN = (  # as Flyte hands on what Kubernetes answers
+    'rayjobs.ray.io is forbidden: User "system:serviceaccount:flyte:flyte-binary" cannot create '
+    'resource "rayjobs" in API group "ray.io" in the namespace "flytesnacks-development"'
+)
 
 
 class ClusterBed:
@@ -21,6 +31,9 @@ class ClusterBed:
         folder: Of this machine: `volume` is the shared one, empty for every RayJob, so that what a
             later attempt knows came through S3; other files are logs.
         pods_per_worker: See `RayJob`.
+        at_once: Whether nodes of a graph run side by side; the volume then keeps what is on it.
+        secrets: What Flyte's `default-env-from-secrets` gives every pod.
+        faults: What this cluster does wrong.
 
     Attributes:
         backend: Flyte's services.
@@ -29,17 +42,33 @@ class ClusterBed:
         jobs: Every RayJob, in order.
     """
 
-    def __init__(self, folder: Path, *, pods_per_worker: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        pods_per_worker: int = 1,
+        at_once: bool = False,
+        secrets: Mapping[str, str] | None = None,
+        faults: Collection[Fault] = (),
+    ) -> None:
         self._network, self._pods_per_worker = Network(), pods_per_worker
+        self._at_once, self._faults, self._folder = at_once, frozenset(faults), folder
+        self.secrets = dict(secrets or {})
         self.volume = folder / "volume"
         self.bucket = S3Bucket(self._network.address)
-        self.backend = Backend(folder / "flyte", bucket=self.bucket, machine=self)
+        self.backend = Backend(folder / "flyte", bucket=self.bucket, machine=self, at_once=at_once)
         self.jobs: list[RayJob] = []
 
     def __enter__(self) -> "ClusterBed":
         self._network.__enter__()
         self.backend.__enter__()
+        self._empty_volume()
         return self
+
+    @property
+    def address(self) -> str:
+        """Of this machine, as pods reach it."""
+        return self._network.address
 
     def __exit__(self, *_: object) -> None:
         self.backend.__exit__()
@@ -49,8 +78,17 @@ class ClusterBed:
 
     def _empty_volume(self) -> None:
         shutil.rmtree(self.volume, ignore_errors=True)
-        self.volume.mkdir(parents=True)
-        shutil.chown(self.volume, 1000, 1000)
+        _make_volume(self.volume)
+
+    def _volume_of(self, task: tasks_pb2.TaskTemplate, pod: Path) -> Path | None:
+        spec = json_format.MessageToDict(task.k8s_pod.pod_spec)
+        claims = [each.get("persistentVolumeClaim", {}) for each in spec.get("volumes", [])]
+        if {"claimName": STORE_CLAIM} not in claims:
+            return None
+        if "volume not shared" in self._faults:
+            _make_volume(pod / "volume")
+            return pod / "volume"
+        return self.volume
 
     def start(
         self,
@@ -60,9 +98,16 @@ class ClusterBed:
         environment: Mapping[str, str],
     ) -> Container:
         """Starts a task's container; see `Machine`."""
-        own = {**environment, **self.bucket.environment}
+        own = {**environment, **self.bucket.environment, **self.secrets}
+        if "bucket without rights" in self._faults:
+            own["FLYTE_AWS_ACCESS_KEY_ID"] = self.bucket.key_without_rights
         if task.type == "ray":
-            self._empty_volume()
+            if "no right to RayJobs" in self._faults:
+                raise ContainerError(_FORBIDDEN, may_retry=True)
+            if "no operator" in self._faults:
+                return NeverStarted()
+            if not self._at_once:
+                self._empty_volume()
             self.jobs.append(
                 RayJob(
                     self._network,
@@ -76,4 +121,23 @@ class ClusterBed:
             )
             return self.jobs[-1]
         name = task.id.name.rpartition(".")[2].replace("_", "-")
-        return Pod(self._network, name, command, own, log=pod / "log")
+        own |= {NODE: f"machine-of-{name}"}  # each pod of the bed is a machine of its own
+        volume = self._volume_of(task, pod)
+        return Pod(self._network, name, command, own, log=pod / "log", volume=volume)
+
+
+class NeverStarted:
+    """A RayJob that no operator looks at: it has no pod, and Flyte waits for its status."""
+
+    pid = 0
+
+    def poll(self) -> int | None:
+        return None
+
+    def remove(self) -> None:
+        """Leaves nothing."""
+
+
+def _make_volume(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    shutil.chown(folder, 1000, 1000)

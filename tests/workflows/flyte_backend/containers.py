@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flyteidl.core import errors_pb2, literals_pb2, tasks_pb2
+from google.protobuf import json_format
 
 from tests.workflows.flyte_backend.buckets import Bucket
 from tests.workflows.flyte_backend.records import Attempt
@@ -109,8 +110,8 @@ def run_container(
     Raises:
         ContainerError: If there is no result.
     """
-    command = _command(task.container.args, place, bucket)
-    own = {pair.key: pair.value for pair in task.container.env}
+    args, own = _container(task)
+    command = _command(args, place, bucket)
     own |= {
         "FLYTE_INTERNAL_TASK_PROJECT": task.id.project,
         "FLYTE_INTERNAL_TASK_DOMAIN": task.id.domain,
@@ -137,6 +138,20 @@ def run_container(
 def read_outputs(content: bytes) -> literals_pb2.LiteralMap:
     """The literals of an `outputs.pb`."""
     return literals_pb2.LiteralMap.FromString(content)
+
+
+def _container(task: tasks_pb2.TaskTemplate) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of its only container, or of the primary one of its pod.
+
+    What a pod's environment takes from fields of the pod is left to the machine.
+    """
+    if task.HasField("container"):
+        return list(task.container.args), {pair.key: pair.value for pair in task.container.env}
+    name = task.config["primary_container_name"]
+    spec = json_format.MessageToDict(task.k8s_pod.pod_spec)
+    (container,) = [each for each in spec["containers"] if each["name"] == name]
+    pairs = container.get("env", [])
+    return container["args"], {p["name"]: p["value"] for p in pairs if "value" in p}
 
 
 def _command(args: list[str], place: Place, bucket: Bucket) -> list[str]:
