@@ -67,7 +67,9 @@ class CheckLine(BaseModel):
 
 
 def _once(kind: Kind) -> Kind:
-    return replace(kind, retries=0, interruptible=False, timeout=timedelta(minutes=30))
+    return replace(
+        kind, retries=0, interruptible=False, resumes=False, timeout=timedelta(minutes=30)
+    )
 
 
 _PLAIN = _once(PLAIN).options

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flytekit.configuration import SerializationSettings
-from flytekit.core.base_task import TaskResolverMixin
+from flytekit.core.base_task import TaskMetadata, TaskResolverMixin
 from flytekit.core.context_manager import ExecutionParameters, FlyteContext, FlyteContextManager
 from flytekit.core.python_auto_container import default_task_resolver
 from flytekit.core.tracker import TrackedInstance
@@ -37,6 +37,7 @@ from tasks.platform import local, pods
 from tasks.platform.cluster_volume import downloaded_to_the_store, remove_uploaded
 from tasks.platform.resources import Kind
 from tasks.platform.shapes import Shape, laptop, shape_named, shape_of
+from tasks.platform.site_pods import of_jobs
 from tasks.platform.stopping import StopSignals
 
 CLUSTER_GPUS = "NEMO_RL_CLUSTER_GPUS"
@@ -96,6 +97,22 @@ class RayStageTask(RayFunctionTask):
         )
         self._others: dict[str, RayStageTask] = {}
         self._returned: Any = None
+
+    @property
+    def metadata(self) -> TaskMetadata:
+        """Flyte's settings of the task, with what the site asks of RayJobs."""
+        found = super().metadata
+        state = FlyteContextManager.current_context().execution_state
+        if state is not None and state.is_local_execution():
+            return found
+        job, kind = of_jobs(), self.task_config.kind
+        # Flyte puts a task's labels on its RayJob alone, not on the pods.
+        return replace(
+            found,
+            labels=dict(job.labels) or None,
+            annotations=dict(job.annotations) or None,
+            interruptible=found.interruptible or (job.spot_training and kind.resumes),
+        )
 
     @property
     def shape(self) -> Shape:
