@@ -31,10 +31,11 @@ STAGE_PID = "/tmp/nemo_rl_stage.pid"
 """File of the head's own disk with the id of the stage's process, while the stage runs."""
 
 # The kubelet signals only the first process of a pod, and here that is Ray. The pod is ended when
-# this command is over, or the grace period.
+# this command is over, or the grace period. In the last seconds KubeRay's submitter sees how the
+# stage has ended: else it would start the stage on the next head.
 _STOP_IN_ORDER = (
     f"test -f {STAGE_PID} || exit 0; pid=$(cat {STAGE_PID}); kill -TERM $pid; "
-    "while kill -0 $pid 2> /dev/null; do sleep 1; done"
+    "while kill -0 $pid 2> /dev/null; do sleep 1; done; sleep 5"
 )
 _GRACE_SECONDS = 120
 
