@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,12 @@ class RayStageTask(RayFunctionTask):
         if state is not None and state.is_local_execution():
             return found
         job, kind = of_jobs(), self.task_config.kind
-        # Flyte puts a task's labels on its RayJob alone, not on the pods.
-        return replace(
-            found,
-            labels=dict(job.labels) or None,
-            annotations=dict(job.annotations) or None,
-            interruptible=found.interruptible or (job.spot_training and kind.resumes),
-        )
+        # Flyte puts a task's labels on its RayJob alone, not on the pods. The same object, since
+        # flytekit notes in it whether there is a deck.
+        found.labels = dict(job.labels) or None
+        found.annotations = dict(job.annotations) or None
+        found.interruptible = kind.interruptible or (job.spot_training and kind.resumes)
+        return found
 
     @property
     def shape(self) -> Shape:

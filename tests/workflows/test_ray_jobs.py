@@ -163,4 +163,4 @@ def test_a_local_run_does_not_look_at_it(says: Callable[[str], None]) -> None:
     context = FlyteContextManager.current_context()
     local = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     with FlyteContextManager.with_context(context.with_execution_state(local)):
-        assert not train_sft.on_shape(one_gpu()).metadata.interruptible
+        assert train_sft.on_shape(one_gpu()).metadata.cache
