@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register images test bench test-changed test-slow test-gpu test-verifiers test-bare parity docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -34,6 +34,9 @@ evaluate: setup ## Measure a model, or compare two on the same prompts (CONFIG=r
 
 regression: setup ## Fail if a model is worse than its baseline (CONFIG=recipe.yaml)
 	$(bin)/pyflyte run workflows/regression.py check_regression $(if $(CONFIG),--config '$(CONFIG)')
+
+cluster-check: setup ## Check a Flyte cluster before the first run (CONFIG=flyte.yaml ARGUMENTS=shape=one_gpu)
+	$(bin)/nemo-rl cluster-check $(if $(CONFIG),--config '$(CONFIG)') $(ARGUMENTS)
 
 smollm2: setup ## Run GRPO on SmolLM2-135M-Instruct
 	$(bin)/pyflyte run workflows/grpo.py grpo --config workflows/recipes/grpo_smollm2.yaml

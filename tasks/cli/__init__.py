@@ -14,6 +14,10 @@ COMMANDS = {
     "card": ("tasks.cli.card:card", "Write the model card of a checkpoint."),
     "chat": ("tasks.cli.chat:chat", "Chat with an exported model, or ask it once."),
     "check-model": ("tasks.cli.check_model:check_model", "Check a model in the rollout engine."),
+    "cluster-check": (
+        "tasks.cli.cluster_check:cluster_check",
+        "Check a Flyte cluster before the first run.",
+    ),
     "convert": ("tasks.cli.convert:convert", "Convert a model into another format."),
     "doctor": ("tasks.cli.doctor:doctor", "Check this machine, and suggest fixes."),
     "eval": ("tasks.cli.eval:evaluate", "Show an evaluation, or compare two."),

@@ -13,7 +13,7 @@ from tasks.platform.shapes import Nodes, Shape
 from tasks.platform.site_pods import laid_over
 
 if TYPE_CHECKING:
-    from kubernetes.client import V1PodSpec
+    from kubernetes.client import V1PodSecurityContext, V1PodSpec, V1Volume, V1VolumeMount
 
 STORE_CLAIM, STORE_FOLDER = "nemo-rl-store", "/var/nemo_rl"
 """A volume mounted by all pods of a stage: the head plans files that remote workers write."""
@@ -24,6 +24,9 @@ SECRETS = "nemo-rl-secrets"
 ACCELERATOR_LABEL = "k8s.amazonaws.com/accelerator"
 """Node label of the GPU type: Flyte's default for `gpu-device-node-label`."""
 
+NODE = "NEMO_RL_NODE"
+"""Variable of the pods of `pod_with_store`: the name of their machine."""
+
 STAGE_PID = "/tmp/nemo_rl_stage.pid"
 """File of the head's own disk with the id of the stage's process, while the stage runs."""
 
@@ -31,10 +34,11 @@ POD_NAME = "NEMO_RL_POD_NAME"
 """The variable with the pod's own name, by which it finds itself in Kubernetes."""
 
 # The kubelet signals only the first process of a pod, and here that is Ray. The pod is ended when
-# this command is over, or the grace period.
+# this command is over, or the grace period. In the last seconds KubeRay's submitter sees how the
+# stage has ended: else it would start the stage on the next head.
 _STOP_IN_ORDER = (
     f"test -f {STAGE_PID} || exit 0; pid=$(cat {STAGE_PID}); kill -TERM $pid; "
-    "while kill -0 $pid 2> /dev/null; do sleep 1; done"
+    "while kill -0 $pid 2> /dev/null; do sleep 1; done; sleep 5"
 )
 _GRACE_SECONDS = 120
 
@@ -92,6 +96,36 @@ def worker_pod(shape: Shape, nodes: Nodes) -> PodTemplate:
     return laid_over(template, "worker")
 
 
+def pod_with_store(*, apart: str) -> PodTemplate:
+    """A plain task's pod with the volume of Ray stages, for a look at the volume itself.
+
+    Args:
+        apart: A word that such pods share; they are put on different machines where there is room.
+    """
+    from kubernetes import client
+
+    labels = {"app.kubernetes.io/part-of": "nemo-rl-flow", "nemo-rl-flow/apart": apart}
+    others = client.V1PodAffinityTerm(
+        label_selector=client.V1LabelSelector(match_labels={"nemo-rl-flow/apart": apart}),
+        topology_key="kubernetes.io/hostname",
+    )
+    preferred = client.V1WeightedPodAffinityTerm(pod_affinity_term=others, weight=100)
+    field = client.V1ObjectFieldSelector(field_path="spec.nodeName")
+    node = client.V1EnvVar(name=NODE, value_from=client.V1EnvVarSource(field_ref=field))
+    container = client.V1Container(name="primary", env=[node], volume_mounts=[_mount_of_store()])
+    spec = client.V1PodSpec(
+        containers=[container],
+        volumes=[_volume_of_store()],
+        security_context=_user(),
+        affinity=client.V1Affinity(
+            pod_anti_affinity=client.V1PodAntiAffinity(
+                preferred_during_scheduling_ignored_during_execution=[preferred]
+            )
+        ),
+    )
+    return PodTemplate(primary_container_name="primary", pod_spec=spec, labels=labels)
+
+
 def _template(container: str, resources: Resources, shared_memory_gib: int) -> PodTemplate:
     return PodTemplate(
         primary_container_name=container,
@@ -118,23 +152,35 @@ def _spec(container: str, resources: Resources, shared_memory_gib: int) -> "V1Po
                 medium="Memory", size_limit=f"{shared_memory_gib}Gi"
             ),
         ),
-        client.V1Volume(
-            name="store",
-            persistent_volume_claim=client.V1PersistentVolumeClaimVolumeSource(
-                claim_name=STORE_CLAIM
-            ),
-        ),
+        _volume_of_store(),
     ]
     main = spec.containers[0]
     main.volume_mounts = [
         client.V1VolumeMount(name="shared-memory", mount_path="/dev/shm"),
-        client.V1VolumeMount(name="store", mount_path=STORE_FOLDER),
+        _mount_of_store(),
     ]
     main.env_from = [
         client.V1EnvFromSource(secret_ref=client.V1SecretEnvSource(name=SECRETS, optional=True))
     ]
-    # The image's user is 1000; its files in the volume belong to that group.
-    spec.security_context = client.V1PodSecurityContext(
-        run_as_non_root=True, run_as_user=1000, fs_group=1000
-    )
+    spec.security_context = _user()
     return spec
+
+
+def _volume_of_store() -> "V1Volume":
+    from kubernetes import client
+
+    claim = client.V1PersistentVolumeClaimVolumeSource(claim_name=STORE_CLAIM)
+    return client.V1Volume(name="store", persistent_volume_claim=claim)
+
+
+def _mount_of_store() -> "V1VolumeMount":
+    from kubernetes import client
+
+    return client.V1VolumeMount(name="store", mount_path=STORE_FOLDER)
+
+
+def _user() -> "V1PodSecurityContext":
+    """The image's user is 1000; its files in the volume belong to that group."""
+    from kubernetes import client
+
+    return client.V1PodSecurityContext(run_as_non_root=True, run_as_user=1000, fs_group=1000)

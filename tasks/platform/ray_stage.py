@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekit.configuration import SerializationSettings
-from flytekit.core.base_task import TaskResolverMixin
+from flytekit.core.base_task import TaskMetadata, TaskResolverMixin
 from flytekit.core.context_manager import ExecutionParameters, FlyteContext, FlyteContextManager
 from flytekit.core.python_auto_container import default_task_resolver
 from flytekit.core.tracker import TrackedInstance
@@ -44,6 +44,7 @@ from tasks.platform.kubernetes_api import KubernetesApi
 from tasks.platform.resources import Kind
 from tasks.platform.run_cluster import RunCluster
 from tasks.platform.shapes import Shape, laptop, shape_named, shape_of
+from tasks.platform.site_pods import of_jobs
 from tasks.platform.stopping import StopSignals
 
 CLUSTER_GPUS = "NEMO_RL_CLUSTER_GPUS"
@@ -104,6 +105,21 @@ class RayStageTask(RayFunctionTask):
         self._others: dict[str, RayStageTask] = {}
         self._of_run: RunStageTask | None = None
         self._returned: Any = None
+
+    @property
+    def metadata(self) -> TaskMetadata:
+        """Flyte's settings of the task, with what the site asks of RayJobs."""
+        found = super().metadata
+        state = FlyteContextManager.current_context().execution_state
+        if state is not None and state.is_local_execution():
+            return found
+        job, kind = of_jobs(), self.task_config.kind
+        # Flyte puts a task's labels on its RayJob alone, not on the pods. The same object, since
+        # flytekit notes in it whether there is a deck.
+        found.labels = dict(job.labels) or None
+        found.annotations = dict(job.annotations) or None
+        found.interruptible = kind.interruptible or (job.spot_training and kind.resumes)
+        return found
 
     @property
     def shape(self) -> Shape:

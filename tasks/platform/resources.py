@@ -39,6 +39,8 @@ class Kind:
         interruptible: Whether it may run on preemptible machines.
         serialize: Whether concurrent executions of the same stage wait for one result.
         on_ray: Whether it has workers, on a Ray cluster of the recipe's shape.
+        resumes: Whether an attempt goes on from the last save of the one before, so that a site may
+            let it run on preemptible machines, too (`deployment/pods.yaml`).
     """
 
     requests: Resources
@@ -48,6 +50,7 @@ class Kind:
     interruptible: bool = True
     serialize: bool = True
     on_ray: bool = False
+    resumes: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -117,9 +120,11 @@ TRAIN = Kind(
     timeout=timedelta(days=3),
     # The next attempt resumes from the last save, so a failing machine costs little.
     retries=5,
-    # Losing one machine of a gang ends all of it, so preemptible machines are not used.
+    # Losing one machine of a gang ends all of it, so preemptible machines are not used unless the
+    # site says so.
     interruptible=False,
     on_ray=True,
+    resumes=True,
 )
 """Trains, with or without sampling; resumes from its last save."""
 

@@ -1,4 +1,4 @@
-"""What a site adds to the pods of Ray stages: `deployment/pods.yaml`, laid over the templates.
+"""What a site adds to Ray stages, their RayJobs and pods: `deployment/pods.yaml`.
 
 The file is read where stages are registered, and again inside a `@dynamic`, which makes the tasks
 of a recipe's shape. It is part of the registered code, so that both read the same.
@@ -6,7 +6,7 @@ of a recipe's shape. It is part of the registered code, so that both read the sa
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,45 @@ from nemo_rl_core.errors import ConfigError
 FILE = Path(__file__).resolve().parents[2] / "deployment/pods.yaml"
 """A laptop's installation without the project's folder has none, and needs none."""
 
-GROUPS = ("all", "head", "worker", "gpu_worker")
-_PARTS = ("labels", "annotations", "spec", "container")
+_OF_PODS = ("labels", "annotations", "spec", "container")
+_OF_JOBS = ("labels", "annotations", "spot_training")
+GROUPS = {
+    "all": _OF_PODS,
+    "head": _OF_PODS,
+    "worker": _OF_PODS,
+    "gpu_worker": _OF_PODS,
+    "job": _OF_JOBS,
+}
+"""The groups of the file, and the parts that each may have."""
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What a site asks of the RayJobs themselves.
+
+    Attributes:
+        labels: For Kueue: the queue, and the priority in it.
+        annotations: Likewise.
+        spot_training: Whether stages that go on from their last save may run on spot nodes.
+    """
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    spot_training: bool
+
+
+def of_jobs() -> JobSettings:
+    """What the file says of RayJobs.
+
+    Raises:
+        ConfigError: If the file is not what its comment describes.
+    """
+    job = _patches(FILE).get("job", {})
+    return JobSettings(
+        labels=_texts(job.get("labels") or {}),
+        annotations=_texts(job.get("annotations") or {}),
+        spot_training=bool(job.get("spot_training")),
+    )
 
 
 def laid_over(template: PodTemplate, *groups: str) -> PodTemplate:
@@ -93,11 +130,14 @@ def _patches(file: Path) -> Mapping[str, Mapping[str, Any]]:
             got=" ".join(str(error).split()),
             fix="correct the file",
         ) from error
-    _check_keys(found, GROUPS, "")
+    _check_keys(found, tuple(GROUPS), "")
     for group, patch in found.items():
-        _check_keys(patch, _PARTS, f"{group}.")
+        _check_keys(patch, GROUPS[group], f"{group}.")
         for part in patch or {}:
-            _check_keys(patch[part], None, f"{group}.{part}.")
+            if part == "spot_training":
+                _check_flag(patch[part], f"{group}.{part}")
+            else:
+                _check_keys(patch[part], None, f"{group}.{part}.")
     return {group: patch or {} for group, patch in found.items()}
 
 
@@ -111,6 +151,16 @@ def _check_keys(found: Any, known: tuple[str, ...] | None, path: str) -> None:
             f"{path}{unknown[0] if unknown else ''}".rstrip(".") + " is not known" * bool(unknown),
             expected=f"a map of {', '.join(known)}" if known else "a map",
             got=", ".join(unknown) if unknown else repr(found),
+            fix="see the comment at the beginning of the file",
+        )
+
+
+def _check_flag(found: Any, path: str) -> None:
+    if found is not None and not isinstance(found, bool):
+        raise _refused(
+            f"{path} is neither true nor false",
+            expected="true or false",
+            got=repr(found),
             fix="see the comment at the beginning of the file",
         )
 

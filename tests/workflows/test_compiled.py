@@ -38,6 +38,7 @@ SETTINGS = SerializationSettings(
     version="v1",
 )
 WORKFLOWS = {
+    "workflows.cluster_check.check_cluster",
     "workflows.common.begin",
     "workflows.common.conclude",
     "workflows.convert.convert_model",

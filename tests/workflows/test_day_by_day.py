@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands import REPOSITORY
-from tests.unit.telemetry.test_notices import hook
+from tests.notice_servers import hook
 from tests.workflows.flyte_backend.buckets import S3Bucket
 
 pytestmark = pytest.mark.thorough

@@ -1,8 +1,7 @@
-"""The values of the charts hold no key that the chart, Flyte or KubeRay does not know.
+"""The values of the charts and Ray clusters hold nothing that the pinned versions do not take.
 
-Helm takes any key, and Flyte ignores those of a section that it does not know. The tables list what
-the charts and the Go structs of Flyte 1.16 and KubeRay know of the sections that are used here; the
-charts themselves cannot be fetched where these tests run.
+Helm takes any key, and Flyte ignores those of a section that it does not know. The trees of
+`tests/schemas` are those of the versions that `docs/clusters.md` names.
 """
 
 from collections.abc import Iterator
@@ -10,139 +9,69 @@ from typing import Any
 
 import pytest
 
+from tests.schemas import problems, schema
 from tests.unit.tasks.test_deployment import documents
 
-ANY = None
-"""Whatever is below is the user's, or Kubernetes'."""
-
-_QUANTITIES = dict.fromkeys(["cpu", "memory", "gpu", "storage_request", "ephemeralStorage"], ANY)
-_K8S = dict.fromkeys(
-    [
-        "inject-finalizer", "default-annotations", "default-labels", "default-env-vars",
-        "default-env-vars-from-env", "default-env-from-configmaps", "default-env-from-secrets",
-        "default-cpus", "default-memory", "default-tolerations", "default-node-selector",
-        "default-affinity", "scheduler-name", "interruptible-tolerations",
-        "interruptible-node-selector", "interruptible-node-selector-requirement",
-        "non-interruptible-node-selector-requirement", "resource-tolerations", "co-pilot",
-        "delete-resource-on-finalize", "create-container-error-grace-period",
-        "image-pull-backoff-grace-period", "gpu-device-node-label",
-        "gpu-partition-size-node-label", "gpu-unpartitioned-node-selector-requirement",
-        "gpu-unpartitioned-toleration", "gpu-resource-name", "default-pod-security-context",
-        "default-security-context", "enable-host-networking-pod", "default-pod-dns-config",
-        "default-pod-template-name", "default-pod-template-resync", "send-object-events",
-    ],
-    ANY,
-)  # fmt: skip
-_RAY = dict.fromkeys(
-    [
-        "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "serviceType", "includeDashboard",
-        "dashboardHost", "nodeIPAddress", "remoteClusterConfig", "logs", "logsSidecar",
-        "dashboardURLTemplate", "defaults", "enableUsageStats", "serviceAccount",
-    ],
-    ANY,
-)  # fmt: skip
-_NOTIFICATIONS = dict.fromkeys(
-    [
-        "type", "region", "aws", "gcp", "publisher", "processor", "emailer", "reconnectAttempts",
-        "reconnectDelaySeconds",
-    ],
-    ANY,
-)  # fmt: skip
-INLINE: dict[str, Any] = {
-    "storage": {"cache": {"max_size_mbs": ANY, "target_gc_percent": ANY}},
-    "notifications": _NOTIFICATIONS,
-    "scheduler": {
-        "workflowExecutor": {
-            "scheme": ANY,
-            "local": {"adminRateLimit": {"tps": ANY, "burst": ANY}, "useUTCTz": ANY},
-        }
-    },
-    "propeller": {
-        "workers": ANY,
-        "max-workflow-retries": ANY,
-        "node-config": {
-            "ignore-retry-cause": ANY,
-            "default-max-attempts": ANY,
-            "interruptible-failure-threshold": ANY,
-            "default-deadlines": ANY,
-            "max-node-retries-system-failures": ANY,
-        },
-    },
-    "tasks": {"task-plugins": {"enabled-plugins": ANY, "default-for-task-types": ANY}},
-    "task_resources": {"defaults": _QUANTITIES, "limits": _QUANTITIES},
-    "plugins": {"k8s": _K8S, "ray": _RAY},
-}
-CHART: dict[str, Any] = {
-    "configuration": {
-        "database": dict.fromkeys(
-            ["username", "password", "passwordPath", "host", "port", "dbname", "options"], ANY
-        ),
-        "storage": {
-            "metadataContainer": ANY,
-            "userDataContainer": ANY,
-            "provider": ANY,
-            "providerConfig": {
-                "s3": dict.fromkeys(
-                    [
-                        "region", "disableSSL", "v2Signing", "endpoint", "authType", "accessKey",
-                        "secretKey",
-                    ],
-                    ANY,
-                ),
-                "gcs": {"project": ANY},
-            },
-        },
-        "logging": ANY,
-        "auth": ANY,
-        "inline": INLINE,
-    },
-    "clusterResourceTemplates": {"inline": ANY, "externalConfigMap": ANY, "inlineConfigMap": ANY},
-    "deployment": dict.fromkeys(
-        ["image", "extraEnvVars", "resources", "extraVolumes", "extraVolumeMounts", "podLabels"],
-        ANY,
-    ),
-    "service": ANY,
-    "ingress": ANY,
-    "rbac": dict.fromkeys(["create", "labels", "annotations", "extraRules"], ANY),
-    "serviceAccount": dict.fromkeys(
-        ["create", "name", "labels", "annotations", "imagePullSecrets"], ANY
-    ),
-}  # fmt: skip
+FLYTE, KUBERAY = schema("flyte"), schema("kuberay")
 PROPELLER_NEEDS = {
     "rayjobs": {"create", "get", "list", "watch", "update", "patch", "delete"},
-    "rayclusters": {"get", "list", "watch"},
 }
-"""What Flyte's Ray plugin does: its informer lists and watches, and its finalizer updates."""
+"""What Flyte's plugin manager does with the object that its Ray plugin builds: it makes it, its
+informer lists and watches, its finalizer updates and patches, and an abort deletes."""
 
 
-def unknown_keys(values: Any, known: Any, path: str = "") -> Iterator[str]:
-    """The paths of keys that the table does not have."""
-    if known is ANY or not isinstance(values, dict):
-        return
-    for key, value in values.items():
-        where = f"{path}.{key}" if path else key
-        if key not in known:
-            yield where
+def config_problems(inline: dict[str, Any]) -> Iterator[str]:
+    """What Flyte does not take of its configuration."""
+    for section, values in inline.items():
+        if section == "plugins":
+            for plugin, below in values.items():
+                name = f"plugins.{plugin}"
+                yield from section_problems(name, below)
         else:
-            yield from unknown_keys(value, known[key], where)
+            yield from section_problems(section, values)
+
+
+def section_problems(name: str, values: Any) -> Iterator[str]:
+    if name in FLYTE["config"]:
+        yield from problems(values, FLYTE["config"][name], name)
+    else:
+        yield f"{name}: no such section"
+
+
+def chart_problems(values: dict[str, Any]) -> Iterator[str]:
+    """What the chart does not take of its values, and Flyte of the configuration among them."""
+    yield from problems(values, FLYTE["chart"])
+    yield from config_problems(values["configuration"].get("inline", {}))
 
 
 @pytest.mark.parametrize("name", ["production/values-s3.yaml", "production/values-gcs.yaml"])
 def test_flyte_knows_every_key(name: str) -> None:
     (values,) = documents(name)
-    assert list(unknown_keys(values, CHART)) == []
+    assert list(chart_problems(values)) == []
 
 
-def test_a_key_that_is_not_known_is_found() -> None:
+def test_a_key_or_type_that_is_not_known_is_found() -> None:
     (values,) = documents("production/values-s3.yaml")
     inline = values["configuration"]["inline"]
     inline["task_resources"]["defaults"]["storage"] = "1Gi"  # a key of earlier versions
     inline["plugins"]["ray"]["ttlSecondAfterFinished"] = 10
+    inline["plugins"]["ray"]["ttlSecondsAfterFinished"] = "10 s"
+    inline["plugins"]["k8s"]["interruptible-tolerations"][0]["operater"] = "Exists"
+    inline["plugins"]["spark"] = {}
+    inline["propeller"]["workers"] = True
     values["rbac"]["extraRule"] = []
-    assert list(unknown_keys(values, CHART)) == [
-        "configuration.inline.task_resources.defaults.storage",
-        "configuration.inline.plugins.ray.ttlSecondAfterFinished",
-        "rbac.extraRule",
+    del values["rbac"]["extraRules"][0]["verbs"]
+    values["deployment"]["extraVolumes"][0]["secret"] = "nemo-rl-database"
+    assert list(chart_problems(values)) == [
+        "deployment.extraVolumes[0].secret: 'nemo-rl-database' is no map",
+        "rbac.extraRules[0].verbs: is missing",
+        "rbac.extraRule: no such key",
+        "propeller.workers: True is no integer",
+        "task_resources.defaults.storage: no such key",
+        "plugins.k8s.interruptible-tolerations[0].operater: no such key",
+        "plugins.ray.ttlSecondsAfterFinished: '10 s' is no integer",
+        "plugins.ray.ttlSecondAfterFinished: no such key",
+        "plugins.spark: no such section",
     ]
 
 
@@ -153,15 +82,35 @@ def test_schedules_are_in_utc() -> None:
     assert scheduler["local"]["useUTCTz"] is True
 
 
-def test_propeller_may_do_what_its_ray_plugin_does() -> None:
-    (values,) = documents("production/values-s3.yaml")
-    allowed: dict[str, set[str]] = {}
-    for rule in values["rbac"]["extraRules"]:
-        if "ray.io" in rule["apiGroups"]:
+def allowed(rules: list[dict[str, Any]], group: str) -> dict[str, set[str]]:
+    """The verbs on each resource of a group of the API."""
+    found: dict[str, set[str]] = {}
+    for rule in rules:
+        if group in rule["apiGroups"]:
             for resource in rule["resources"]:
-                allowed.setdefault(resource, set()).update(rule["verbs"])
+                found.setdefault(resource, set()).update(rule["verbs"])
+    return found
+
+
+def test_propeller_may_do_what_its_plugins_do() -> None:
+    (values,) = documents("production/values-s3.yaml")
+    rules = values["rbac"]["extraRules"]
     for resource, verbs in PROPELLER_NEEDS.items():
-        assert verbs <= allowed.get(resource, set()), resource
+        assert verbs <= allowed(rules, "ray.io").get(resource, set()), resource
+    # The chart's own role has pods, and nothing of Ray.
+    assert {"create", "watch"} <= allowed(FLYTE["rules"], "")["pods"]
+    assert allowed(FLYTE["rules"], "ray.io") == {}
+
+
+def test_every_plugin_that_is_a_default_is_enabled() -> None:
+    """Else propeller does not start."""
+    for name in ("production/values-s3.yaml", "sandbox/plugins.yaml"):
+        (values,) = documents(name)
+        inline = values.get("configuration", {}).get("inline", values)
+        plugins = inline["tasks"]["task-plugins"]
+        defaults = [each for pair in plugins["default-for-task-types"] for each in pair.values()]
+        assert {*defaults} <= {*plugins["enabled-plugins"]}
+        assert "ray" in defaults
 
 
 def test_the_secret_that_is_mounted_is_the_one_that_is_read() -> None:
@@ -188,65 +137,41 @@ def test_what_pyflyte_is_told_to_ask_for_is_there() -> None:
     assert auth["authorizedUris"] == [f"https://{host}"]
 
 
-KUBERAY_OPERATOR: dict[str, Any] = {
-    **dict.fromkeys(
-        [
-            "replicas", "image", "imagePullSecrets", "nodeSelector", "labels", "annotations",
-            "affinity", "tolerations", "serviceAccount", "logging", "featureGates", "metrics",
-            "leaderElectionEnabled", "reconcileConcurrency", "rbacEnable",
-            "crNamespacedRbacEnable", "singleNamespaceInstall", "watchNamespace", "env",
-            "livenessProbe", "readinessProbe", "securityContext", "service",
-        ],
-        ANY,
-    ),
-    "batchScheduler": {"enabled": ANY, "name": ANY},
-    "resources": {"limits": ANY, "requests": ANY},
-}  # fmt: skip
-_GROUP: dict[str, Any] = {"rayStartParams": ANY, "template": ANY, "resources": ANY, "labels": ANY}
-RAY_CLUSTER: dict[str, Any] = {
-    "apiVersion": ANY,
-    "kind": ANY,
-    "metadata": ANY,
-    "spec": {
-        **dict.fromkeys(
-            [
-                "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions",
-                "headServiceAnnotations", "suspend", "managedBy", "gcsFaultToleranceOptions",
-            ],
-            ANY,
-        ),
-        "headGroupSpec": {**_GROUP, "serviceType": ANY, "headService": ANY, "enableIngress": ANY},
-        "workerGroupSpecs": ANY,
-    },
-}  # fmt: skip
-WORKER_GROUP = _GROUP | dict.fromkeys(
-    [
-        "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds", "numOfHosts",
-        "scaleStrategy", "suspend",
-    ],
-    ANY,
-)  # fmt: skip
-
-
 def test_kuberays_operator_knows_every_key() -> None:
     (values,) = documents("production/values-kuberay.yaml")
-    assert list(unknown_keys(values, KUBERAY_OPERATOR)) == []
+    assert list(problems(values, KUBERAY["chart"])) == []
+    values["batchSchedular"] = values.pop("batchScheduler")
+    values["resources"]["limit"] = values["resources"].pop("limits")
+    assert list(problems(values, KUBERAY["chart"])) == [
+        "resources.limit: no such key",
+        "batchSchedular: no such key",
+    ]
 
 
 @pytest.mark.parametrize("name", ["laptop", "one_gpu", "node_8gpu", "cluster_8"])
-def test_kuberay_knows_every_key_of_a_ray_cluster(name: str) -> None:
-    """Pods within it are checked by the models of the Kubernetes client."""
+def test_kuberay_takes_every_ray_cluster(name: str) -> None:
     (cluster,) = documents(f"ray/{name}.yaml")
     assert cluster["apiVersion"] == "ray.io/v1"
-    assert list(unknown_keys(cluster, RAY_CLUSTER)) == []
-    for group in cluster["spec"]["workerGroupSpecs"]:
-        assert list(unknown_keys(group, WORKER_GROUP)) == []
-        assert {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"} <= {*group}
-    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
-        texts = group["rayStartParams"].values()
-        assert all(isinstance(text, str) for text in texts), "KubeRay refuses numbers"
+    assert list(problems(cluster, KUBERAY["RayCluster"])) == []
+
+
+def test_what_kuberay_does_not_take_is_found() -> None:
+    (cluster,) = documents("ray/laptop.yaml")
+    head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    head["rayStartParams"]["num-cpus"] = 0
+    head["serviceTyp"] = "ClusterIP"
+    head["template"]["spec"]["containers"][0]["volumeMounts"][0]["readonly"] = True
+    workers["replicas"] = "1"
+    del workers["groupName"]
+    assert list(problems(cluster, KUBERAY["RayCluster"])) == [
+        "spec.headGroupSpec.rayStartParams.num-cpus: 0 is no string",
+        "spec.headGroupSpec.template.spec.containers[0].volumeMounts[0].readonly: no such key",
+        "spec.headGroupSpec.serviceTyp: no such key",
+        "spec.workerGroupSpecs[0].replicas: '1' is no integer",
+        "spec.workerGroupSpecs[0].groupName: is missing",
+    ]
 
 
 def test_a_sandbox_has_what_flyte_knows() -> None:
     (values,) = documents("sandbox/plugins.yaml")
-    assert list(unknown_keys(values, INLINE)) == []
+    assert list(config_problems(values)) == []

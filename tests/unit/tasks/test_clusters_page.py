@@ -69,7 +69,8 @@ def test_every_kind_of_stage_is_as_shown() -> None:
             amount, unit = shown[name][1].split()
             assert kind.timeout == timedelta(**{unit: int(amount)})
             assert kind.retries == int(shown[name][0])
-            assert ("yes" if kind.interruptible else "no") == shown[name][2]
+            on_spot = "with `spot_training`" if kind.resumes else "no"
+            assert ("yes" if kind.interruptible else on_spot) == shown[name][2]
 
 
 def test_every_launch_plan_is_as_shown() -> None:

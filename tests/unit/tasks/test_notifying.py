@@ -16,7 +16,7 @@ from tasks.announce import announce
 from tasks.artifacts import EvalReport, LineageReport, PromotionDecision
 from tasks.platform.notifying import NOTHING_NEW, good_end
 from tasks.recipes.grpo import GRPORecipe, record_failure
-from tests.unit.telemetry.test_notices import hook
+from tests.notice_servers import hook
 
 SHARED = {"content_hash": "ab" * 32, "stage": "x"}
 

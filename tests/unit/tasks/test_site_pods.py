@@ -1,5 +1,6 @@
 """`deployment/pods.yaml` changes the pods of stages, and is refused where it cannot."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def spec(template: Any) -> dict[str, Any]:
     return written
 
 
+def examples() -> list[str]:
+    """Those in the file's comment: the network, one rack, and Kueue."""
+    shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
+    blocks = re.findall(r"(?:^#   .*\n)+", shipped, re.MULTILINE)
+    found = [block.replace("#   ", "") for block in blocks]
+    return [block for block in found if re.match(r"\w+:\n", block)]
+
+
 def test_the_file_of_the_repository_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = [spec(head_pod()), spec(worker_pod(GPUS, GPUS.nodes[0]))]
     monkeypatch.setattr(site_pods, "FILE", Path("/nowhere"))
@@ -46,9 +55,8 @@ def test_the_file_of_the_repository_changes_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_the_example_in_the_file_is_laid_over_the_pods(says: Callable[[str], None]) -> None:
     before = spec(worker_pod(GPUS, GPUS.nodes[0]))
-    shipped = (Path(__file__).parents[3] / "deployment/pods.yaml").read_text()
-    example = [line.removeprefix("#   ") for line in shipped.splitlines() if line[:4] == "#   "]
-    says("\n".join(line for line in example if line[:6] not in ("labels", "spec: ", "contai")))
+    example, *_ = examples()
+    says(example)
     template = worker_pod(GPUS, GPUS.nodes[0])
     after = spec(template)
     assert template.annotations == {"k8s.v1.cni.cncf.io/networks": "rdma-network"}
@@ -103,6 +111,9 @@ def test_lists_grow_and_values_replace(says: Callable[[str], None]) -> None:
         ("all: {container: {env: [{nam: a, name: b}]}}", ["containers[0].env[0].nam"]),
         ("all: {container: {env: [{name: a, value: 1}]}}", ["no pod is like this", "in quotes"]),
         ("all: {", ["it cannot be read"]),
+        ("job: {label: {}}", ["job.label is not known", "labels, annotations, spot_training"]),
+        ("job: {labels: training}", ["job.labels", "got: 'training'"]),
+        ("job: {spot_training: maybe}", ["job.spot_training is neither true nor false", "maybe"]),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -1,95 +1,19 @@
 """Notices over real sockets: an HTTP server and a mail server on loopback."""
 
-import json
-import socketserver
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from email import message_from_bytes
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, ClassVar
 
 import pytest
 
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.telemetry.notices import check_places, mail_addresses, send, webhooks
-
-
-@contextmanager
-def hook(status: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a webhook with a secret path, and what was posted there."""
-    posted: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            posted.append({"path": self.path, **json.loads(body)})
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/services/T0/secret", posted
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-class MailServer(socketserver.StreamRequestHandler):
-    """As much of RFC 5321 as a client needs that sends one message, with AUTH PLAIN."""
-
-    kept: ClassVar[list[tuple[str, list[str], str]]] = []
-    logins: ClassVar[list[str]] = []
-
-    def handle(self) -> None:
-        sender, to = "", []
-        self._say("220 mail.test ESMTP")
-        while line := self.rfile.readline().decode().strip():
-            verb = line.upper()
-            if verb.startswith("EHLO"):
-                self._say("250-mail.test")
-                self._say("250 AUTH PLAIN")
-            elif verb.startswith("AUTH PLAIN"):
-                self.logins.append(line.split()[2])
-                self._say("235 ok")
-            elif verb.startswith("MAIL FROM:"):
-                sender = line[10:].split()[0].strip("<>")
-                self._say("250 ok")
-            elif verb.startswith("RCPT TO:"):
-                to.append(line[8:].strip("<>"))
-                self._say("250 ok")
-            elif verb == "DATA":
-                self._say("354 go on")
-                self.kept.append((sender, to, self._data()))
-                self._say("250 kept")
-            elif verb == "QUIT":
-                self._say("221 bye")
-                return
-            else:
-                self._say("502 not known")
-
-    def _data(self) -> str:
-        lines = []
-        while (line := self.rfile.readline().decode().rstrip("\r\n")) != ".":
-            lines.append(line)
-        return "\n".join(lines)
-
-    def _say(self, text: str) -> None:
-        self.wfile.write(f"{text}\r\n".encode())
+from tests.notice_servers import Mailbox, hook, mail_server
 
 
 @pytest.fixture
-def mail_server() -> Iterator[str]:
-    MailServer.kept, MailServer.logins = [], []
-    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), MailServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+def mailbox() -> Iterator[Mailbox]:
+    with mail_server() as box:
+        yield box
 
 
 def test_a_webhook_takes_what_slack_takes() -> None:
@@ -100,25 +24,25 @@ def test_a_webhook_takes_what_slack_takes() -> None:
     assert posted == [one, one]
 
 
-def test_mail_arrives_with_its_login(mail_server: str) -> None:
+def test_mail_arrives_with_its_login(mailbox: Mailbox) -> None:
     places = {
         "NEMO_RL_NOTIFY": "a@example.com,b@example.com",
-        "NEMO_RL_SMTP": f"smtp://me:p%40ss@{mail_server}?from=runs@example.com",
+        "NEMO_RL_SMTP": f"smtp://me:p%40ss@{mailbox.address}?from=runs@example.com",
     }
     assert send("grpo r1 succeeded", "0.99 ± 0.01", environment=places) == []
-    ((sender, to, data),) = MailServer.kept
+    ((sender, to, data),) = mailbox.kept
     assert (sender, to) == ("runs@example.com", ["a@example.com", "b@example.com"])
     message = message_from_bytes(data.encode())
     assert message["Subject"] == "grpo r1 succeeded"
     content = message.get_payload(decode=True)
     assert isinstance(content, bytes)
     assert content.decode().strip() == "0.99 ± 0.01"
-    assert MailServer.logins == ["AG1lAHBAc3M="]  # \0me\0p@ss
+    assert mailbox.logins == ["AG1lAHBAc3M="]  # \0me\0p@ss
 
 
-def test_addresses_without_a_server_are_flytes(mail_server: str) -> None:
+def test_addresses_without_a_server_are_flytes(mailbox: Mailbox) -> None:
     assert send("a", "b", environment={"NEMO_RL_NOTIFY": "a@example.com"}) == []
-    assert MailServer.kept == []
+    assert mailbox.kept == []
 
 
 def test_a_failure_is_said_and_hides_the_secret(caplog: pytest.LogCaptureFixture) -> None:

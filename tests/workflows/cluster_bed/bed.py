@@ -4,19 +4,27 @@ Pods reach Kubernetes' API, by which stages make a RayJob of their own.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flyteidl.core import tasks_pb2
 
+from tasks.platform.pods import NODE, STORE_CLAIM
 from tests.workflows.cluster_bed.kuberay import RayJob, cluster_of_manifest, cluster_of_task
 from tests.workflows.cluster_bed.kubernetes_server import KubernetesServer
 from tests.workflows.cluster_bed.network import Network
 from tests.workflows.cluster_bed.pod import Pod
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.buckets import S3Bucket
-from tests.workflows.flyte_backend.containers import Container, pod_spec_of
+from tests.workflows.flyte_backend.containers import Container, ContainerError, pod_spec_of
+
+Fault = Literal["volume not shared", "bucket without rights", "no right to RayJobs", "no operator"]
+
+_FORBIDDEN = (  # as Flyte hands on what Kubernetes answers
+    'rayjobs.ray.io is forbidden: User "system:serviceaccount:flyte:flyte-binary" cannot create '
+    'resource "rayjobs" in API group "ray.io" in the namespace "flytesnacks-development"'
+)
 
 
 class ClusterBed:
@@ -26,6 +34,9 @@ class ClusterBed:
         folder: Of this machine: `volume` is the shared one, empty for every RayJob of a task, so
             that what a later attempt knows came through S3; other files are logs.
         pods_per_worker: See `RayJob`.
+        at_once: Whether nodes of a graph run side by side; the volume then keeps what is on it.
+        secrets: What Flyte's `default-env-from-secrets` gives every pod.
+        faults: What this cluster does wrong.
 
     Attributes:
         backend: Flyte's services.
@@ -36,11 +47,21 @@ class ClusterBed:
         drivers: Every pod with the volume that is of no RayJob, in order.
     """
 
-    def __init__(self, folder: Path, *, pods_per_worker: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        pods_per_worker: int = 1,
+        at_once: bool = False,
+        secrets: Mapping[str, str] | None = None,
+        faults: Collection[Fault] = (),
+    ) -> None:
         self._network, self._pods_per_worker = Network(), pods_per_worker
+        self._at_once, self._faults, self._folder = at_once, frozenset(faults), folder
+        self.secrets = dict(secrets or {})
         self.volume = folder / "volume"
         self.bucket = S3Bucket(self._network.address)
-        self.backend = Backend(folder / "flyte", bucket=self.bucket, machine=self)
+        self.backend = Backend(folder / "flyte", bucket=self.bucket, machine=self, at_once=at_once)
         self.jobs: list[RayJob] = []
         self.drivers: list[Pod] = []
         self.kubernetes = KubernetesServer(folder, self._network.address, self._make_ray_job)
@@ -52,6 +73,11 @@ class ClusterBed:
         self.backend.__enter__()
         return self
 
+    @property
+    def address(self) -> str:
+        """Of this machine, as pods reach it."""
+        return self._network.address
+
     def __exit__(self, *_: object) -> None:
         self.backend.__exit__()
         self.kubernetes.__exit__()
@@ -61,8 +87,16 @@ class ClusterBed:
 
     def _empty_volume(self) -> None:
         shutil.rmtree(self.volume, ignore_errors=True)
-        self.volume.mkdir(parents=True)
-        shutil.chown(self.volume, 1000, 1000)
+        _make_volume(self.volume)
+
+    def _volume_of(self, spec: Mapping[str, Any], pod: Path) -> Path | None:
+        claims = [each.get("persistentVolumeClaim", {}) for each in spec.get("volumes", [])]
+        if {"claimName": STORE_CLAIM} not in claims:
+            return None
+        if "volume not shared" in self._faults:
+            _make_volume(pod / "volume")
+            return pod / "volume"
+        return self.volume
 
     def start(
         self,
@@ -72,9 +106,16 @@ class ClusterBed:
         environment: Mapping[str, str],
     ) -> Container:
         """Starts a task's container; see `Machine`."""
-        own = {**environment, **self.bucket.environment}
+        own = {**environment, **self.bucket.environment, **self.secrets}
+        if "bucket without rights" in self._faults:
+            own["FLYTE_AWS_ACCESS_KEY_ID"] = self.bucket.key_without_rights
         if task.type == "ray":
-            self._empty_volume()
+            if "no right to RayJobs" in self._faults:
+                raise ContainerError(_FORBIDDEN, may_retry=True)
+            if "no operator" in self._faults:
+                return NeverStarted()
+            if not self._at_once:
+                self._empty_volume()
             self.jobs.append(
                 RayJob(
                     self._network,
@@ -90,17 +131,18 @@ class ClusterBed:
         name = task.id.name.rpartition(".")[2].replace("_", "-")
         spec = pod_spec_of(task)
         own |= self.kubernetes.admit(name, spec, own)
-        has_volume = any("persistentVolumeClaim" in each for each in spec.get("volumes", []))
+        own |= {NODE: f"machine-of-{name}"}  # each pod of the bed is a machine of its own
+        volume = self._volume_of(spec, pod)
         started = Pod(
             self._network,
             name,
             command,
             own,
             log=pod / "log",
-            volume=self.volume if has_volume else None,
+            volume=volume,
             account=self.kubernetes.account,
         )
-        if has_volume:
+        if volume is not None:
             self.drivers.append(started)
         return started
 
@@ -116,3 +158,20 @@ class ClusterBed:
             volume=self.volume,
             pods_per_worker=self._pods_per_worker,
         )
+
+
+class NeverStarted:
+    """A RayJob that no operator looks at: it has no pod, and Flyte waits for its status."""
+
+    pid = 0
+
+    def poll(self) -> int | None:
+        return None
+
+    def remove(self) -> None:
+        """Leaves nothing."""
+
+
+def _make_volume(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    shutil.chown(folder, 1000, 1000)

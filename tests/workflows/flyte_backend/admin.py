@@ -24,7 +24,7 @@ from tests.workflows.flyte_backend.catalog import Catalog
 from tests.workflows.flyte_backend.containers import Machine, Processes
 from tests.workflows.flyte_backend.graph import Scope, Walk
 from tests.workflows.flyte_backend.launch_plans import refusals
-from tests.workflows.flyte_backend.records import ExecutionRecord
+from tests.workflows.flyte_backend.records import ExecutionRecord, NodeRecord
 
 PROJECT, DOMAIN = "flytesnacks", "development"
 _HOST = "127.0.0.1"
@@ -43,6 +43,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         root: A folder for the bucket (`blobs`) and the pods' disks and logs (`pods`).
         bucket: Where files lie between containers; by default that folder.
         machine: What starts the containers; by default they are processes of this machine.
+        at_once: Whether nodes of a graph run side by side; see `Walk`.
 
     Attributes:
         tasks: What was registered, by name and version; the others likewise.
@@ -54,8 +55,14 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
     """
 
     def __init__(
-        self, root: Path, *, bucket: Bucket | None = None, machine: Machine | None = None
+        self,
+        root: Path,
+        *,
+        bucket: Bucket | None = None,
+        machine: Machine | None = None,
+        at_once: bool = False,
     ) -> None:
+        self._at_once = at_once
         self._bucket, self._pods = bucket or FolderBucket(root / "blobs"), root / "pods"
         self._machine = machine or Processes()
         self.tasks: dict[Key, tasks.TaskSpec] = {}
@@ -253,7 +260,13 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         for key, literal in request.inputs.literals.items():
             inputs.literals[key].CopyFrom(literal)
         labels = {**spec.labels.values, **request.spec.labels.values}
-        record = ExecutionRecord(name, request.spec.launch_plan.name, inputs, labels=labels)
+        record = ExecutionRecord(
+            name,
+            request.spec.launch_plan.name,
+            inputs,
+            labels=labels,
+            overwrites_cache=request.spec.overwrite_cache,
+        )
         self.executions[name], self._specs[name] = record, request
         self._aborted[name] = threading.Event()
         walk = threading.Thread(target=self._walk, args=(record, spec), daemon=True)
@@ -287,6 +300,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             pods=self._pods,
             environment=environment,
             aborted=self._aborted[record.name],
+            at_once=self._at_once,
         )
         try:
             record.outputs = walk.workflow(spec.template, record.inputs, Scope(self, {}, own))
@@ -319,8 +333,28 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         return executions.ExecutionTerminateResponse()
 
     def ListNodeExecutions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        """None: a test reads `ExecutionRecord.nodes`, which says more than the protocol."""
-        return node_executions.NodeExecutionList()
+        """Those of the workflow itself, without those that a dynamic task or a workflow has."""
+        record = self._record(request.workflow_execution_id.name, context)
+        found = [node for path, node in [*record.nodes.items()] if "/" not in path]
+        page, token = _page(found, request, context)
+        listed = [self._node_execution(record, node) for node in page]
+        return node_executions.NodeExecutionList(node_executions=listed, token=token)
+
+    def GetNodeExecutionData(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Outputs of a node."""
+        record = self._record(request.id.execution_id.name, context)
+        node = record.nodes[request.id.node_id]
+        return node_executions.NodeExecutionGetDataResponse(full_outputs=node.outputs)
+
+    def _node_execution(self, record: ExecutionRecord, node: NodeRecord) -> Any:
+        phase = execution_pb2.NodeExecution.Phase.Value(node.phase)
+        closure = node_executions.NodeExecutionClosure(phase=phase)
+        if node.error:
+            closure.error.message = node.error
+        identifier = identifier_pb2.NodeExecutionIdentifier(
+            node_id=node.path, execution_id=_execution_id(record.name)
+        )
+        return node_executions.NodeExecution(id=identifier, closure=closure)
 
     def _record(self, name: str, context: grpc.ServicerContext) -> ExecutionRecord:
         if name not in self.executions:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _HOST = "127.0.0.1"
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
 
 class Bucket(Protocol):
@@ -94,6 +95,8 @@ class S3Bucket:
     """
 
     _NAME = "flyte-data"
+    key_without_rights = "another-key"
+    """Of an account that the bucket refuses."""
 
     def __init__(self, address: str) -> None:
         from moto.server import ThreadedMotoServer
@@ -187,6 +190,9 @@ class S3Bucket:
         root = f"/{self._NAME}/"
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:
+            if self.key_without_rights in environ.get("HTTP_AUTHORIZATION", ""):
+                start_response("403 Forbidden", [("Content-Type", "application/xml")])
+                return [_DENIED]
             found: Any = app(environ, start_response)
             asked, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
             place = (method, asked.removeprefix(root))

@@ -1,7 +1,8 @@
 """A graph, walked as Flyte walks it: a node whose inputs are there runs, and so on."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ from tests.workflows.flyte_backend.containers import (
 from tests.workflows.flyte_backend.records import ExecutionRecord, NodeRecord
 
 START, END = "start-node", "end-node"
+_GOES_ON = workflow_pb2.WorkflowMetadata.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
 
 
 class Registry(Protocol):
@@ -64,6 +66,8 @@ class Walk:
         machine: What starts the containers.
         pods: Where a folder is made for every container.
         environment: What Flyte tells every container of the execution.
+        at_once: Whether nodes whose inputs are there run side by side, as on Flyte; else this
+            machine runs one after the other.
     """
 
     def __init__(
@@ -76,8 +80,10 @@ class Walk:
         pods: Path,
         environment: dict[str, str],
         aborted: threading.Event,
+        at_once: bool = False,
     ) -> None:
         self._record, self._catalog = record, catalog
+        self._at_once = at_once
         self._bucket, self._machine, self._pods = bucket, machine, pods / record.name
         self._environment, self._aborted = environment, aborted
 
@@ -100,7 +106,8 @@ class Walk:
     ) -> literals_pb2.LiteralMap:
         """Runs a workflow's nodes, and its failure node when one of them fails."""
         try:
-            return self._graph(template.nodes, template.outputs, inputs, scope, path)
+            goes_on = template.metadata.on_failure == _GOES_ON
+            return self._graph(template, inputs, scope, path, goes_on=goes_on)
         except NodeError:
             if template.HasField("failure_node"):
                 node = template.failure_node
@@ -110,24 +117,41 @@ class Walk:
 
     def _graph(
         self,
-        nodes: Sequence[workflow_pb2.Node],
-        results: Iterable[literals_pb2.Binding],
+        graph: "workflow_pb2.WorkflowTemplate | dynamic_job_pb2.DynamicJobSpec",
         inputs: literals_pb2.LiteralMap,
         scope: Scope,
         path: str,
+        *,
+        goes_on: bool = False,
     ) -> literals_pb2.LiteralMap:
         outputs = {"": inputs, START: inputs}
-        waiting = [node for node in nodes if node.id not in (START, END)]
-        while waiting:
-            ready = [n for n in waiting if all(id_ in outputs for id_ in n.upstream_node_ids)]
-            if not ready:
-                stuck = ", ".join(node.id for node in waiting)
-                raise NodeError(f"no node can run of {stuck}: their inputs come from nowhere")
-            node = ready[0]
-            given = resolve(node.inputs, outputs)
-            outputs[node.id] = self._run(node, given, scope, f"{path}{node.id}")
-            waiting.remove(node)
-        return resolve(results, outputs)
+        waiting = [node for node in graph.nodes if node.id not in (START, END)]
+        errors: list[NodeError] = []
+        running: dict[Future[literals_pb2.LiteralMap], str] = {}
+        with ThreadPoolExecutor(max(len(waiting), 1)) as pool:
+            while waiting or running:
+                ready = [n for n in waiting if all(id_ in outputs for id_ in n.upstream_node_ids)]
+                if errors and not goes_on:
+                    ready = []
+                for node in ready if self._at_once else ready[: not running]:
+                    given = resolve(node.inputs, outputs)
+                    future = pool.submit(self._run, node, given, scope, f"{path}{node.id}")
+                    running[future] = node.id
+                    waiting.remove(node)
+                if not running:
+                    break
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    name = running.pop(done)
+                    try:
+                        outputs[name] = done.result()
+                    except NodeError as error:
+                        errors.append(error)
+        if errors:
+            raise errors[0]
+        if waiting:
+            stuck = ", ".join(node.id for node in waiting)
+            raise NodeError(f"no node can run of {stuck}: their inputs come from nowhere")
+        return resolve(graph.outputs, outputs)
 
     def _run(
         self,
@@ -187,7 +211,7 @@ class Walk:
     ) -> literals_pb2.LiteralMap:
         def run(record: NodeRecord) -> literals_pb2.LiteralMap:
             known = self._catalog.get(task, inputs)
-            if known is not None:
+            if known is not None and not self._record.overwrites_cache:
                 record.cached = True
                 return known
             name, content = self._attempts(task, inputs, record, mapped)
@@ -203,8 +227,9 @@ class Walk:
     def _recorded(self, record: NodeRecord, run: "_Run") -> literals_pb2.LiteralMap:
         self._record.nodes[record.path] = record
         try:
-            outputs = run(record)
-        except Exception:
+            record.outputs = outputs = run(record)
+        except Exception as error:
+            record.error = f"{error}"
             record.phase = "ABORTED" if self._aborted.is_set() else "FAILED"
             raise
         record.phase = "SUCCEEDED"
@@ -218,7 +243,7 @@ class Walk:
         tasks = {(task.id.name, task.id.version): task for task in spec.tasks}
         workflows = {(w.id.name, w.id.version): w for w in spec.subworkflows}
         scope = Scope(outer.registry, {**outer.tasks, **tasks}, {**outer.workflows, **workflows})
-        return self._graph(spec.nodes, spec.outputs, inputs, scope, path)
+        return self._graph(spec, inputs, scope, path)
 
     def _attempts(
         self,

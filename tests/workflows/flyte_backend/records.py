@@ -45,6 +45,8 @@ class NodeRecord:
         path: Ids of the nodes that hold it and its own: `n3/dn1`.
         entity: The task's or the workflow's name.
         cached: Whether the catalog had its outputs.
+        outputs: Once it has ended well.
+        error: Of one that has not.
     """
 
     path: str
@@ -52,6 +54,8 @@ class NodeRecord:
     phase: Phase = "RUNNING"
     cached: bool = False
     attempts: list[Attempt] = field(default_factory=list)
+    outputs: literals_pb2.LiteralMap = field(default_factory=literals_pb2.LiteralMap)
+    error: str = ""
 
 
 @dataclass
@@ -60,6 +64,7 @@ class ExecutionRecord:
 
     Attributes:
         labels: Of the execution; the launch plan's own among them.
+        overwrites_cache: Whether every task runs, and what the catalog had is replaced.
     """
 
     name: str
@@ -70,6 +75,7 @@ class ExecutionRecord:
     outputs: literals_pb2.LiteralMap = field(default_factory=literals_pb2.LiteralMap)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    overwrites_cache: bool = False
 
     def named(self, task: str) -> list[NodeRecord]:
         """The nodes of a task by its function's name, on any shape, in the order of their begin."""

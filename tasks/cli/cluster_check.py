@@ -1,0 +1,109 @@
+"""`nemo-rl cluster-check`: try on a Flyte cluster what the stages need of it."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+
+import click
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.config.mistakes import describe
+from nemo_rl_core.maintenance.doctor.check import Result
+from tasks.cli.check_table import COLORS, show_check
+
+
+@click.command("cluster-check")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The configuration of Flyte's client; by default as pyflyte finds it.",
+)
+@click.option("--project", default="nemo-rl", show_default=True)
+@click.option("--domain", default="development", show_default=True)
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    show_default=True,
+    help="Seconds for all checks together.",
+)
+@click.option(
+    "--volume-wait",
+    "wait_seconds",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds for the two pods of the volume to see each other.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def cluster_check(
+    *,
+    settings: tuple[str, ...],
+    config: Path | None,
+    project: str,
+    domain: str,
+    timeout_seconds: float,
+    wait_seconds: float,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Check a Flyte cluster before the first run, in the images and pods of the stages.
+
+    Registers a workflow of small checks with the code of this checkout, launches it, and prints a
+    line as soon as a check has ended: plain pods, the bucket, the volume from two pods, a RayJob
+    with a step of training, GPUs, and notices that are really sent. Every check is tried, whatever
+    becomes of the others. Ctrl-C, or the timeout, ends the rest and says what was known of it.
+
+    KEY=VALUE sets a key of a recipe's section `cluster`, for the RayJobs; without any they have no
+    GPU:
+
+        nemo-rl cluster-check --config flyte.yaml shape=node_8gpu accelerator=nvidia-h100
+
+    The exit code is 1 if a check fails, which means that stages cannot run there.
+    """
+    from pydantic import ValidationError
+
+    from tasks.cli.flyte_cluster_check import CheckRun
+    from tasks.cli.run_settings import changes_of
+
+    given = changes_of(settings)
+    try:
+        cluster = ClusterConfig.model_validate(given)
+    except ValidationError as error:
+        raise describe(error, given) from error
+    run = CheckRun.start(
+        config, project=project, domain=domain, cluster=cluster, wait_seconds=wait_seconds
+    )
+    if not as_json:
+        click.echo(f"execution {run.name} in {project}/{domain} of {run.endpoint}\n")
+    lines = []
+    with _noted_interrupt() as interrupted:
+        for line in run.lines(timeout_seconds=timeout_seconds, interrupted=interrupted):
+            lines.append(line)
+            if not as_json:
+                show_check(line.name, Result(line.state, line.found, line.fix))
+    counts = {state: sum(line.state == state for line in lines) for state in COLORS}
+    if as_json:
+        checks = [line.model_dump() for line in lines]
+        click.echo(
+            json.dumps({"execution": run.name, "checks": checks, "counts": counts}, indent=1)
+        )
+    else:
+        click.echo("\n" + ", ".join(f"{number} {state}" for state, number in counts.items()))
+    if counts["fail"]:
+        raise SystemExit(1)
+
+
+@contextmanager
+def _noted_interrupt() -> Iterator[Event]:
+    """Within it Ctrl-C sets the event, wherever the program is."""
+    noted = Event()
+    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,205 @@
+"""The checks of a cluster by Flyte's client: registered, launched, and read node by node."""
+
+import importlib
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any, Self
+
+from flytekit.configuration import Config, ImageConfig
+from flytekit.constants import CopyFileDetection
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.exceptions.base import FlyteException
+from flytekit.models.core.execution import NodeExecutionPhase as Phase
+from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+from flytekit.remote import FlyteRemote
+from flytekit.tools.fast_registration import FastPackageOptions
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.errors import ResourceError
+from tasks.cluster_check import CheckLine
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOLDER = "/home/nemo"  # the images' user may not write flytekit's default, /root
+_PAUSE_SECONDS = 1.0
+_ENDED = (Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED, Phase.TIMED_OUT, Phase.SKIPPED)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of `workflows/cluster_check.py`.
+
+    Attributes:
+        name: Of its line where it returns none.
+        waits: What to look at while it does not end.
+    """
+
+    name: str
+    waits: str
+
+
+_PENDING = "kubectl describe its pod: no room, no image, or a volume that cannot be mounted"
+_JOB = (
+    "look whether KubeRay's operator runs (helm install kuberay-operator, "
+    "deployment/production/values-kuberay.yaml), then at kubectl describe rayjob"
+)
+NODES = {
+    "pods": _Node("pods", _PENDING),
+    "bucket-written": _Node("bucket write", _PENDING),
+    "bucket": _Node("bucket", _PENDING),
+    "volume-back": _Node("volume back", _PENDING),
+    "volume": _Node("volume", _PENDING),
+    "ray": _Node("ray", _JOB),
+    "engines": _Node("ray: engines", _JOB),
+    "notices": _Node("notices", _PENDING),
+}
+"""The nodes, in the order of the workflow."""
+
+_FIXES = {
+    r"rayjobs\.ray\.io.* is forbidden|cannot create resource .rayjobs": "let Flyte make RayJobs: "
+    "rbac.extraRules of deployment/production/values-s3.yaml, then helm upgrade",
+    r"no matches for kind|no kind match": "install KubeRay's operator and its CRDs, then restart "
+    "Flyte (deployment/production/values-kuberay.yaml)",
+    r"ErrImage|ImagePull|InvalidImageName|manifest unknown": "push the images "
+    "(deployment/images/build.sh), register with the same NEMO_RL_REGISTRY, and let the namespace "
+    "pull them (secret nemo-rl-registry)",
+    r"AccessDenied|Access Denied|Forbidden|SignatureDoesNotMatch|InvalidAccessKeyId|NoSuchBucket|"
+    r"PermissionError|NoCredentials": "let the pods' service account read and write the bucket of "
+    "Flyte's userDataContainer (an IAM role on it, or a key)",
+    r"exceeded quota|exceed limits": "raise the namespace's ResourceQuota "
+    "(deployment/production/cluster.yaml), or ask for a smaller shape",
+    r"persistentvolumeclaim|Multi-Attach|FailedMount|FailedAttach": "make the claim nemo-rl-store "
+    "in this namespace, with ReadWriteMany (deployment/production/cluster.yaml)",
+    r"OOMKilled": "let pods have the memory that they ask for (LimitRange of the namespace)",
+    r"never has|cluster never|NEMO_RL_CLUSTER_GPUS": "ask for a smaller shape, or correct "
+    "NEMO_RL_CLUSTER_GPUS in Flyte's default-env-vars",
+    r"No module named|ModuleNotFound": "build the images of this checkout, and push them",
+}
+"""What Flyte's errors say, by a pattern, and what to do."""
+
+
+class CheckRun:
+    """A launched workflow of checks.
+
+    Attributes:
+        name: Of the execution.
+        endpoint: Of the cluster.
+    """
+
+    def __init__(self, remote: FlyteRemote, execution: WorkflowExecutionIdentifier) -> None:
+        self._remote, self._execution = remote, execution
+        self.name, self.endpoint = execution.name, remote.config.platform.endpoint
+
+    @classmethod
+    def start(
+        cls,
+        config: Path | None,
+        *,
+        project: str,
+        domain: str,
+        cluster: ClusterConfig,
+        wait_seconds: float,
+    ) -> Self:
+        """Registers the workflow with the code of this checkout, and launches it.
+
+        Args:
+            config: Of Flyte's client; None takes what `pyflyte` would take.
+            project: The project on the cluster.
+            domain: Its domain.
+            cluster: Whose shape the RayJobs have.
+            wait_seconds: How long the pods of the volume wait for each other.
+
+        Raises:
+            ResourceError: If the cluster does not answer or refuses either of them.
+        """
+        found = Config.auto(str(config) if config else None)
+        workflow = importlib.import_module("workflows.cluster_check").check_cluster
+        remote = FlyteRemote(found, default_project=project, default_domain=domain)
+        inputs = {"cluster": cluster, "key": uuid.uuid4().hex, "wait_seconds": wait_seconds}
+        try:
+            registered = remote.register_script(
+                workflow,
+                image_config=ImageConfig.auto_default_image(),
+                destination_dir=_FOLDER,
+                source_path=str(_ROOT),
+                module_name=workflow.__module__,
+                fast_package_options=FastPackageOptions([], copy_style=CopyFileDetection.ALL),
+            )
+            execution = remote.execute(registered, inputs=inputs)
+        except (FlyteException, RuntimeError) as error:
+            cause = error.__cause__ or error  # flytekit says only what it was about to do
+            raise ResourceError(
+                f"the checks cannot be launched on {found.platform.endpoint}",
+                expected=f"a Flyte 1.16 that takes workflows and executions in {project}/{domain}",
+                got=" ".join(str(cause).split())[:400],
+                fix="look at the endpoint and the login in the configuration, and whether that "
+                "project is there (flytectl create project)",
+            ) from error
+        return cls(remote, execution.id)
+
+    def lines(self, *, timeout_seconds: float, interrupted: Event) -> Iterator[CheckLine]:
+        """The lines of each check, when it has ended.
+
+        What has not ended within the time, or at an interrupt, is aborted, with a line that fails.
+
+        Args:
+            timeout_seconds: For all checks together.
+            interrupted: Set when nobody wants to wait any longer.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        open_nodes = dict(NODES)
+        states: dict[str, str] = {}
+        while open_nodes and time.monotonic() < deadline and not interrupted.is_set():
+            for node in self._executions():
+                states[node.id.node_id] = Phase.enum_to_string(node.closure.phase)
+                if node.id.node_id in open_nodes and node.closure.phase in _ENDED:
+                    yield from self._of_ended(node, open_nodes.pop(node.id.node_id))
+            if "bucket-written" not in open_nodes and states["bucket-written"] == "FAILED":
+                open_nodes.pop("bucket", None)  # nothing to read
+            if open_nodes:
+                interrupted.wait(_PAUSE_SECONDS)
+        why = "before the interrupt" if interrupted.is_set() else f"within {timeout_seconds:g} s"
+        if open_nodes:
+            self._remote.client.terminate_execution(self._execution, "cluster-check gave up")
+        for id_, node in open_nodes.items():
+            found = f"did not end {why}; Flyte has it as {states.get(id_, 'not started')}"
+            yield CheckLine(name=node.name, state="fail", found=found, fix=node.waits)
+
+    def _executions(self) -> list[Any]:
+        found, _ = self._remote.client.list_node_executions(self._execution, limit=100)
+        return found
+
+    def _of_ended(self, execution: Any, node: _Node) -> Iterator[CheckLine]:
+        if execution.closure.phase != Phase.SUCCEEDED:
+            error = execution.closure.error
+            message = error.message if error else Phase.enum_to_string(execution.closure.phase)
+            yield line_of_error(node.name, message)
+            return
+        outputs = self._remote.client.get_node_execution_data(execution.id).full_outputs
+        literal = outputs.literals.get("o0")
+        if literal is not None and literal.collection is not None:
+            context = FlyteContextManager.current_context()
+            yield from TypeEngine.to_python_value(context, literal, list[CheckLine])
+
+
+def line_of_error(name: str, message: str) -> CheckLine:
+    """The line of a check that Flyte could not run, with the fix that its error asks for.
+
+    Args:
+        name: Of the check.
+        message: Flyte's error.
+    """
+    told = [line.strip() for line in message.splitlines() if line.strip()]
+    for pattern, fix in _FIXES.items():
+        for line in told:
+            if re.search(pattern, line):
+                return CheckLine(name=name, state="fail", found=line[:300], fix=fix)
+    # The cause stands at the end of a trace, and at the beginning of everything else.
+    found = told[-1] if "Traceback" in message else told[0] if told else "no error was given"
+    fix = "look at the logs of its pod (kubectl logs, or Flyte's console)"
+    return CheckLine(name=name, state="fail", found=found[:300], fix=fix)

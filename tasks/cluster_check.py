@@ -1,0 +1,412 @@
+"""Tasks of `nemo-rl cluster-check`: what the stages need of a cluster, each tried by itself.
+
+They run in the images and pods of the stages, are not cached and are tried once. A task returns
+what it has found; where one cannot run at all, the command reads Flyte's error instead.
+"""
+
+import hashlib
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from flytekit import current_context, dynamic, task
+from flytekit.types.file import FlyteFile
+from pydantic import BaseModel, ConfigDict
+
+from nemo_rl_core.config.cluster import ClusterConfig
+from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.maintenance.doctor.check import State
+from nemo_rl_core.store import files, locks
+from nemo_rl_core.store.store import Store
+from nemo_rl_core.telemetry import notices
+from tasks.platform import literal_types, local, pods
+from tasks.platform.ray_stage import CLUSTER_GPUS, ray_stage
+from tasks.platform.resources import GENERATE, PLAIN, TRAIN, Kind
+from tasks.platform.shapes import Shape, one_gpu, shape_of
+
+literal_types.register()
+local.use_store()
+
+NUM_BYTES = 16 * 2**20
+"""Of the file that goes through the bucket."""
+
+_PAUSE_SECONDS = 0.2
+_STEPS_AGREE = 1e-4  # relative; a GPU sums in another order than the head's CPU
+_VOLUME = (
+    f"make the claim {pods.STORE_CLAIM} with ReadWriteMany, on a storage class that several "
+    "machines write at once (deployment/production/cluster.yaml)"
+)
+_DRIVER = (
+    "install the GPU operator (deployment/production/values-gpu-operator.yaml), and look at its "
+    "pods on that machine"
+)
+
+
+class CheckLine(BaseModel):
+    """One line of the check.
+
+    Attributes:
+        name: What was tried.
+        state: `fail` if stages cannot work so, `warn` if something is lost.
+        found: What came of it.
+        fix: What to do; empty if nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def _once(kind: Kind) -> Kind:
+    return replace(
+        kind, retries=0, interruptible=False, resumes=False, timeout=timedelta(minutes=30)
+    )
+
+
+_PLAIN = _once(PLAIN).options
+
+
+@task(**_PLAIN)
+def start_pod() -> list[CheckLine]:
+    """Shows that a plain pod starts, has its image and gets the code."""
+    gpus = os.environ.get(CLUSTER_GPUS, "not set")
+    found = (
+        f"a pod of {PLAIN.image.name} runs as user {os.getuid()} with Python "
+        f"{platform.python_version()} and this code; {CLUSTER_GPUS} is {gpus}"
+    )
+    if os.getuid() == 0:
+        return [
+            CheckLine(
+                name="pods",
+                state="warn",
+                found=found,
+                fix="the images run as user 1000: leave runAsUser to them in Flyte's "
+                "default-pod-security-context",
+            )
+        ]
+    return [CheckLine(name="pods", state="ok", found=found)]
+
+
+@task(**_PLAIN)
+def write_to_bucket(key: str) -> FlyteFile:
+    """Writes a file that another pod knows without reading it."""
+    path = Path(current_context().working_directory) / f"{key}.bin"
+    path.write_bytes(_content(key))
+    return FlyteFile(str(path))
+
+
+@task(**_PLAIN)
+def read_from_bucket(written: FlyteFile, key: str) -> list[CheckLine]:
+    """Compares the file byte by byte with what it must be."""
+    began = time.monotonic()
+    read = Path(written.download()).read_bytes()
+    seconds = time.monotonic() - began
+    if read == _content(key):
+        found = (
+            f"{len(read) / 2**20:.0f} MiB, written by one pod and read by another, are equal "
+            f"({len(read) / 2**20 / seconds:.0f} MiB/s)"
+        )
+        return [CheckLine(name="bucket", state="ok", found=found)]
+    return [
+        CheckLine(
+            name="bucket",
+            state="fail",
+            found=f"{NUM_BYTES} bytes were written, and {len(read)} others were read "
+            f"(sha256 {hashlib.sha256(read).hexdigest()[:12]})",
+            fix="look for a proxy or a gateway before the bucket that changes what it hands on",
+        )
+    ]
+
+
+def _content(key: str) -> bytes:
+    return random.Random(key).randbytes(NUM_BYTES)
+
+
+@task(**_PLAIN, pod_template=pods.pod_with_store(apart="cluster-check"))
+def share_volume(key: str, wait_seconds: float) -> list[CheckLine]:
+    """Writes a note to the volume, holds locks there, and reads the other pod's note."""
+    return volume_seen_by_the_first(_place_of_notes(key), wait_seconds)
+
+
+@task(**_PLAIN, pod_template=pods.pod_with_store(apart="cluster-check"))
+def join_volume(key: str, wait_seconds: float) -> list[CheckLine]:
+    """The other pod: reads the note, and asks for the locks that the first one holds."""
+    return volume_seen_by_the_second(_place_of_notes(key), wait_seconds)
+
+
+def _place_of_notes(key: str) -> Path:
+    folder = Store.default().root / "cluster-check" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def volume_seen_by_the_first(folder: Path, wait_seconds: float) -> list[CheckLine]:
+    """Leaves a note and holds both kinds of locks until the other pod has asked for them.
+
+    Args:
+        folder: The same for both pods, by its path; removed at the end.
+        wait_seconds: For the other pod's note.
+    """
+    name = "volume back"
+    try:
+        locks.share(folder / "marks", "a name")
+        with locks.held(folder / "lock", "cluster-check"):
+            files.write_atomic(folder / "first", _machine())
+            other = _note(folder / "second", wait_seconds)
+            if other is None:
+                return [_not_seen(name, wait_seconds)]
+            _note(folder / "asked", wait_seconds)
+    finally:
+        locks.unshare(folder / "marks")
+        files.discard(folder)
+    return [_seen(name, written_on=other)]
+
+
+def volume_seen_by_the_second(folder: Path, wait_seconds: float) -> list[CheckLine]:
+    """Reads the first pod's note, and asks for its locks, which must be refused.
+
+    Args:
+        folder: The same for both pods, by its path.
+        wait_seconds: For the other pod's note.
+    """
+    files.write_atomic(folder / "second", _machine())
+    other = _note(folder / "first", wait_seconds)
+    if other is None:
+        return [_not_seen("volume", wait_seconds)]
+    lines = [_seen("volume", written_on=other), _locks(folder)]
+    files.write_atomic(folder / "asked", "")
+    return lines
+
+
+def _note(path: Path, wait_seconds: float) -> str | None:
+    deadline = time.monotonic() + wait_seconds
+    while time.monotonic() < deadline:
+        if path in path.parent.iterdir():  # a listing makes NFS look at the folder anew
+            return path.read_text()
+        time.sleep(_PAUSE_SECONDS)
+    return None
+
+
+def _machine() -> str:
+    return os.environ.get(pods.NODE, "a machine without a name")
+
+
+def _seen(name: str, *, written_on: str) -> CheckLine:
+    here = _machine()
+    found = f"a file written on {written_on} is read on {here}"
+    if written_on == here:
+        return CheckLine(
+            name=name,
+            state="warn",
+            found=f"{found}: the same machine, which says nothing of others",
+            fix="none on a cluster of one machine; else try again when another one has room",
+        )
+    return CheckLine(name=name, state="ok", found=found)
+
+
+def _not_seen(name: str, wait_seconds: float) -> CheckLine:
+    return CheckLine(
+        name=name,
+        state="fail",
+        found=f"{_machine()} has not seen the other pod's file within {wait_seconds:g} s",
+        fix=_VOLUME,
+    )
+
+
+def _locks(folder: Path) -> CheckLine:
+    fix = (
+        "mount the volume with locks that machines share (NFS without nolock or local_lock); "
+        "without them two runs of one stage at once may spoil each other's work"
+    )
+    try:
+        with locks.held_if_free(folder / "lock") as whole:
+            pass
+        with locks.exclusive(folder / "marks", "a name") as part:
+            pass
+    except OSError as error:
+        found = f"the volume has no locks: {error}"
+        return CheckLine(name="locks", state="warn", found=found, fix=fix)
+    if whole or part:
+        found = f"{_machine()} was given a lock that the other pod holds"
+        return CheckLine(name="locks", state="warn", found=found, fix=fix)
+    return CheckLine(name="locks", state="ok", found="a lock of one pod is refused to the other")
+
+
+def _answer_of_ray(cluster: ClusterConfig, kind: Kind) -> list[CheckLine]:
+    shape = shape_of(cluster)
+    return answers_of_workers(shape, kind.on(shape).image.name)
+
+
+@task(**_once(TRAIN).options, **ray_stage(_once(TRAIN)))
+def answer_from_training(cluster: ClusterConfig) -> list[CheckLine]:
+    """One step of training on every worker's pod, in the image of training stages."""
+    return _answer_of_ray(cluster, TRAIN)
+
+
+@task(**_once(GENERATE).options, **ray_stage(_once(GENERATE)))
+def answer_from_generation(cluster: ClusterConfig) -> list[CheckLine]:
+    """The same in the image of stages that sample."""
+    return _answer_of_ray(cluster, GENERATE)
+
+
+# Registered too: a dynamic stage knows only images of tasks that were registered with it.
+answer_from_training.on_shape(one_gpu())
+answer_from_generation.on_shape(one_gpu())
+
+
+@dynamic(**_PLAIN)
+def try_ray(cluster: ClusterConfig) -> list[CheckLine]:
+    """A RayJob of the shape, in the image of training stages."""
+    return answer_from_training.on(cluster)(cluster=cluster)
+
+
+@dynamic(**_PLAIN)
+def try_engines(cluster: ClusterConfig) -> list[CheckLine]:
+    """A RayJob in the image of stages that sample; without GPUs it is the same image."""
+    if not cluster.num_gpus:
+        return []
+    return answer_from_generation.on(cluster)(cluster=cluster)
+
+
+def answers_of_workers(shape: Shape, image: str) -> list[CheckLine]:
+    """Takes one step of training on the machine of every worker, and compares it with the head's.
+
+    Args:
+        shape: Of the Ray cluster, which this process has joined.
+        image: Its name, for the line.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    machines = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    answers = ray.get(
+        [
+            ray.remote(_one_step)
+            .options(
+                num_cpus=1,
+                num_gpus=machine["Resources"].get("GPU", 0),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False),
+            )
+            .remote()
+            for machine in machines
+        ]
+    )
+    return judged_answers(answers, shape, image, expected=_loss_after_a_step("cpu"))
+
+
+def judged_answers(
+    answers: Sequence[dict[str, Any]], shape: Shape, image: str, *, expected: float
+) -> list[CheckLine]:
+    """The lines on what workers have answered.
+
+    Args:
+        answers: Of `_one_step`, one a machine.
+        shape: That was asked for.
+        image: Name of the image.
+        expected: The loss after the step on the head.
+    """
+    name = f"ray: {image.removeprefix('nemo-rl-')}"
+    losses = [loss for answer in answers for loss in answer["losses"]]
+    if not all(abs(loss - expected) <= _STEPS_AGREE * abs(expected) for loss in losses):
+        found = f"a step's loss is {expected:.6g} on the head, and {losses} on workers"
+        fix = "test that machine's memory and GPUs (dcgmi diag -r 3)"
+        return [CheckLine(name=name, state="fail", found=found, fix=fix)]
+    shared = min(answer["shared_memory_gib"] for answer in answers)
+    wanted = min(group.shared_memory_gib for group in shape.nodes)
+    found = (
+        f"a step of training on {len(answers)} worker pod{'s' * (len(answers) != 1)} equals the "
+        f"head's; /dev/shm has {shared:.0f} GiB"
+    )
+    lines = [CheckLine(name=name, state="ok", found=found)]
+    if shared < 0.9 * wanted:
+        fix = "take out what limits memory volumes in the namespace (LimitRange, a policy)"
+        found = f"{found}, not {wanted}: Ray would keep its objects on disk"
+        lines = [CheckLine(name=name, state="warn", found=found, fix=fix)]
+    if shape.num_gpus:
+        lines.append(_gpus([gpu for answer in answers for gpu in answer["gpus"]], shape, image))
+    return lines
+
+
+def _gpus(found: Sequence[str], shape: Shape, image: str) -> CheckLine:
+    name = f"GPUs: {image.removeprefix('nemo-rl-')}"
+    kinds = ", ".join(f"{found.count(kind)} x {kind}" for kind in sorted(set(found))) or "none"
+    if len(found) != shape.num_gpus:
+        seen = f"torch sees {kinds}, and the shape has {shape.num_gpus}"
+        return CheckLine(name=name, state="fail", found=seen, fix=_DRIVER)
+    return CheckLine(name=name, state="ok", found=f"torch computes on {kinds}")
+
+
+def _one_step() -> dict[str, Any]:
+    """In a worker's pod: what its devices make of one step."""
+    import torch
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    memory = os.statvfs("/dev/shm")
+    return {
+        "losses": [_loss_after_a_step(device) for device in gpus or ["cpu"]],
+        "gpus": [torch.cuda.get_device_name(device) for device in gpus],
+        "shared_memory_gib": memory.f_blocks * memory.f_frsize / 2**30,
+    }
+
+
+def _loss_after_a_step(device: str) -> float:
+    """One step of SGD on a linear regression with fixed numbers."""
+    import torch
+
+    numbers = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 64, generator=numbers).to(device)
+    weights = torch.zeros(64, 1, device=device, requires_grad=True)
+    targets = inputs.sum(dim=1, keepdim=True)
+    loss = ((inputs @ weights - targets) ** 2).mean()
+    (gradient,) = torch.autograd.grad(loss, weights)
+    with torch.no_grad():
+        stepped = weights - 0.1 * gradient
+        return float(((inputs @ stepped - targets) ** 2).mean())
+
+
+@task(**_PLAIN)
+def send_notices() -> list[CheckLine]:
+    """Sends a notice to every place that runs send theirs to."""
+    return notices_sent(os.environ, notices.send)
+
+
+def notices_sent(
+    environment: "os._Environ[str] | dict[str, str]", send: Callable[..., list[str]]
+) -> list[CheckLine]:
+    """The line on notices.
+
+    Args:
+        environment: With `NEMO_RL_NOTIFY` and `NEMO_RL_SMTP`.
+        send: `notices.send`.
+    """
+    name = "notices"
+    secret = f"the secret {pods.SECRETS} (default-env-from-secrets in Flyte's values)"
+    try:
+        notices.check_places(environment)
+    except ConfigError as error:
+        return [CheckLine(name=name, state="fail", found=error.in_one_line, fix=f"{error.fix}")]
+    hooks, addresses = notices.webhooks(environment), notices.mail_addresses(environment)
+    if not hooks and not addresses:
+        found = f"no pod has {notices.NOTIFY}: nobody is told how runs end"
+        fix = f"set it in {secret}, or leave it so"
+        return [CheckLine(name=name, state="warn", found=found, fix=fix)]
+    if addresses and not environment.get(notices.SMTP):
+        found = f"{len(addresses)} mail addresses, and no {notices.SMTP}: runs send no mail"
+        fix = f"set {notices.SMTP} beside it in {secret}; Flyte's own mail needs `notifications`"
+        return [CheckLine(name=name, state="fail", found=found, fix=fix)]
+    subject, text = "nemo-rl: cluster-check", "This cluster can tell you how runs end."
+    problems = send(subject, text, environment=environment)
+    if problems:
+        fix = "let pods reach that server (network policies, a proxy), and correct its account"
+        return [CheckLine(name=name, state="fail", found="; ".join(problems), fix=fix)]
+    found = f"sent to {len(hooks)} webhooks and {len(addresses)} mail addresses: look there"
+    return [CheckLine(name=name, state="ok", found=found)]

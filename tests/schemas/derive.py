@@ -1,0 +1,190 @@
+"""Writes `kuberay.json` and `flyte.json` from the projects' own sources.
+
+`python -m tests.schemas.derive KUBERAY FLYTE`, each a clone with the tags below. KubeRay's CRDs
+are schemas already; a chart knows what its values and templates name; of Flyte's configuration the
+Go structs are read, with the types of their fields.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KUBERAY, FLYTE = "v1.5.1", "v1.16.8"
+"""The operator's version whose API Flyte's version is built with, and Flyte's."""
+
+_TEMPLATE = {"metadata": "V1ObjectMeta", "spec": "V1PodSpec"}
+_OF_CHARTS = {
+    "affinity": "V1Affinity",
+    "extraRules": ["V1PolicyRule"],
+    "extraVolumeMounts": ["V1VolumeMount"],
+    "extraVolumes": ["V1Volume"],
+    "imagePullSecrets": ["V1LocalObjectReference"],
+    "livenessProbe": "V1Probe",
+    "podSecurityContext": "any",
+    "readinessProbe": "V1Probe",
+    "resources": "V1ResourceRequirements",
+    "securityContext": "V1SecurityContext",
+    "tolerations": ["V1Toleration"],
+}
+"""Values that a chart hands to Kubernetes as they are."""
+
+_STRUCT = re.compile(r"^type (\w+) struct \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_GO = {
+    r"string|v1\.ResourceName|v1\.PullPolicy|\w+\.Duration": "string",
+    r"bool": "boolean",
+    r"u?int\d*": "integer",
+    r"float\d+|rate\.Limit": "number",
+    r"resource\.Quantity": "quantity",
+    r"v1\.(\w+)": r"V1\1",
+}
+"""Types of fields by patterns, of which the first counts."""
+
+_SECTIONS = {
+    "propeller": ("flytepropeller/pkg/controller/config", "Config"),
+    "tasks": ("flytepropeller/pkg/controller/nodes/task/config", "Config"),
+    "storage": ("flytestdlib/storage", "Config"),
+    "notifications": ("flyteadmin/pkg/runtime/interfaces", "NotificationsConfig"),
+    "scheduler": ("flyteadmin/pkg/runtime/interfaces", "SchedulerConfig"),
+    "plugins.k8s": (
+        "flyteplugins/go/tasks/pluginmachinery/flytek8s/config",
+        "K8sPluginConfig",
+    ),
+    "plugins.ray": ("flyteplugins/go/tasks/plugins/k8s/ray", "Config"),
+}
+"""Sections of Flyte's configuration that the files of `deployment/` have, and their structs."""
+
+
+class Tag:
+    """The files of a clone at a tag."""
+
+    def __init__(self, clone: str, tag: str) -> None:
+        self._clone, self._tag = clone, tag
+
+    def read(self, path: str) -> str:
+        return self._git("show", f"{self._tag}:{path}")
+
+    def paths(self, folder: str) -> list[str]:
+        return self._git("ls-tree", "-r", "--name-only", self._tag, folder).split()
+
+    def _git(self, *arguments: str) -> str:
+        whole = ["git", "-C", self._clone, *arguments]
+        return subprocess.run(whole, check=True, capture_output=True, text=True).stdout
+
+
+def of_crd(schema: dict[str, Any]) -> Any:
+    """The tree of an OpenAPI schema, where a pod's template is Kubernetes' own."""
+    if {"containers"} <= schema.get("properties", {}).get("spec", {}).get("properties", {}).keys():
+        return _TEMPLATE
+    if schema.get("type") == "array":
+        return [of_crd(schema["items"])]
+    if "properties" in schema:
+        needed = schema.get("required", [])
+        found = schema["properties"].items()
+        return {key + "!" * (key in needed): of_crd(each) for key, each in found}
+    if "additionalProperties" in schema:
+        return {"*": of_crd(schema["additionalProperties"])}
+    return _of_scalar(schema)
+
+
+def _of_scalar(schema: dict[str, Any]) -> str:
+    if schema.get("x-kubernetes-int-or-string"):
+        return "integer or string"
+    if "enum" in schema:
+        return "|".join(map(str, schema["enum"]))
+    return str(schema.get("type", "any")).replace("object", "any")
+
+
+def of_chart(tag: Tag, folder: str) -> dict[str, Any]:
+    """The tree of a chart's values: the types of the defaults, and what templates name beside."""
+    tree: dict[str, Any] = _of_default("", yaml.safe_load(tag.read(f"{folder}/values.yaml")))
+    for path in tag.paths(f"{folder}/templates"):
+        for keys in re.findall(r"\.Values((?:\.\w[\w-]*)+)", tag.read(path)):
+            place: Any = tree
+            for key in keys.split(".")[1:]:
+                if not isinstance(place, dict) or "*" in place:
+                    break
+                place = place.setdefault(key, _OF_CHARTS.get(key, "any"))
+    return tree
+
+
+def _of_default(name: str, value: Any) -> Any:
+    if name in _OF_CHARTS:
+        return _OF_CHARTS[name]
+    if isinstance(value, dict):
+        return {key: _of_default(key, each) for key, each in value.items()} or {"*": "any"}
+    if isinstance(value, list):
+        return ["any"]
+    names = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    return names.get(type(value), "any")
+
+
+class Structs:
+    """The structs of a Go package."""
+
+    def __init__(self, tag: Tag, folder: str) -> None:
+        self._found: dict[str, str] = {}
+        for path in tag.paths(f"{folder}/"):
+            if path.endswith(".go") and "/" not in path[len(folder) + 1 :]:
+                whole = tag.read(path)
+                self._found |= dict(
+                    re.findall(r"^type (\w+) struct \{\n(.*?)^\}", whole, re.M | re.S)
+                )
+
+    def tree(self, name: str) -> dict[str, Any]:
+        """The tree of a struct."""
+        return dict(self._fields(self._found[name]))
+
+    def _fields(self, body: str) -> Iterator[tuple[str, Any]]:
+        for written, tag in re.findall(r"^\s+\w+\s+(\S+)\s+`json:\"([^\"]*)\"", body, re.M):
+            yield tag.partition(",")[0], self._type(written)
+
+    def _type(self, written: str) -> Any:
+        written = written.lstrip("*")
+        if written.startswith("[]"):
+            return [self._type(written[2:])]
+        if found := re.fullmatch(r"map\[[\w.]+\](.*)", written):
+            return {"*": self._type(found[1])}
+        if written in self._found:
+            return self.tree(written)
+        for pattern, name in _GO.items():
+            if match := re.fullmatch(pattern, written):
+                return match.expand(name)
+        return "any"
+
+
+def main(kuberay_clone: str, flyte_clone: str) -> None:
+    """Writes both files."""
+    kuberay, flyte = Tag(kuberay_clone, KUBERAY), Tag(flyte_clone, FLYTE)
+    chart = "helm-chart/kuberay-operator"
+    found: dict[str, Any] = {"version": KUBERAY, "from": chart, "chart": of_chart(kuberay, chart)}
+    for kind in ("RayCluster", "RayJob"):
+        crd = yaml.safe_load(kuberay.read(f"{chart}/crds/ray.io_{kind.lower()}s.yaml"))
+        (served,) = [each for each in crd["spec"]["versions"] if each["name"] == "v1"]
+        found[kind] = of_crd(served["schema"]["openAPIV3Schema"]) | {"metadata": "V1ObjectMeta"}
+    _write("kuberay", found)
+    chart = "charts/flyte-binary"
+    rules = flyte.read(f"{chart}/templates/clusterrole.yaml")
+    rules = re.sub(r"(?m)^.*\{\{.*\n", "", rules.partition("\nrules:\n")[2])
+    sections = {
+        section: Structs(flyte, folder).tree(struct)
+        for section, (folder, struct) in _SECTIONS.items()
+    }
+    resources = Structs(flyte, "flyteadmin/pkg/runtime/interfaces").tree("TaskResourceSet")
+    sections["task_resources"] = {"defaults": resources, "limits": resources}
+    written = {"version": FLYTE, "from": chart, "chart": of_chart(flyte, chart)}
+    _write("flyte", written | {"rules": yaml.safe_load(rules), "config": sections})
+
+
+def _write(name: str, found: dict[str, Any]) -> None:
+    path = Path(__file__).with_name(f"{name}.json")
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,67 @@
+"""`nemo-rl cluster-check` against Flyte's protocol on loopback, where no pod ever starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tasks import cli
+from tasks.cli.flyte_cluster_check import NODES
+from tests.workflows.flyte_backend import Backend
+from tests.workflows.flyte_backend.containers import Container
+
+
+class NoRoom:
+    """A machine whose pods stay pending."""
+
+    pid = 0
+
+    def start(self, *_: object) -> Container:
+        return self
+
+    def poll(self) -> int | None:
+        return None
+
+    def remove(self) -> None:
+        """Leaves nothing."""
+
+
+def test_what_does_not_end_is_given_up_and_named(tmp_path: Path) -> None:
+    with Backend(tmp_path / "flyte", machine=NoRoom(), at_once=True) as backend:
+        where = ["--config", str(backend.config), "--project", "flytesnacks"]
+        given = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
+        result = CliRunner().invoke(cli.group, given)
+        (execution,) = backend.executions.values()
+        execution_ended = backend._aborted[execution.name].is_set()
+    assert result.exit_code == 1, result.output
+    told = json.loads(result.stdout)
+    assert told["counts"] == {"ok": 0, "warn": 0, "fail": len(NODES)}
+    assert [line["name"] for line in told["checks"]] == [node.name for node in NODES.values()]
+    for line in told["checks"]:
+        assert line["found"].startswith("did not end within 3 s")
+        assert "kubectl describe" in line["fix"]
+    assert execution_ended
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["shape=one_gup"], "one_gup"),
+        (["shapes=one_gpu"], "shapes"),
+        (["one_gpu"], "'one_gpu' is no setting"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(settings: list[str], said: str) -> None:
+    result = CliRunner().invoke(cli.group, ["cluster-check", *settings])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "flyte.yaml"
+    config.write_text("admin:\n  endpoint: dns:///127.0.0.1:9\n  insecure: true\n")
+    result = CliRunner().invoke(cli.group, ["cluster-check", "--config", str(config)])
+    assert result.exit_code == 2
+    assert "the checks cannot be launched on 127.0.0.1:9" in result.output
+    assert "fix: look at the endpoint" in result.output
