@@ -72,6 +72,7 @@ class StageInputs:
         parents: Folders of the artifacts that it reads, by role.
         source: Digest of the source that it runs.
         part: Name of one of several artifacts of the stage, or the iteration.
+        numerics_version: That the stage declares; the source has it too, and with it the key.
     """
 
     stage: str
@@ -79,6 +80,7 @@ class StageInputs:
     parents: dict[str, Path] = field(default_factory=dict)
     source: str = ""
     part: str = ""
+    numerics_version: int = 1
 
     @property
     def key(self) -> str:
@@ -278,6 +280,7 @@ def _manifest(
         git_commit=commit,
         git_dirty=dirty,
         source_digest=inputs.source,
+        numerics_version=inputs.numerics_version,
         packages=package_versions(),
         parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
         cost=cost,

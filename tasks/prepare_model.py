@@ -11,6 +11,8 @@ from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import ModelTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 class PreparedModel(NamedTuple):
     """The first checkpoint and the tokenizer alone, which data depend on."""

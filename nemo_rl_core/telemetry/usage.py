@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_core.telemetry.cost import ModelFlops, Phase
 from nemo_rl_core.telemetry.gpu_use import GpuUse
+from nemo_rl_core.telemetry.model_flops import ModelFlops, Phase
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Spent:
         cpu_seconds: CPU time of this process, its ended children, and the workers.
         generated_tokens: Tokens sampled by engines.
         trained_tokens: Tokens of sequences that were trained on, prompts included.
-        flops: See `nemo_rl_core.telemetry.cost`.
+        flops: See `nemo_rl_core.telemetry.model_flops`.
         device: The kind of GPU of the workers; empty without any.
         peak_gpu_gib: The most that torch has held of any of their GPUs, since its worker started.
     """

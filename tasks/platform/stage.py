@@ -1,6 +1,7 @@
 """What every stage does around its work: one folder, one lock, one manifest."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -36,6 +37,9 @@ choice = dynamic(**PLAIN.options)
 
 def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`flytekit.task`, cached by the inputs and by the source that the stage can reach.
+
+    The module of the stage declares `NUMERICS_VERSION`. A higher number makes the stage run again
+    where nothing that its key covers has changed, as after a fault of a driver or a disk.
 
     Args:
         kind: What the stage reserves on a cluster, and how often and how long it may try.
@@ -89,6 +93,8 @@ def make(
         parents={role: parent.records for role, parent in parents.items()},
         source=source_digest(module),
         part=part,
+        # The digest covers it with the rest of the module.
+        numerics_version=getattr(sys.modules[module], "NUMERICS_VERSION", 1),
     )
     run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
     with _tracked_on_cluster(), retried_on_cluster():

@@ -41,7 +41,7 @@ from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterf
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.waiting import waiting
 
 _LOG = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.choices import with_choices
 from nemo_rl_core.models.policy.rank_times import RankTimesLog
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.cost import model_shape
 from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
+from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.waiting import waiting
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
