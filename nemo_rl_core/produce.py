@@ -13,7 +13,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
-from nemo_rl_core.store.machine import Machine
+from nemo_rl_core.store.machine import Machine, process_numerics
 from nemo_rl_core.store.manifest import Cost, Manifest, config_hash, package_versions
 from nemo_rl_core.store.partial import write_digests
 from nemo_rl_core.store.stage_run import StageRun
@@ -169,6 +169,7 @@ def produce(
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
         hash_of = functools.cache(hash_file)  # weights are a part of the content
         manifest = _manifest(inputs, made, folder, cost, run, hash_of)
+        manifest = manifest.model_copy(update={"machine": _machine(inputs, spent)})
         # The key is part of the name: equal content from other inputs has other parents.
         digest = config_hash({"content": manifest.content_hash, "key": key})
         name = artifact_name(stage, digest)
@@ -263,7 +264,6 @@ def _manifest(
     hash_of: HashOfFile,
 ) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
-    cluster = _cluster(inputs)
     with waiting_for_hashes(f"hashing the result of {inputs.stage}"):
         content_hash = hash_content(folder, hash_of)
         weights_hash = hash_weights(folder, hash_of)
@@ -286,6 +286,13 @@ def _manifest(
         cost=cost,
         figures=made.figures,
         choices=dict(made.choices),
-        machine=Machine.current(cluster.num_threads if cluster else None),
         run=run,
     )
+
+
+def _machine(inputs: StageInputs, spent: usage.Spent) -> Machine:
+    """This machine, and how the processes of the stage computed."""
+    cluster, own = _cluster(inputs), process_numerics()
+    here = Machine.current(cluster.num_threads if cluster else None)
+    processes = spent.processes or ({"stage": own} if own else {})
+    return here.model_copy(update={"processes": processes})
