@@ -2,6 +2,8 @@
 
 `tests/unit/store/test_digest_scope.py` holds the lists to what they claim: it names everything that
 modules in a key take from those that only report, and what that returns.
+`tests/workflows/test_opened_sources.py` runs stages, looks at every file of the project that any of
+their processes opens, and runs them again with reports that are wrong.
 """
 
 REPORTING = frozenset(
