@@ -12,6 +12,7 @@ import pytest
 import nemo_rl_core
 import tasks
 from nemo_rl_core import errors
+from nemo_rl_core.store import shown_texts
 from nemo_rl_core.store.shown_texts import ERRORS, SAID_TO_MODELS
 from nemo_rl_core.store.source_files import read_source
 
@@ -182,3 +183,31 @@ def test_loggers_are_no_other_objects() -> None:
             if re.match(r"(_LOG|_log|logger)\b.* = ", line):
                 assert "logging.getLogger(" in line, path
     assert isinstance(logging.getLogger("any"), logging.Logger)
+
+
+def test_calls_that_show_are_those_of_telemetry() -> None:
+    """A function of the same name elsewhere might compute with its text."""
+    for package in (nemo_rl_core, tasks):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            if "telemetry" in path.parts:
+                continue
+            tree = ast.parse(path.read_text())
+            called = {
+                shown_texts._name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)
+            }
+            imported = {
+                alias.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom)
+                and str(node.module).startswith("nemo_rl_core.telemetry.")
+                for alias in node.names
+            }
+            assert called & shown_texts._DISPLAYED <= imported, path
+
+
+def test_no_other_class_is_called_as_an_error_of_the_project() -> None:
+    for package in (nemo_rl_core, tasks):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            if path.name != "errors.py":
+                named = re.findall(r"^\s*(?:class|def) (\w+)", path.read_text(), re.MULTILINE)
+                assert not ERRORS & {*named}, path
