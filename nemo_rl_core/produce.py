@@ -13,7 +13,7 @@ from nemo_rl_core.config.cluster import ClusterConfig
 from nemo_rl_core.store.ancestry import write_ancestors
 from nemo_rl_core.store.files import hash_file
 from nemo_rl_core.store.git import git_state
-from nemo_rl_core.store.machine import Machine
+from nemo_rl_core.store.machine import Machine, process_numerics
 from nemo_rl_core.store.manifest import Cost, Manifest, config_hash, package_versions
 from nemo_rl_core.store.partial import write_digests
 from nemo_rl_core.store.stage_run import StageRun
@@ -72,6 +72,7 @@ class StageInputs:
         parents: Folders of the artifacts that it reads, by role.
         source: Digest of the source that it runs.
         part: Name of one of several artifacts of the stage, or the iteration.
+        numerics_version: That the stage declares; the source has it too, and with it the key.
     """
 
     stage: str
@@ -79,6 +80,7 @@ class StageInputs:
     parents: dict[str, Path] = field(default_factory=dict)
     source: str = ""
     part: str = ""
+    numerics_version: int = 1
 
     @property
     def key(self) -> str:
@@ -167,6 +169,7 @@ def produce(
         cost = _cost(inputs, made, spent, wall_seconds=time.monotonic() - start)
         hash_of = functools.cache(hash_file)  # weights are a part of the content
         manifest = _manifest(inputs, made, folder, cost, run, hash_of)
+        manifest = manifest.model_copy(update={"machine": _machine(inputs, spent)})
         # The key is part of the name: equal content from other inputs has other parents.
         digest = config_hash({"content": manifest.content_hash, "key": key})
         name = artifact_name(stage, digest)
@@ -261,7 +264,6 @@ def _manifest(
     hash_of: HashOfFile,
 ) -> Manifest:
     commit, dirty = git_state(Path(__file__).parent)
-    cluster = _cluster(inputs)
     with waiting_for_hashes(f"hashing the result of {inputs.stage}"):
         content_hash = hash_content(folder, hash_of)
         weights_hash = hash_weights(folder, hash_of)
@@ -278,11 +280,19 @@ def _manifest(
         git_commit=commit,
         git_dirty=dirty,
         source_digest=inputs.source,
+        numerics_version=inputs.numerics_version,
         packages=package_versions(),
         parents=tuple(Manifest.read(path).ref(path, role) for role, path in inputs.parents.items()),
         cost=cost,
         figures=made.figures,
         choices=dict(made.choices),
-        machine=Machine.current(cluster.num_threads if cluster else None),
         run=run,
     )
+
+
+def _machine(inputs: StageInputs, spent: usage.Spent) -> Machine:
+    """This machine, and how the processes of the stage computed."""
+    cluster, own = _cluster(inputs), process_numerics()
+    here = Machine.current(cluster.num_threads if cluster else None)
+    processes = spent.processes or ({"stage": own} if own else {})
+    return here.model_copy(update={"processes": processes})

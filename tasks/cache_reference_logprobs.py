@@ -13,6 +13,8 @@ from tasks.platform.resources import SCORE
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.pairs import ReferenceTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(SCORE)
 def cache_reference_logprobs(

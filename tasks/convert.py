@@ -13,6 +13,8 @@ from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.convert import ProofTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(WEIGHTS)
 def convert(config: ProofTaskConfig, checkpoint: Checkpoint, rows: Dataset) -> Checkpoint:

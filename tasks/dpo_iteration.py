@@ -9,6 +9,8 @@ from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.dpo import DPOTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(TRAIN)
 def dpo_iteration(

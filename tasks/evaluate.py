@@ -13,6 +13,7 @@ from tasks.platform.resources import GENERATE
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import EvaluationTaskConfig
 
+NUMERICS_VERSION = 1
 _ROWS_SHOWN = 40
 
 

@@ -15,6 +15,7 @@ from tasks.platform.stage import cached_task, make
 from tasks.promote import compare_reports
 from tasks.recipes.evaluate import ComparisonTaskConfig
 
+NUMERICS_VERSION = 1
 _CHANGES_SHOWN = 40
 
 

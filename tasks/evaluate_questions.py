@@ -11,6 +11,8 @@ from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.evaluate import QuestionsTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(DATA)
 def evaluate_questions(config: QuestionsTaskConfig, tokenizer: Tokenizer) -> Dataset:

@@ -12,6 +12,8 @@ from tasks.platform.resources import SCORE
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.reward_model import RewardModelEvaluationTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(SCORE)
 def evaluate_reward_model(

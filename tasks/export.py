@@ -13,6 +13,8 @@ from tasks.artifacts import Checkpoint, CheckpointArtifact, Promotion
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 
+NUMERICS_VERSION = 1
+
 
 class ExportTaskConfig(FrozenConfig):
     """What `export` reads: nothing but its checkpoint."""

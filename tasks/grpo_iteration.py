@@ -9,6 +9,7 @@ from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.grpo import GRPOTaskConfig
 
+NUMERICS_VERSION = 1
 _CURVES = (
     "reward",
     "loss",

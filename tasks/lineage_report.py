@@ -13,6 +13,8 @@ from tasks.artifacts import Checkpoint, Lineage, LineageReport
 from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make
 
+NUMERICS_VERSION = 1
+
 
 class LineageTaskConfig(FrozenConfig):
     """What `lineage_report` reads: nothing but its model."""

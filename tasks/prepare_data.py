@@ -14,6 +14,8 @@ from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import DataTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 class PreparedData(NamedTuple):
     """Rows to train on, and rows that are never trained on."""

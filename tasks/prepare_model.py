@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.converters.materialize import materialize
+from nemo_rl_core.environments.contents import commit_in
 from nemo_rl_core.produce import StageResult
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Tokenizer, TokenizerArtifact
 from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import ModelTaskConfig
+
+NUMERICS_VERSION = 1
 
 
 class PreparedModel(NamedTuple):
@@ -25,7 +28,9 @@ def prepare_model(config: ModelTaskConfig) -> PreparedModel:
 
     def write_model(folder: Path) -> StageResult:
         shutil.rmtree(folder / "model", ignore_errors=True)
-        count = materialize(config.model, folder / "model", seed=config.seed)
+        count = materialize(
+            config.model, folder / "model", seed=config.seed, commit=commit_in(config.content)
+        )
         summary = f"{config.model.name}, {count / 1e6:.2f} M parameters"
         return StageResult("checkpoint", "hf", summary, step=0)
 

@@ -14,6 +14,8 @@ from tasks.platform.resources import PLAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import PromotionTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 class Promoted(NamedTuple):
     """The decision, and the checkpoint that stands after it."""

@@ -9,6 +9,8 @@ from tasks.platform.resources import GENERATE
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.pairs import PairTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(GENERATE)
 def sample_pairs(

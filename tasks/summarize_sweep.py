@@ -11,6 +11,7 @@ from tasks.artifacts import Report, Summary, SweepReport
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.sweep import SEED, SummaryTaskConfig
 
+NUMERICS_VERSION = 1
 _METRIC = "greedy_accuracy"
 
 

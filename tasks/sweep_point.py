@@ -19,6 +19,7 @@ from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.sweep import PointTaskConfig
 
+NUMERICS_VERSION = 1
 logger = logging.getLogger(f"nemo_rl_core.{__name__}")  # the run's log takes this one's
 _CURVE = "reward"
 

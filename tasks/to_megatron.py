@@ -10,6 +10,8 @@ from tasks.platform.resources import WEIGHTS
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.convert import MegatronTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(WEIGHTS)
 def to_megatron(config: MegatronTaskConfig, checkpoint: Checkpoint) -> Checkpoint:

@@ -8,6 +8,8 @@ from tasks.artifacts import Dataset, DatasetArtifact, Tokenizer
 from tasks.platform.resources import DATA
 from tasks.platform.stage import cached_task, make
 
+NUMERICS_VERSION = 1
+
 
 class TokenizeTaskConfig(FrozenConfig):
     """What `tokenize_pairs` reads: nothing but its rows and the tokenizer."""

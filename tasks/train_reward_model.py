@@ -9,6 +9,8 @@ from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.reward_model import RewardModelTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(TRAIN)
 def train_reward_model(

@@ -10,6 +10,8 @@ from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.common import SFTTaskConfig
 
+NUMERICS_VERSION = 1
+
 
 @cached_task(TRAIN)
 def train_sft(

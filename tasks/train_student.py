@@ -9,6 +9,7 @@ from tasks.platform.resources import TRAIN
 from tasks.platform.stage import cached_task, make
 from tasks.recipes.distillation import DistillationTaskConfig
 
+NUMERICS_VERSION = 1
 _CURVES = ("loss", "forward_kl", "reverse_kl", "student_topk_mass", "reward", "grad_norm")
 
 

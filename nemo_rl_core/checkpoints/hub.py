@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from nemo_rl_core.store.files import write_atomic
 from nemo_rl_core.store.store import Store
@@ -24,6 +25,8 @@ _SECONDS_OF_TRUST = 60.0
 """How long the hub counts as reached after it has answered."""
 
 _reached: dict[str, float] = {}
+
+RepositoryKind = Literal["model", "dataset"]
 
 
 @contextmanager
@@ -52,44 +55,63 @@ def hub_access(name: str | Path) -> Iterator[str]:
         retries.setLevel(level)
 
 
-def dataset_commit(name: str, revision: str | None) -> str | None:
-    """The commit that a revision of a data set on the hub is now.
+def commit_of(kind: RepositoryKind, name: str, revision: str | None = None) -> str | None:
+    """The commit that a revision of a model or data set on the hub is now.
 
-    What the hub answers is kept in the store for times without a network.
+    What the hub answers is kept in the store for times without a network. Then a model is that of
+    the hub's cache, which is what a load finds, and a data set that of the last answer.
 
     Args:
+        kind: Of the repository.
         name: As `organization/name`.
         revision: A branch, a tag or a commit; None is the main branch.
 
     Returns:
         None where the hub cannot say and has not said before: a download explains why.
     """
-    if revision and _COMMIT.fullmatch(revision):
+    if is_commit(revision):
         return revision
     kept = Store.default().cache / "hub_commits.json"
     known = _commits(kept)
     key = f"{name}@{revision or 'main'}"
-    found = _asked(name, revision)
+    if kind != "dataset":
+        key = f"{kind} {key}"
+    found = _asked(kind, name, revision)
     if found is None:
-        return known.get(key)
+        cached = _cached_commit(name, revision) if kind == "model" else None
+        return cached or known.get(key)
     if known.get(key) != found:
         write_atomic(kept, json.dumps({**known, key: found}, indent=1, sort_keys=True))
     return found
 
 
-def _asked(name: str, revision: str | None) -> str | None:
+def is_commit(text: str | None) -> bool:
+    """Whether a text is the name of a commit."""
+    return text is not None and _COMMIT.fullmatch(text) is not None
+
+
+def _asked(kind: RepositoryKind, name: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi
 
     with hub_access(name) as problem:
         if problem:
             return None
+        ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
         try:
-            sha = HfApi().dataset_info(name, revision=revision, timeout=_PROBE_SECONDS).sha
+            sha = ask(name, revision=revision, timeout=_PROBE_SECONDS).sha
         # Named fault boundary: names, tokens and proxies; the download has the better error.
         except Exception:  # noqa: BLE001
             _LOG.debug("the hub does not tell the commit of %s", name, exc_info=True)
             return None
     return None if sha is None else str(sha)
+
+
+def _cached_commit(name: str, revision: str | None) -> str | None:
+    try:
+        found = (hub_folder("model", name) / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return found if is_commit(found) else None
 
 
 def _commits(path: Path) -> dict[str, str]:
@@ -100,11 +122,11 @@ def _commits(path: Path) -> dict[str, str]:
     return known if isinstance(known, dict) else {}
 
 
-def hub_folder(kind: str, name: str) -> Path:
+def hub_folder(kind: RepositoryKind, name: str) -> Path:
     """Where the hub's cache has, or will have, the files of a repository.
 
     Args:
-        kind: "model" or "dataset".
+        kind: Of the repository.
         name: As `organization/name`.
     """
     from huggingface_hub import constants

@@ -24,13 +24,16 @@ from nemo_rl_core.store.store import Store
 from nemo_rl_core.telemetry.waiting import waiting, waiting_for_files
 
 
-def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
+def materialize(
+    model: ModelConfig, folder: Path, *, seed: int | None, commit: str | None = None
+) -> int:
     """Writes the model and its tokenizer into `folder`.
 
     Args:
         model: The model section of the recipe.
         folder: The folder to create.
         seed: Seed of random weights, if the model has any.
+        commit: Of a model of the hub; None is that of its main branch.
 
     Returns:
         The number of parameters.
@@ -47,7 +50,7 @@ def materialize(model: ModelConfig, folder: Path, *, seed: int | None) -> int:
         case ModelFromWheel():
             loaded, tokenizer = _from_wheel(model)
         case PretrainedModel():
-            loaded, tokenizer = _pretrained(model)
+            loaded, tokenizer = _pretrained(model, commit)
     with waiting_for_files("writing the model", folder):
         loaded.save_pretrained(folder)
     tokenizer.init_kwargs["template_date"] = model.template_date
@@ -115,7 +118,7 @@ def check_pretrained(name: str) -> None:
     check_model_folder(folder)
 
 
-def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
+def _pretrained(model: PretrainedModel, commit: str | None) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,10 +139,9 @@ def _pretrained(model: PretrainedModel) -> tuple[Any, Any]:
         waiting_for_files(f"downloading {model.name}", cached),
     ):
         try:
-            loaded, _ = load_pretrained(
-                AutoModelForCausalLM, model.name, called=called, dtype=torch.float32
-            )
-            return loaded, load_tokenizer(Path(model.name))
+            options: dict[str, Any] = {"dtype": torch.float32, "revision": commit or "main"}
+            loaded, _ = load_pretrained(AutoModelForCausalLM, model.name, called=called, **options)
+            return loaded, load_tokenizer(Path(model.name), revision=commit)
         except ModelError as error:
             if not problem:
                 raise

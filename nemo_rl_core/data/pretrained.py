@@ -12,8 +12,12 @@ _COMPLETE_IN_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Old and new class names of tokenizers that tokenizer.json defines completely."""
 
 
-def load_tokenizer(model_folder: Path) -> Any:
+def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
     """Loads the tokenizer of a model folder, of the class that its settings name.
+
+    Args:
+        model_folder: Or a name on the hub.
+        revision: The commit there; None is the main branch.
 
     Raises:
         ModelError: If transformers can load no tokenizer from the folder.
@@ -25,7 +29,7 @@ def load_tokenizer(model_folder: Path) -> Any:
         # the settings, which would split text differently and drop characters.
         is_whole = _is_complete_in_file(model_folder)
         loader = PreTrainedTokenizerFast if is_whole else AutoTokenizer
-        tokenizer = loader.from_pretrained(model_folder)
+        tokenizer = loader.from_pretrained(model_folder, revision=revision or "main")
     # Named fault boundary: damaged files raise errors of transformers, tokenizers or json.
     except Exception as error:
         raise ModelError(

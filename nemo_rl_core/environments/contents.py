@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
-from nemo_rl_core.checkpoints.hub import dataset_commit
+from nemo_rl_core.checkpoints.hub import commit_of, is_commit
 from nemo_rl_core.config.base import FrozenConfig
 from nemo_rl_core.config.data import DataConfig, FileData, HubData, MixtureData
 from nemo_rl_core.config.environment import (
@@ -91,7 +91,7 @@ def pinned(data: DataConfig) -> DataConfig:
         return data.replace(sources=sources)
     if not isinstance(data, HubData):
         return data
-    return data.replace(revision=dataset_commit(data.name, data.revision) or data.revision)
+    return data.replace(revision=commit_of("dataset", data.name, data.revision) or data.revision)
 
 
 def _named_data(name: str) -> str:
@@ -101,13 +101,25 @@ def _named_data(name: str) -> str:
 
 
 def model_content(model: ModelConfig) -> str:
-    """Returns a digest of a folder, or of its listing; empty for hub names and generated models."""
+    """Returns a digest of a folder, or of its listing, or the commit of a model of the hub.
+
+    It is empty for generated models, and where the hub does not answer and its cache has none.
+    """
     if not isinstance(model, PretrainedModel):
         return ""
     if remote.is_remote(model.name):
         return remote.content(remote.tree(model.name))
-    folder = Path(model.name).expanduser()
-    return _path(folder) if folder.is_dir() else ""
+    return _named_model(model.name)
+
+
+def commit_in(content: str) -> str | None:
+    """The commit that `model_content` has returned for a model of the hub; None for others."""
+    return content if is_commit(content) else None
+
+
+def _named_model(name: str) -> str:
+    folder = Path(name).expanduser()
+    return _path(folder) if folder.is_dir() else commit_of("model", name) or ""
 
 
 def located_model(model: ModelConfig) -> ModelConfig:
@@ -125,7 +137,7 @@ def reward_content(environment: EnvironmentConfig) -> str:
     """Returns a digest of the scoring code and files.
 
     These are modules of reward functions and environments with their imports (see `user_source`),
-    folders of reward models, and files of retrievers.
+    folders or commits of reward models, and files of retrievers.
     """
     found = [_scored_by(each) for each in single_environments(environment)]
     for answers in multi_turn_environments(environment):
@@ -155,8 +167,7 @@ def _model_of(environment: SingleEnvironmentConfig) -> str | None:
 def _scored_by(environment: SingleEnvironmentConfig) -> str:
     model = _model_of(environment)
     if model is not None:
-        folder = Path(model).expanduser()
-        return _path(folder) if folder.is_dir() else ""
+        return _named_model(model)
     if not isinstance(environment, RewardFunction):
         return ""
     return user_source(environment.target.partition(":")[0])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.errors import ModelError
-from nemo_rl_core.telemetry.cost import ModelFlops
+from nemo_rl_core.telemetry.model_flops import ModelFlops
 
 _BIASED = frozenset({"qwen2"})
 _NORMED_HEADS = frozenset({"qwen3", "qwen3_moe"})
@@ -79,7 +79,7 @@ class ModelSizes:
 
     @property
     def flops(self) -> ModelFlops:
-        """What FLOPs are counted with; see `nemo_rl_core.telemetry.cost`."""
+        """What FLOPs are counted with; see `nemo_rl_core.telemetry.model_flops`."""
         active = self.experts_per_token / self.num_experts if self.num_experts else 1.0
         layer = self.layer_weights - self.expert_weights * (1 - active)
         head = self.vocabulary * self.hidden

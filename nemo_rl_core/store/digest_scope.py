@@ -1,54 +1,60 @@
-"""What is no part of a stage's result, and so of no digest of its source."""
+"""What is no part of a stage's result, and so of no digest of its source.
 
-NOT_OF_THE_RESULT = frozenset(
+`tests/unit/store/test_digest_scope.py` holds the lists to what they claim: it names everything that
+modules in a key take from those that only report, and what that returns.
+`tests/workflows/test_opened_sources.py` runs stages, looks at every file of the project that any of
+their processes opens, and runs them again with reports that are wrong.
+"""
+
+REPORTING = frozenset(
     [
-        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.checkpoints.stop_request"),
-        "nemo_rl_core.config.tracking",
-        *(
-            "nemo_rl_core.distributed.collective_check",
-            "nemo_rl_core.distributed.step_times",
-            "nemo_rl_core.models.policy.rank_times",
-            "nemo_rl_core.telemetry.gpu_use",
-        ),
-        *("nemo_rl_core.documented_names", "nemo_rl_core.history"),
-        *(
-            "nemo_rl_core.telemetry.display",
-            "nemo_rl_core.telemetry.display_lines",
-            "nemo_rl_core.telemetry.live_display",
-            "nemo_rl_core.telemetry.logger_facade",
-            "nemo_rl_core.telemetry.machine_sampler",
-            "nemo_rl_core.telemetry.trackers",
-            "nemo_rl_core.telemetry.tracking",
-            "nemo_rl_core.telemetry.waiting",
-        ),
-        *(
-            "nemo_rl_core.store.digest_scope",
-            "nemo_rl_core.store.source_digest",
-            "nemo_rl_core.store.source_files",
-            "tasks.platform.attempts",
-            "tasks.platform.downloads",
-            "tasks.platform.failures",
-            "tasks.platform.images",
-            "tasks.platform.joining",
-            "tasks.platform.kubernetes_api",
-            "tasks.platform.literal_types",
-        ),
-        *(
-            "tasks.platform.pods",
-            "tasks.platform.ray_manifest",
-            "tasks.platform.ray_stage",
-            "tasks.platform.resources",
-            "tasks.platform.retries",
-            "tasks.platform.run_cluster",
-            "tasks.platform.shapes",
-            "tasks.platform.site_pods",
-            "tasks.platform.starting",
-            "tasks.platform.stopping",
-        ),
+        *("nemo_rl_core.checkpoints.stop_request", "nemo_rl_core.config.tracking"),
+        *("nemo_rl_core.config.mistakes", "nemo_rl_core.config.names"),
+        *("nemo_rl_core.config.peer_names", "nemo_rl_core.documented_names"),
+        *("nemo_rl_core.distributed.collective_check", "nemo_rl_core.distributed.cpu_time"),
+        *("nemo_rl_core.distributed.step_times", "nemo_rl_core.models.policy.rank_times"),
+        "nemo_rl_core.history",
+        *("nemo_rl_core.store.git", "nemo_rl_core.store.machine", "nemo_rl_core.store.stage_run"),
+        *("nemo_rl_core.telemetry.budget", "nemo_rl_core.telemetry.cost"),
+        *("nemo_rl_core.telemetry.curves", "nemo_rl_core.telemetry.decks"),
+        *("nemo_rl_core.telemetry.display", "nemo_rl_core.telemetry.display_lines"),
+        *("nemo_rl_core.telemetry.events", "nemo_rl_core.telemetry.gpu_use"),
+        *("nemo_rl_core.telemetry.intervals", "nemo_rl_core.telemetry.live_display"),
+        *("nemo_rl_core.telemetry.logger_facade", "nemo_rl_core.telemetry.machine_sampler"),
+        *("nemo_rl_core.telemetry.timer", "nemo_rl_core.telemetry.trackers"),
+        *("nemo_rl_core.telemetry.tracking", "nemo_rl_core.telemetry.usage"),
+        *("nemo_rl_core.telemetry.waiting", "nemo_rl_core.trainers.peer_arguments"),
     ]
 )
-"""They decide on machines, memory, containers and keys, or tell of the run; the result is the
-same."""
+"""They tell of the run, in texts, pictures, times and costs; what they return becomes no number of
+a result."""
+
+MACHINERY = frozenset(
+    [
+        *("nemo_rl_core.checkpoints.hub", "nemo_rl_core.produce"),
+        *("nemo_rl_core.store.ancestry", "nemo_rl_core.store.digest_scope"),
+        *("nemo_rl_core.store.hash_cache", "nemo_rl_core.store.locks"),
+        *("nemo_rl_core.store.manifest", "nemo_rl_core.store.partial"),
+        *("nemo_rl_core.store.shown_texts", "nemo_rl_core.store.source_digest"),
+        *("nemo_rl_core.store.source_files", "nemo_rl_core.store.store"),
+        "tasks.platform",
+    ]
+)
+"""They decide on machines, containers, folders and keys: where a result is made and how it is
+known, and not what it is."""
+
+NOT_OF_THE_RESULT = REPORTING | MACHINERY
+
+RECORDS_ARE_THE_RESULT = {
+    "tasks.lineage_report": frozenset(
+        ["nemo_rl_core.store.ancestry", "nemo_rl_core.store.manifest"]
+    )
+}
+"""Stages whose result is made of records, by module: what reads them counts there."""
+
+MINOR_VERSION_COUNTS = frozenset(["flytekit"])
+"""Packages that carry inputs and results and compute nothing: of their versions, the first two
+numbers count."""
 
 NOT_RUN_BY_STAGES = {
     "nemo_rl_core.algorithms.dpo": {

@@ -3,8 +3,10 @@
 import os
 import platform
 import re
+import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,10 +15,14 @@ _CHOOSE_KERNELS = (
     "CUBLAS_WORKSPACE_CONFIG",
     "DNNL_MAX_CPU_ISA",
     "MKL_CBWR",
+    "MKL_DYNAMIC",
     "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_NUM_THREADS",
     "NCCL_ALGO",
     "NCCL_PROTO",
     "NVIDIA_TF32_OVERRIDE",
+    "OMP_DYNAMIC",
+    "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA",
     "VLLM_ATTENTION_BACKEND",
 )
@@ -40,6 +46,8 @@ class Machine(BaseModel):
         driver: Version of NVIDIA's driver on the machine of the stage's own process; empty without
             one. CUDA's version is part of torch's.
         variables: Variables of the environment that choose kernels, those that are set.
+        processes: `process_numerics` of those that computed, by what they did: "training",
+            "generation"; "stage" for a stage without workers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +58,7 @@ class Machine(BaseModel):
     threads: int = 0
     driver: str = ""
     variables: dict[str, str] = {}
+    processes: dict[str, dict[str, str]] = {}
 
     @classmethod
     def current(cls, threads: int | None = None) -> "Machine":
@@ -68,6 +77,37 @@ class Machine(BaseModel):
             driver=_driver(),
             variables={name: os.environ[name] for name in _CHOOSE_KERNELS if name in os.environ},
         )
+
+
+def process_numerics(worker: Any = None) -> dict[str, str]:
+    """What the bits of this process's results follow, as its libraries have it.
+
+    Imports nothing: who computes has torch already.
+
+    Args:
+        worker: Which computes here; its method `kernels`, where it has one, names others.
+
+    Returns:
+        By name: threads, torch's choice of vector extensions, TF32, and on a GPU its name, driver
+        and libraries. Empty without torch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    found = {
+        "threads": str(torch.get_num_threads()),
+        "cpu_capability": str(torch.backends.cpu.get_cpu_capability()),
+        "float32_matmul_precision": str(torch.get_float32_matmul_precision()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "gpu": str(torch.cuda.get_device_name()),
+            "driver": _driver(),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
+    return {**found, **getattr(worker, "kernels", dict)()}
 
 
 def read_cpuinfo(text: str) -> tuple[str, str]:

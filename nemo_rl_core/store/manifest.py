@@ -109,7 +109,7 @@ class Cost(_Record):
         tokens: Tokens in the loss; generated tokens if nothing was trained.
         generated_tokens: Tokens sampled by engines.
         trained_tokens: Tokens of all sequences that were trained on, prompts included.
-        flops: FLOPs that the model needs for them; see `nemo_rl_core.telemetry.cost`.
+        flops: FLOPs that the model needs for them; see `nemo_rl_core.telemetry.model_flops`.
         mfu: Model FLOPs utilization; None without GPUs or for a GPU whose peak is unknown.
         device: The kind of GPU; empty without any.
         peak_memory_gib: Peak memory of all workers, summed.
@@ -168,6 +168,7 @@ class Manifest(_Record):
         seed: The seed of the stage.
         git_commit: None outside of a repository; `git_dirty` likewise.
         source_digest: Digest of the source that the stage ran.
+        numerics_version: That the stage declared when it ran.
         packages: Versions of installed packages.
         parents: The artifacts that the stage read.
         cost: The cost of making it.
@@ -198,6 +199,7 @@ class Manifest(_Record):
     git_commit: str | None = None
     git_dirty: bool | None = None
     source_digest: str = ""
+    numerics_version: int = 1
     packages: dict[str, str] = {}
     parents: tuple[ParentRef, ...] = ()
     cost: Cost = Cost()

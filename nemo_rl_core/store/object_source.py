@@ -20,7 +20,8 @@ from uuid import uuid4
 import cloudpickle
 
 from nemo_rl_core.store.code_objects import content_of, globals_read, modules_imported
-from nemo_rl_core.store.source_digest import OWN_PACKAGES, source_digest
+from nemo_rl_core.store.source_digest import source_digest
+from nemo_rl_core.store.source_files import OWN_PACKAGES
 from nemo_rl_core.store.user_source import read_user_source
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), PurePath)

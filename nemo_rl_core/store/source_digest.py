@@ -4,8 +4,11 @@ A digest over the code of every module of this project that the stage's module c
 versions of the installed packages that these modules import. A module is reached by an import, by a
 registry's string `module:Class`, as a name that a package imports when it is asked for
 (`_PUBLIC`), or as a file that is read or started (`Path(__file__).with_name(...)`). Comments,
-docstrings and layout do not count; a change in another algorithm does not either, because the stage
-does not reach it.
+docstrings, layout and texts that are only shown do not count, nor modules that only report
+(`digest_scope`); a change in another algorithm does not either, because the stage does not reach
+it. A module counts unless it is named: what is forgotten makes a stage run again, and never serves
+an old result. `NUMERICS_VERSION` of a stage's module is for the rest: a higher number makes the
+stage run again on purpose.
 """
 
 import hashlib
@@ -16,14 +19,22 @@ from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
 
-from nemo_rl_core.store.digest_scope import NOT_OF_THE_RESULT, NOT_RUN_BY_STAGES
+from nemo_rl_core.store.digest_scope import (
+    MINOR_VERSION_COUNTS,
+    NOT_OF_THE_RESULT,
+    NOT_RUN_BY_STAGES,
+    RECORDS_ARE_THE_RESULT,
+)
 from nemo_rl_core.store.manifest import package_versions
-from nemo_rl_core.store.source_files import SourceFile, keep_sources, read_source
+from nemo_rl_core.store.source_files import (
+    OWN_PACKAGES,
+    SourceFile,
+    keep_sources,
+    read_source,
+)
 from nemo_rl_core.store.user_source import read_user_source
 
 _ROOT = Path(__file__).resolve().parents[2]
-OWN_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
-"""The packages of this project."""
 _REGISTERED = re.compile(r"(?:nemo_rl_core|tasks)\..*")
 """Registries name built-in classes by "module:Class": importing a registry costs nothing."""
 
@@ -98,8 +109,15 @@ def reached_versions(modules: set[str]) -> dict[str, str]:
     """Versions of Python and of the installed packages that these modules import."""
     imported = {name.partition(".")[0] for each in modules for name in _source(each).imports}
     names = [*_ALWAYS, *(each for name in imported for each in _distributions(name))]
-    found = {name: version for name in names if (version := _version(name)) is not None}
+    found = {name: version for name in names if (version := _counted_version(name)) is not None}
     return {"python": package_versions()["python"], **found}
+
+
+def _counted_version(distribution: str) -> str | None:
+    version = _version(distribution)
+    if version is None or distribution not in MINOR_VERSION_COUNTS:
+        return version
+    return ".".join(version.split(".")[:2])
 
 
 @cache
@@ -121,9 +139,10 @@ def reachable_modules(module: str) -> set[str]:
     """
     found: set[str] = set()
     waiting = [module]
+    records = RECORDS_ARE_THE_RESULT.get(module, frozenset())
     while waiting:
         name = waiting.pop()
-        if name not in found and not _is_left_out(name):
+        if name not in found and (name in records or not _is_left_out(name)):
             found.add(name)
             waiting += _reached(name)
     return found

@@ -17,7 +17,10 @@ from threading import Event
 
 from nemo_rl_core.errors import NemoRLError
 from nemo_rl_core.store.files import write_atomic
+from nemo_rl_core.store.shown_texts import ERRORS, drop_shown_texts
 
+OWN_PACKAGES = ("nemo_rl_core", "tasks", "workflows")
+"""The packages of this project."""
 _MAX_KEPT = 4096
 _is_news = Event()
 """Whether this process has unwritten results."""
@@ -28,7 +31,8 @@ class SourceFile:
     """The analysis of a file.
 
     Attributes:
-        digest: Digest of the syntax tree, without comments, docstrings and layout.
+        digest: Digest of the syntax tree, without comments, docstrings and layout; of this
+            project's files also without texts that are only shown (`shown_texts`).
         imports: Dotted names of modules, and names in modules, that it imports anywhere, without
             imports for type checking.
         strings: Strings that may be names of modules, as in registries: `package.module:Class`.
@@ -86,9 +90,11 @@ def _known() -> dict[str, SourceFile]:
 
 
 def _table_path() -> Path:
-    """Depends on the versions of Python and of this module."""
+    """Depends on the versions of Python and of what analyses, and on the names of errors."""
     here = Path(__file__)
-    version = hashlib.sha256(platform.python_version().encode() + here.read_bytes()).hexdigest()
+    texts = here.with_name("shown_texts.py").read_bytes()
+    known = " ".join([platform.python_version(), *sorted(ERRORS)])
+    version = hashlib.sha256(known.encode() + here.read_bytes() + texts).hexdigest()
     return here.parent / "__pycache__" / f"sources.{version[:16]}.json"
 
 
@@ -97,14 +103,18 @@ def _analysed(tree: ast.Module, module: str) -> SourceFile:
     constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
     imports = {name for node in nodes for name in _imported(node, module)}
     beside = {name for node in nodes for name in _beside(node)}
+    strings = sorted(each for each in constants if isinstance(each, str) and _is_name(each))
     lazy = _lazy_names(tree)
-    for node in [tree, *nodes]:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            _drop_docstring(node)
+    if not any(_reads_docstrings(node) for node in nodes):
+        for node in [tree, *nodes]:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                _drop_docstring(node)
+    if module.partition(".")[0] in OWN_PACKAGES:
+        drop_shown_texts(tree, module)
     return SourceFile(
         digest=hashlib.sha256(ast.dump(tree).encode()).hexdigest(),
         imports=sorted(imports),
-        strings=sorted(each for each in constants if isinstance(each, str) and _is_name(each)),
+        strings=strings,
         lazy=lazy,
         beside=sorted(beside),
     )
@@ -157,6 +167,12 @@ def _beside(node: ast.AST) -> Iterator[str]:
         case ast.Call(func=ast.Attribute(attr="with_name") as function, args=[ast.Constant(name)]):
             if ast.unparse(function.value) == "Path(__file__)":
                 yield str(name)
+
+
+def _reads_docstrings(node: ast.AST) -> bool:
+    """Whether a docstring is a value of the program, such as a prompt or a tool's description."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in ("__doc__", "getdoc")
 
 
 def _drop_docstring(

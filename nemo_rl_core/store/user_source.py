@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_core.store.files import hash_file, hash_folder
-from nemo_rl_core.store.source_files import SourceFile, read_source
+from nemo_rl_core.store.source_files import read_source
 
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
@@ -28,10 +28,12 @@ class UserSource(NamedTuple):
         digest: Digests of modules and versions of packages, separated by spaces; empty if there is
             no such module.
         imports: Dotted names that its modules import.
+        files: The files and folders that the digest covers; those of packages count by version.
     """
 
     digest: str
     imports: list[str]
+    files: list[Path]
 
 
 def user_source(module: str) -> str:
@@ -50,19 +52,19 @@ def user_source(module: str) -> str:
 def read_user_source(module: str, *, without: Collection[str] = ()) -> UserSource:
     """As `user_source`, without what lies in these packages."""
     importlib.invalidate_caches()
-    found: dict[str, str] = {}
-    imports: set[str] = set()
+    found: dict[str, UserSource] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()
         for spec in _specs(name):
             top = spec.name.partition(".")[0]
             if spec.name not in found and top not in {*sys.stdlib_module_names, *without}:
-                found[spec.name], further = _content(spec)
-                imports.update(further)
-                waiting += further
-    digests = sorted({each for each in found.values() if each})
-    return UserSource(" ".join(digests), sorted(imports))
+                found[spec.name] = _content(spec)
+                waiting += found[spec.name].imports
+    digests = sorted({each.digest for each in found.values() if each.digest})
+    imports = {name for each in found.values() for name in each.imports}
+    files = {file for each in found.values() for file in each.files}
+    return UserSource(" ".join(digests), sorted(imports), sorted(files))
 
 
 def _specs(name: str) -> list[ModuleSpec]:
@@ -91,28 +93,23 @@ def _main_file() -> list[ModuleSpec]:
     return [spec] if spec else []
 
 
-def _content(spec: ModuleSpec) -> tuple[str, list[str]]:
-    """The digest of a module, and the names that it imports."""
+def _content(spec: ModuleSpec) -> UserSource:
+    """A module by itself: its digest, the names that it imports, and its files."""
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
     if origin is None:
-        return "", []  # built-in, or a folder without an `__init__`
+        return UserSource("", [], [])  # built-in, or a folder without an `__init__`
     if any(origin.is_relative_to(folder) for folder in _INSTALLED):
-        return _version(spec.name.partition(".")[0]), []
+        return UserSource(_version(spec.name.partition(".")[0]), [], [])
     if origin.suffix != ".py":
-        return hash_file(origin), []
+        return UserSource(hash_file(origin), [], [origin])
     file_name = f"{spec.name}.__init__" if origin.stem == "__init__" else spec.name
     try:
         source = read_source(origin, file_name)
     except (SyntaxError, ValueError):
-        return hash_file(origin), []  # as above
-    return "".join([source.digest, *_beside(origin, source)]), source.imports
-
-
-def _beside(origin: Path, source: SourceFile) -> list[str]:
-    files = [origin.with_name(name) for name in source.beside]
-    return [
-        hash_folder(each) if each.is_dir() else hash_file(each) for each in files if each.exists()
-    ]
+        return UserSource(hash_file(origin), [], [origin])  # the stage raises the error
+    beside = [path for name in source.beside if (path := origin.with_name(name)).exists()]
+    contents = [hash_folder(each) if each.is_dir() else hash_file(each) for each in beside]
+    return UserSource("".join([source.digest, *contents]), source.imports, [origin, *beside])
 
 
 def _version(package: str) -> str:

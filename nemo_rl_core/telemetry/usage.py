@@ -10,11 +10,11 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from nemo_rl_core.telemetry.cost import ModelFlops, Phase
 from nemo_rl_core.telemetry.gpu_use import GpuUse
+from nemo_rl_core.telemetry.model_flops import ModelFlops, Phase
 
 
 @dataclass
@@ -25,9 +25,10 @@ class Spent:
         cpu_seconds: CPU time of this process, its ended children, and the workers.
         generated_tokens: Tokens sampled by engines.
         trained_tokens: Tokens of sequences that were trained on, prompts included.
-        flops: See `nemo_rl_core.telemetry.cost`.
+        flops: See `nemo_rl_core.telemetry.model_flops`.
         device: The kind of GPU of the workers; empty without any.
         peak_gpu_gib: The most that torch has held of any of their GPUs, since its worker started.
+        processes: `store.machine.process_numerics` of the workers, by what they did.
     """
 
     cpu_seconds: float = 0.0
@@ -36,6 +37,7 @@ class Spent:
     flops: float = 0.0
     device: str = ""
     peak_gpu_gib: float = 0.0
+    processes: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 _lock = threading.Lock()
@@ -66,6 +68,17 @@ def saw_gpu(gpu: GpuUse) -> None:
     with _lock:
         _total.device = gpu.name
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, gpu.peak_gib)
+
+
+def saw_process(does: str, numerics: dict[str, str]) -> None:
+    """Records what the bits of a worker's results follow, as that has found it.
+
+    Args:
+        does: "training" or "generation".
+        numerics: Of one of the workers, which are of one kind.
+    """
+    with _lock:
+        _total.processes[does] = numerics
 
 
 class Owner(Protocol):
@@ -103,7 +116,7 @@ def measured() -> Iterator[Spent]:
     """
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
-    _total.device, _total.peak_gpu_gib = "", 0.0
+    _total.device, _total.peak_gpu_gib, _total.processes = "", 0.0, {}
     try:
         yield spent
     finally:
@@ -112,6 +125,8 @@ def measured() -> Iterator[Spent]:
         spent.trained_tokens = _total.trained_tokens - before.trained_tokens
         spent.flops = _total.flops - before.flops
         spent.device, spent.peak_gpu_gib = _total.device, _total.peak_gpu_gib
-        # A stage around this one has seen these GPUs too.
+        spent.processes = dict(_total.processes)
+        # A stage around this one has seen these workers too.
+        _total.processes = {**before.processes, **_total.processes}
         _total.device = _total.device or before.device
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, before.peak_gpu_gib)

@@ -15,7 +15,7 @@ from nemo_rl_core.config.defaults import (
 from nemo_rl_core.config.model import ModelConfig
 from nemo_rl_core.data.pretrained import context_length
 from nemo_rl_core.distributed.resources import count_gpus
-from nemo_rl_core.telemetry.cost import num_parameters
+from nemo_rl_core.telemetry.model_flops import num_parameters
 
 _LOG = logging.getLogger(__name__)
 

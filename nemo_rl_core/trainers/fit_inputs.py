@@ -17,7 +17,7 @@ from nemo_rl_core.data.module import DataModule
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.data.tables import rows_of_frame
 from nemo_rl_core.environments.adapt import as_scorer
-from nemo_rl_core.environments.contents import located_model, model_content
+from nemo_rl_core.environments.contents import commit_in, located_model, model_content
 from nemo_rl_core.environments.interfaces import Scorer
 from nemo_rl_core.environments.needs import check_targets, refuse_incomplete_rows
 from nemo_rl_core.errors import ConfigError, StoreError
@@ -146,11 +146,12 @@ def _model_artifact(stages: UnrecordedStages, model: str | Path | ModelConfig, s
     trained = _trained_here(folder) if config.kind == "pretrained" else None
     if trained is not None:
         return trained
-    if content := model_content(config):
+    content = model_content(config)
+    if content:
         settings["content"] = content
 
     def work(target: Path) -> StageResult:
-        count = materialize(config, target / "model", seed=seed)
+        count = materialize(config, target / "model", seed=seed, commit=commit_in(content))
         return StageResult("checkpoint", "hf", f"{config.name}, {count / 1e6:.2f} M parameters")
 
     source = source_digest(materialize.__module__)

@@ -99,6 +99,11 @@ def _of_commits(then: Iterable[str | None]) -> list[str]:
     return [*found, *(["the working tree has uncommitted changes"] if dirty else [])]
 
 
+def differences_of_making(one: Machine, other: Machine) -> tuple[str, ...]:
+    """Compares how two artifacts were made: machines, and the processes that computed."""
+    return tuple(_of_machine(one.model_dump(), other))
+
+
 def _of_machine(then: dict[str, Any], current: Machine) -> Iterator[str]:
     """Yields differences of the machine that affect the order of floating-point sums."""
     now = current.model_dump()
@@ -116,6 +121,18 @@ def _of_machine(then: dict[str, Any], current: Machine) -> Iterator[str]:
             continue
         shown = _SHOWN.get(name, _as_it_is)(before, after)
         yield text.format(*(each or "none" for each in shown))
+    yield from _of_processes(then.get("processes", {}), current.processes)
+
+
+def _of_processes(
+    then: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
+    """What processes of both had otherwise; a machine that has computed nothing yet has none."""
+    for does in sorted({*then} & {*now}):
+        for name in sorted({*then[does], *now[does]}):
+            before, after = (each[does].get(name, "none") for each in (then, now))
+            if before != after:
+                yield f"{name} in {does} was {before} and is {after}"
 
 
 def _as_it_is(before: Any, after: Any) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,15 @@ from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.equality import Equality, compare_artifacts
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.history.records import ArtifactRow
+from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.manifest import Manifest
 from nemo_rl_core.store.store import Store
-from tasks.cli.differences import Differences, differences_from, differences_from_stages
+from tasks.cli.differences import (
+    Differences,
+    differences_from,
+    differences_from_stages,
+    differences_of_making,
+)
 from tasks.cli.reproduction import (
     BITS_FOLLOW_THE_MACHINE,
     ROOT,
@@ -71,8 +77,11 @@ def reproduce(
         again = repetition.run(target, source, anyway)
     result = _compared(artifact, again)
     _report(artifact, again, result, repetition.maker)
-    if not result.to_the_bit:
-        click.echo(f"  why: {_why(differences)}")
+    made = _of_making(artifact, again, differences)
+    if result.to_the_bit:
+        click.echo(f"  made by {'; '.join(made) or 'equal processors, threads and kernels'}")
+    else:
+        click.echo(f"  why: {_why(differences, made)}")
     if result.to_the_bit and store is None and not keep:
         shutil.rmtree(folder)
     sys.exit(0 if result.to_the_bit else 1)
@@ -172,9 +181,17 @@ def _refuse_or_warn(differences: Differences, *, anyway: bool) -> None:
         )
 
 
-def _why(differences: Differences) -> str:
-    found = [*differences.serious, *differences.bits]
-    if differences.bits:
+def _of_making(artifact: ArtifactRow, again: Path, differences: Differences) -> tuple[str, ...]:
+    """What of machines and kernels differed, as both manifests have it."""
+    then = artifact.manifest.get("machine")  # manifests of earlier versions have none
+    now = Manifest.read(again).machine
+    found = differences_of_making(Machine.model_validate(then), now) if then else ()
+    return tuple(dict.fromkeys([*differences.bits, *found]))
+
+
+def _why(differences: Differences, made: Sequence[str]) -> str:
+    found = [*differences.serious, *made]
+    if made:
         found.append(BITS_FOLLOW_THE_MACHINE)
     return "; ".join(found) or "unknown: source, packages and machine are equal to the run's"
 

@@ -17,7 +17,7 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.history.database import path_of
 from nemo_rl_core.history.queries import History
 from nemo_rl_core.store.store import Store
-from nemo_rl_core.telemetry.cost import num_parameters
+from nemo_rl_core.telemetry.model_flops import num_parameters
 from tasks.platform.dry_run import DryRun, call_dry
 from tasks.platform.preflight import preflight
 from tasks.recipes.common import Recipe, default_name

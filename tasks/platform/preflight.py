@@ -45,7 +45,7 @@ from nemo_rl_core.environments.needs import (
 )
 from nemo_rl_core.errors import ConfigError, DataError
 from nemo_rl_core.store import remote
-from nemo_rl_core.telemetry.cost import num_parameters
+from nemo_rl_core.telemetry.model_flops import num_parameters
 from nemo_rl_core.types import Prompt
 from tasks.platform.gpu_hours import hold_to_budget
 from tasks.platform.gpu_plan import refuse_what_does_not_fit

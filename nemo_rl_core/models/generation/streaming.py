@@ -19,7 +19,7 @@ from nemo_rl_core.models.generation.options import VllmConfig, read_vllm_setup
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_unchanged
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.cost import model_shape
+from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.types import Completion
 
 _LOG = logging.getLogger(__name__)

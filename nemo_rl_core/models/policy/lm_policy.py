@@ -30,9 +30,10 @@ from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy.choices import with_choices
 from nemo_rl_core.models.policy.rank_times import RankTimesLog
+from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.cost import model_shape
 from nemo_rl_core.telemetry.gpu_use import GpuUse, gpu_use
+from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.waiting import waiting
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
@@ -98,6 +99,8 @@ class Policy(PolicyInterface):
         self._times = RankTimesLog(self.workers)
         with waiting(f"loading the model into the workers of {name}"):
             self.workers.run_all_workers_single_data("setup", setup)
+        numerics = self.workers.run_single_worker("__ray_call__", process_numerics)
+        usage.saw_process("training", numerics)
         if hasattr(backend, "choices"):
             self.choices |= self.workers.run_single_worker("choices")
         self._sharing: PrefixSharing | None = None

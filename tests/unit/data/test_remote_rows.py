@@ -1,20 +1,15 @@
 """Rows in an object store, over moto's S3 server: keys, bytes, and what is said when they fail."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
-from nemo_rl_core.checkpoints import hub
-from nemo_rl_core.config.data import FileData, HubData, MixtureData, MixtureSource
+from nemo_rl_core.config.data import FileData, MixtureData, MixtureSource
 from nemo_rl_core.data.datasets import load_rows
 from nemo_rl_core.data.datasets.sources import read
-from nemo_rl_core.environments.contents import data_content, pinned, refuse_changed
+from nemo_rl_core.environments.contents import data_content, refuse_changed
 from nemo_rl_core.errors import DataError
 from nemo_rl_core.store import remote
 from nemo_rl_core.store.store import Store
@@ -180,64 +175,3 @@ def test_an_address_of_another_kind_is_refused() -> None:
     with pytest.raises(DataError, match="rows cannot be read from ftp://host"):
         remote.is_remote("ftp://host/rows.csv")
     assert not remote.is_remote("rows/a.jsonl")
-
-
-COMMITS = {"main": "a" * 40, "v1": "b" * 40}
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's protocol as the commit of a data set takes."""
-
-    def do_HEAD(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        revision = self.path.partition("?")[0].partition("/revision/")[2] or "main"
-        known = self.path.startswith("/api/datasets/org/rows") and revision in COMMITS
-        body = json.dumps({"id": "org/rows", "sha": COMMITS.get(revision)}).encode()
-        self.send_response(200 if known else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
-
-
-@pytest.fixture
-def a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HTTPServer]:
-    server = HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", address)
-    monkeypatch.setattr(hub, "_reached", {})
-    monkeypatch.setenv("NEMO_RL_HOME", str(tmp_path / "store"))
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def test_data_of_the_hub_is_that_of_its_commit(
-    a_hub: HTTPServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = HubData(name="org/rows")
-    assert pinned(config) == config.replace(revision="a" * 40)
-    assert pinned(config.replace(revision="v1")).revision == "b" * 40
-    assert pinned(config.replace(revision="c" * 40)).revision == "c" * 40
-    mixed = MixtureData(sources=[MixtureSource(data=config)])
-    (source,) = pinned(mixed).sources
-    assert source.data.revision == "a" * 40
-    # A push to the hub is another input; without a network the last answer holds.
-    monkeypatch.setitem(COMMITS, "main", "d" * 40)
-    assert pinned(config).revision == "d" * 40
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert pinned(config).revision == "d" * 40
-    assert pinned(HubData(name="org/never", revision="v2")).revision == "v2"
-
-
-def test_what_the_hub_does_not_know_is_left_to_the_download(a_hub: HTTPServer) -> None:
-    config = HubData(name="org/none")
-    assert pinned(config) == config

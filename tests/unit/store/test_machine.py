@@ -1,8 +1,17 @@
 """What is recorded of the machine that made an artifact."""
 
-import pytest
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
-from nemo_rl_core.store.machine import Machine, read_driver
+import pytest
+import torch
+
+from nemo_rl_core.produce import StageInputs, StageResult, produce
+from nemo_rl_core.store.machine import Machine, process_numerics, read_driver
+from nemo_rl_core.store.manifest import Manifest
+from nemo_rl_core.telemetry import usage
 
 PROPRIETARY = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023
 GCC version:  gcc version 12.2.0
@@ -29,3 +38,58 @@ def test_a_record_of_an_earlier_version_has_neither() -> None:
     assert Machine(cpu_model="any", cores=2) == Machine.model_validate(
         {"cpu_model": "any", "cores": 2, "driver": "", "variables": {}}
     )
+
+
+def test_what_a_process_computes_with() -> None:
+    found = process_numerics()
+    assert found["threads"] == str(torch.get_num_threads())
+    assert found["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert found["float32_matmul_precision"] == "highest"
+    assert "cuda" not in found
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert process_numerics()["float32_matmul_precision"] == "high"  # TF32
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    engine = SimpleNamespace(kernels=lambda: {"attention": "FLASH_ATTN"})
+    assert process_numerics(engine) == {**found, "attention": "FLASH_ATTN"}
+
+
+def test_capability_is_that_of_torch_and_not_of_the_processor() -> None:
+    program = (
+        "import torch; from nemo_rl_core.store.machine import process_numerics; "
+        "print(process_numerics()['cpu_capability'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "DEFAULT"
+
+
+def test_without_torch_nothing_is_known_and_nothing_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    assert process_numerics() == {}
+    assert "torch" not in sys.modules
+
+
+def _made(stage: str) -> dict[str, dict[str, str]]:
+    def work(folder: Path) -> StageResult:
+        if stage == "train":
+            usage.saw_process("training", {"threads": "3"})
+        (folder / "rows.txt").write_text(stage)
+        return StageResult("dataset", "text")
+
+    return Manifest.read(produce(StageInputs(stage, {}), work)).machine.processes
+
+
+@pytest.mark.usefixtures("own_store")
+def test_a_manifest_has_what_the_workers_of_its_stage_computed_with() -> None:
+    assert _made("train") == {"training": {"threads": "3"}}
+    # A stage after it, without workers, computes in its own process.
+    assert _made("promote") == {"stage": process_numerics()}

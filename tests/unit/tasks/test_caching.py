@@ -31,9 +31,11 @@ ENGINE = "nemo_rl_core/backends/generation/vllm.py"
                 "nemo_rl_core.backends.generation.vllm",
                 "nemo_rl_core.backends.training.dtensor.backend",
                 "nemo_rl_core.functional.kl",
-                "tasks.platform.stage",
+                "tasks.artifacts",
             ],
             [
+                "nemo_rl_core.telemetry.curves",
+                "tasks.platform.stage",
                 "nemo_rl_core.algorithms.sft.loss",
                 "nemo_rl_core.converters.export",
                 "workflows.grpo",

@@ -12,13 +12,8 @@ from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.produce import cost_html
 from nemo_rl_core.store.manifest import Cost
 from nemo_rl_core.telemetry import usage
-from nemo_rl_core.telemetry.cost import (
-    ModelFlops,
-    Prices,
-    model_flops_utilization,
-    model_shape,
-    peak_flops,
-)
+from nemo_rl_core.telemetry.cost import Prices, model_flops_utilization, peak_flops
+from nemo_rl_core.telemetry.model_flops import ModelFlops, model_shape
 
 SHAPE = ModelFlops(num_multiplied=1000, num_layers=2, attention_width=8)
 

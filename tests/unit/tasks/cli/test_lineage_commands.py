@@ -22,7 +22,7 @@ from nemo_rl_core.store.machine import Machine
 from nemo_rl_core.store.store import Store
 from tasks.artifacts import Checkpoint, CheckpointArtifact, Dataset, DatasetArtifact
 from tasks.cli.card import card
-from tasks.cli.differences import differences_from
+from tasks.cli.differences import differences_from, differences_of_making
 from tasks.cli.lineage import lineage
 from tasks.cli.reproduce import reproduce
 from tasks.cli.runs import runs
@@ -184,6 +184,25 @@ def test_another_machine_is_named_with_what_it_means_for_bits(ran: Ran) -> None:
     )
     older = {"cpu_model": here.cpu_model, "cores": here.cores}  # records had no more
     assert differences_from(replace(execution, machine=older)).bits == ()
+
+
+def test_what_workers_computed_with_is_compared() -> None:
+    here = Machine.current()
+    then, now = (
+        here.model_copy(
+            update={"processes": {"training": {"threads": "1", "cpu_capability": each}}}
+        )
+        for each in ("AVX2", "AVX512")
+    )
+    assert differences_of_making(then, then) == ()
+    assert differences_of_making(then, now) == (
+        "cpu_capability in training was AVX2 and is AVX512",
+    )
+    assert differences_of_making(then, here) == ()  # which has computed nothing
+    more = {"processes": {"training": {**then.processes["training"], "gpu": "H100"}}}
+    assert differences_of_making(then, then.model_copy(update=more)) == (
+        "gpu in training was none and is H100",
+    )
 
 
 def test_a_run_on_another_machine_is_told_why_bits_may_differ(ran: Ran, tmp_path: Path) -> None:

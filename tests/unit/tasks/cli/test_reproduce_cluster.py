@@ -80,6 +80,7 @@ def test_a_downloaded_artifact_is_made_again_from_its_manifests(
     assert again.exit_code == 0, (again.output, again.exception)
     assert "running rows, tune 1, tune 2 again" in again.output
     assert f"EQUAL to the bit: {Manifest.read(downloaded).name}" in again.output
+    assert "  made by " in again.output  # which machines and kernels, also where bits are equal
     assert stages_in(tmp_path / "new") == {"rows", "tune 1", "tune 2"}
 
 

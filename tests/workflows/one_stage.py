@@ -1,0 +1,40 @@
+"""Runs one stage in a process of its own, as a container of a cluster does.
+
+`python one_stage.py STAGE < INPUTS` prints what it made as JSON. Inputs and outputs are
+`{name: value}`, with an artifact as its fields, whose directory is a path.
+"""
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from flytekit.types.directory import FlyteDirectory
+
+
+def main(stage: str) -> None:
+    """Runs a stage on the inputs of stdin, and prints its artifacts in the last line."""
+    task = getattr(importlib.import_module(f"tasks.{stage}"), stage)
+    kinds = task.python_interface.inputs
+    given = {name: _value(kinds[name], value) for name, value in json.load(sys.stdin).items()}
+    made = task(**given)
+    outputs = made._asdict() if hasattr(made, "_asdict") else {stage: made}
+    sys.stdout.write("\n" + json.dumps({name: _fields(each) for name, each in outputs.items()}))
+
+
+def _value(kind: Any, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    model = getattr(kind, "__origin__", kind)
+    if "directory" not in value:
+        return model.model_validate(value)
+    return model(**{**value, "directory": FlyteDirectory(value["directory"])})
+
+
+def _fields(artifact: Any) -> dict[str, Any]:
+    fields = {name: getattr(artifact, name) for name in type(artifact).model_fields}
+    return {**fields, "directory": str(artifact.folder)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
