@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
+from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
@@ -42,7 +43,9 @@ class FakeLLM:
         worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
         config = SimpleNamespace(enable_sleep_mode=kwargs["enable_sleep_mode"])
-        self.llm_engine = SimpleNamespace(model_config=config, model_executor=executor)
+        self.llm_engine = SimpleNamespace(
+            model_config=config, model_executor=executor, abort_request=lambda request_ids: None
+        )
 
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append((name, args, kwargs))
@@ -199,7 +202,19 @@ def test_discarded_weights_are_not_generated_with(backend: VllmBackend, tiny_mod
     backend.generate(prompts(), greedy=True)
 
 
-def test_tensors_are_read_one_by_one(backend: VllmBackend, tiny_model: Path) -> None:
+@pytest.fixture
+def streaming(backend: VllmBackend, tiny_model: Path) -> Iterator[StreamingVllmBackend]:
+    started = StreamingVllmBackend()
+    started.setup(setup_of(tiny_model, placement={"own": 1}))
+    yield started
+    started.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["backend", "streaming"])
+def test_tensors_are_read_one_by_one(
+    kind: str, tiny_model: Path, request: pytest.FixtureRequest
+) -> None:
+    backend: VllmBackend = request.getfixturevalue(kind)
     counts = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
