@@ -9,6 +9,7 @@ NOT_OF_THE_RESULT = frozenset(
             "nemo_rl_core.distributed.step_times",
             "nemo_rl_core.models.policy.rank_times",
             "nemo_rl_core.telemetry.gpu_use",
+            "nemo_rl_core.telemetry.nvml",
         ),
         *("nemo_rl_core.documented_names", "nemo_rl_core.history"),
         *(

@@ -27,7 +27,8 @@ class Spent:
         trained_tokens: Tokens of sequences that were trained on, prompts included.
         flops: See `nemo_rl_core.telemetry.cost`.
         device: The kind of GPU of the workers; empty without any.
-        peak_gpu_gib: The most that torch has held of any of their GPUs, since its worker started.
+        peak_gpu_gib: The most that torch has held of a trainer's GPU, since its worker started.
+        peak_engine_gpu_gib: The most that a worker of an engine has held of its GPU.
     """
 
     cpu_seconds: float = 0.0
@@ -36,6 +37,7 @@ class Spent:
     flops: float = 0.0
     device: str = ""
     peak_gpu_gib: float = 0.0
+    peak_engine_gpu_gib: float = 0.0
 
 
 _lock = threading.Lock()
@@ -66,6 +68,13 @@ def saw_gpu(gpu: GpuUse) -> None:
     with _lock:
         _total.device = gpu.name
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, gpu.peak_gib)
+
+
+def saw_engine_gpu(gpu: GpuUse) -> None:
+    """As `saw_gpu`, of a worker of an engine."""
+    with _lock:
+        _total.device = _total.device or gpu.name
+        _total.peak_engine_gpu_gib = max(_total.peak_engine_gpu_gib, gpu.peak_gib)
 
 
 class Owner(Protocol):
@@ -103,7 +112,7 @@ def measured() -> Iterator[Spent]:
     """
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
-    _total.device, _total.peak_gpu_gib = "", 0.0
+    _total.device, _total.peak_gpu_gib, _total.peak_engine_gpu_gib = "", 0.0, 0.0
     try:
         yield spent
     finally:
@@ -112,6 +121,8 @@ def measured() -> Iterator[Spent]:
         spent.trained_tokens = _total.trained_tokens - before.trained_tokens
         spent.flops = _total.flops - before.flops
         spent.device, spent.peak_gpu_gib = _total.device, _total.peak_gpu_gib
+        spent.peak_engine_gpu_gib = _total.peak_engine_gpu_gib
         # A stage around this one has seen these GPUs too.
         _total.device = _total.device or before.device
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, before.peak_gpu_gib)
+        _total.peak_engine_gpu_gib = max(_total.peak_engine_gpu_gib, before.peak_engine_gpu_gib)

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
+from nemo_rl_core.backends.generation import vllm as vllm_module
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
 from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
@@ -181,6 +182,19 @@ def test_trainer_and_engine_take_turns_on_the_gpu(backend: VllmBackend, tiny_mod
         ]
     for own, sent in zip(llm.model.parameters(), trainer._model.parameters(), strict=True):
         assert torch.equal(own, sent)
+
+
+def test_what_it_held_is_asked_for_before_it_sleeps(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm: Any = backend._llm
+    held = iter([41.0, 44.0, 43.0])
+    monkeypatch.setattr(vllm_module, "held_gpu_gib", lambda: 0.0 if llm.asleep else next(held))
+    for most in (41.0, 44.0, 44.0):
+        backend.sleep()
+        backend.sleep()  # asleep already
+        assert backend.most_gpu_gib == most
+        backend.wake()
 
 
 def test_weights_that_stay_are_kept_on_the_host(backend: VllmBackend) -> None:
