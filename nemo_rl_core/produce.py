@@ -215,6 +215,7 @@ def _cost(
         device=device,
         peak_memory_gib=round(made.peak_memory_gib, 3),
         peak_gpu_gib=round(spent.peak_gpu_gib, 3),
+        peak_engine_gpu_gib=round(spent.peak_engine_gpu_gib, 3),
         money=prices.total(**seconds, device=device) if prices else None,
         currency=prices.currency if prices else "",
         **seconds,
@@ -250,6 +251,9 @@ def cost_html(cost: Cost) -> str:
         "MFU": f"{100 * cost.mfu:.1f} %" if cost.mfu is not None else "",
         "peak GiB": f"{cost.peak_memory_gib:.2f}" if cost.peak_memory_gib else "",
         "peak GiB of a GPU": f"{cost.peak_gpu_gib:.2f}" if cost.peak_gpu_gib else "",
+        "peak GiB of an engine's GPU": (
+            f"{cost.peak_engine_gpu_gib:.2f}" if cost.peak_engine_gpu_gib else ""
+        ),
         "money": f"{cost.money:.4f} {cost.currency}" if cost.money is not None else "",
     }
     return completions_html([{name: value for name, value in shown.items() if value}])

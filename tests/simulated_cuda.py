@@ -361,10 +361,12 @@ def _to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     return moved
 
 
-def _replacements() -> Iterator[tuple[Any, str, Any]]:
+def _replacements(uuid: str) -> Iterator[tuple[Any, str, Any]]:
     """What torch tells of its devices: an owner, an attribute and its value for the while."""
     cuda = torch.cuda
-    properties = SimpleNamespace(name="simulated", total_memory=80 * 2**30, major=9, minor=0)
+    properties = SimpleNamespace(
+        name="simulated", uuid=uuid, total_memory=80 * 2**30, major=9, minor=0
+    )
     yield cuda, "is_available", lambda: True
     yield cuda, "is_initialized", lambda: True
     yield cuda, "_lazy_init", lambda: None
@@ -374,7 +376,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "get_device_properties", lambda device=None: properties
     yield cuda, "get_device_capability", lambda device=None: (9, 0)
     yield cuda, "is_bf16_supported", lambda *_, **__: True
-    for name in ("empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats"):
+    quiet = ("empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
+    for name in (*quiet, "reset_peak_memory_stats"):
         yield cuda, name, lambda *_: None
     # For C++ all lies on the CPU, and so does autocast.
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -445,15 +448,19 @@ def _forget_answers() -> None:
 
 
 @contextmanager
-def simulated_cuda() -> Iterator[list[Transfer]]:
-    """Gives this thread a CUDA device within the block; yields its transfers, in their order."""
+def simulated_cuda(uuid: str = "simulated") -> Iterator[list[Transfer]]:
+    """Gives this thread a CUDA device within the block; yields its transfers, in their order.
+
+    Args:
+        uuid: By which processes know whether they share the device.
+    """
     for name in _ASK_WHEN_IMPORTED:
         import_module(name)
     _TRANSFERS.clear()
     _forget_answers()
     with ExitStack() as stack:
         stack.callback(_forget_answers)
-        for owner, name, value in _replacements():
+        for owner, name, value in _replacements(uuid):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_Operators())
         stack.enter_context(_Calls())

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 StartJudge = Callable[[JudgeModel, int], ChatModel]
 """Starts a model of this run as a judge that writes at most so many tokens."""
+StartRewardModel = Callable[[RewardModelScore], Scorer]
+"""Starts a reward model where it can compute."""
 
 
 def make_scorer(
@@ -53,6 +55,7 @@ def make_scorer(
     *,
     policy: Path | None = None,
     start_judge: StartJudge | None = None,
+    start_reward_model: StartRewardModel | None = None,
 ) -> Scorer:
     """A scorer that is ready; close it when done.
 
@@ -63,6 +66,7 @@ def make_scorer(
         policy: The folder of a model whose completions are scored; a reward model reads their token
             ids, so it must have the same vocabulary.
         start_judge: For judges that are models of this run.
+        start_reward_model: For reward models; by default they compute in this process.
 
     Raises:
         ConfigError: When a reward function or environment cannot be imported or made, when the
@@ -71,7 +75,13 @@ def make_scorer(
         ModelError: When a reward model is none, or has another vocabulary than the policy.
         ResourceError: When programs must run, and this machine gives no sandbox.
     """
-    make = partial(make_scorer, reward_model=reward_model, policy=policy, start_judge=start_judge)
+    make = partial(
+        make_scorer,
+        reward_model=reward_model,
+        policy=policy,
+        start_judge=start_judge,
+        start_reward_model=start_reward_model,
+    )
     match config:
         case WeightedSum(parts=parts):
             from nemo_rl_core.environments.rewards.weighted_sum import WeightedSumScorer
@@ -88,7 +98,10 @@ def make_scorer(
         case LLMJudge():
             return _judge(config, start_judge)
         case RewardModelScore():
-            return _reward_model_scorer(config, reward_model, policy)
+            start = start_reward_model or partial(
+                _reward_model_scorer, reward_model=reward_model, policy=policy
+            )
+            return start(config)
     return _single_scorer(config)
 
 

@@ -1,5 +1,6 @@
 """What one stage of a recipe asks of its GPUs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from nemo_rl_core.config.generation import (
 from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining, TrainingConfig
 from nemo_rl_core.errors import ConfigError
+from nemo_rl_core.planning.routes import Location, Route, TransportName, choose_routes
 from nemo_rl_core.planning.sizes import ModelSizes
 
 
@@ -191,15 +193,31 @@ def share_of_engine(config: GenerationConfig) -> float | None:
     return config.gpu_memory_utilization if isinstance(config, VllmGenerationConfig) else None
 
 
-def transport_of(load: StageLoad) -> Literal["cuda_ipc", "shared_memory", "gloo", "nccl"]:
-    """What `weight_sync.transport.choose_transport` takes for the engines of a stage."""
+def routes_of(load: StageLoad) -> list[Route]:
+    """Who sends weights to whom: what a transfer chooses for workers that lie as planned."""
     assert load.sampling is not None
+    trainer = _places(load.cluster.bundles_per_node)
     if load.has_own_engines:
-        return "nccl"
-    workers = load.sampling.config.num_engines * ranks_of_engine(load.sampling.config)
-    if workers > load.cluster.bundles_per_node[0]:
-        return "gloo"
-    return "cuda_ipc" if workers == 1 else "shared_memory"
+        taken = set(trainer)
+        engine = [place for place in _places(load.machines) if place not in taken]
+    else:
+        config = load.sampling.config
+        engine = trainer[: config.num_engines * ranks_of_engine(config)]
+    return choose_routes(trainer, engine)
+
+
+def _places(gpus_per_machine: Sequence[int]) -> list[Location]:
+    return [
+        Location(f"machine {machine}", f"GPU {machine}.{gpu}")
+        for machine, count in enumerate(gpus_per_machine)
+        for gpu in range(count)
+    ]
+
+
+def transport_of(load: StageLoad) -> TransportName:
+    """By which all weights travel: GPUs are either shared with the trainer or engines' own."""
+    (transport,) = {route.transport for route in routes_of(load)}
+    return transport
 
 
 def layout_problem(load: StageLoad) -> str | None:

@@ -16,8 +16,8 @@ from nemo_rl_core.planning.load import (
     layout_of,
     ranks_of_engine,
     share_of_engine,
-    transport_of,
 )
+from nemo_rl_core.planning.routes import GPU_BUCKET_BYTES
 from nemo_rl_core.planning.sizes import ModelSizes
 
 GIB = 2**30
@@ -33,9 +33,10 @@ _CONTEXT_GIB = 1.0
 _ENGINE_BATCHED_TOKENS = 8192
 _ENGINE_GRAPHS_GIB = 1.0
 """vLLM's CUDA graphs and workspaces. Assumed."""
-_IPC_BUCKETS, _IPC_BUCKET_GIB = 4, 64 / 1024
-"""That a GPU holds during a transfer by CUDA IPC: two of the sender, the receiver's copy, and what
-vLLM makes of it. A tensor larger than a bucket has one of its own size."""
+_SENT_BUCKETS = 3
+"""Of a sender on a GPU: two buffers, and the tensors that are gathered for the next one."""
+_RECEIVED_COPIES = 2
+"""Of a bucket, or of a larger tensor: the receiver's, and what vLLM makes of it."""
 
 
 @dataclass(frozen=True)
@@ -466,11 +467,11 @@ def _transfer_gib(load: StageLoad) -> float:
     """What trainer and engine hold while weights are sent, besides what stays."""
     width = 2 if load.dtype == "bfloat16" else _FLOAT32
     largest = load.sizes.largest_weight * (_FLOAT32 + width) / GIB
-    if transport_of(load) == "cuda_ipc":
-        return largest + _IPC_BUCKETS * max(
-            load.sizes.largest_weight * width / GIB, _IPC_BUCKET_GIB
-        )
-    return largest
+    bucket = min(GPU_BUCKET_BYTES, load.sizes.num_parameters * width) / GIB
+    sent = largest + _SENT_BUCKETS * bucket
+    if load.has_own_engines:
+        return sent
+    return sent + _RECEIVED_COPIES * max(load.sizes.largest_weight * width / GIB, bucket)
 
 
 def missing_cache(load: StageLoad, plan: MemoryPlan) -> bool:

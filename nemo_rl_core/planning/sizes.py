@@ -78,6 +78,13 @@ class ModelSizes:
         return self.num_kv_heads * self.head_size
 
     @property
+    def num_tensors(self) -> int:
+        """How many a checkpoint has: projections, norms and biases; about, where not `is_exact`."""
+        mlp = 1 + 3 * self.num_experts if self.num_experts else 3
+        attention = 4 + 3 * (self.model_type in _BIASED) + 2 * self.has_head_norms
+        return self.num_layers * (attention + mlp + 2) + 2 + (not self.is_tied)
+
+    @property
     def flops(self) -> ModelFlops:
         """What FLOPs are counted with; see `nemo_rl_core.telemetry.model_flops`."""
         active = self.experts_per_token / self.num_experts if self.num_experts else 1.0

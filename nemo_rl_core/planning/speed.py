@@ -35,14 +35,21 @@ _LINK_SHARE = 0.6
 _UPDATE_BYTES = 40
 """That AdamW and the norm of gradients move for each weight."""
 
-_TRANSPORT_BYTES: dict[str, float] = {
-    "cuda_ipc": 19e9,  # measured: 3.2 GB in 0.17 s on an H100
-    "shared_memory": 2.7e9,  # measured: 3.2 GB in 1.2 s
-    "gloo": 1e9,  # assumed: one thread of TCP
-    "nccl": 19e9,  # assumed: as fast as CUDA IPC, of which the sender's copies are most
-}
-_LOAD_BYTES = 1.5e9
-"""Bytes a second that an engine checks and loads. Measured: 3.1 GB in 2 s, transport aside."""
+_TRANSFER_PASSES = 56
+"""Times that both ends of a transfer read or write the bytes of all weights: the sender 3 for the
+type, 2 to pack and 21 for the checksum, the receiver 2 to copy, 21 for the checksum, 1 to look for
+NaN and 6 in vLLM. Counted."""
+_PASS_SHARE = 0.54
+"""Of the memory's bandwidth in them. Measured: 3.2 GB by CUDA IPC in 0.17 s on an H100, with 96
+passes then."""
+_GATHER_SECONDS = 0.3e-3
+"""Of a rank for each tensor that several gather, besides its bytes. Assumed."""
+_TENSOR_SECONDS = 1e-3
+"""Of an engine for each tensor, besides its bytes. Measured on a CPU: 0.4 ms in vLLM's reload and
+its checks; the rest, for launches and waits of a GPU, is assumed."""
+_TRANSFER_SECONDS = 1.6
+"""Of a transfer besides: what 1.5 B took on an H100, 5.8 s, less 3.8 s of the transport then and
+the seconds of its tensors. It is not known which part of it is left."""
 _REFIT_BYTES, _REFIT_SECONDS = 12.5e9, 3.2
 """Of NeMo RL's transfer of weights (v0.3): bytes a second, and what every transfer takes. Fitted to
 `planning.published`."""
@@ -259,14 +266,30 @@ def plan_transfer(load: StageLoad, gpu: Accelerator) -> TransferPlan | None:
         return None
     width = 2 if load.dtype == "bfloat16" else 4
     whole = load.sizes.num_parameters * width
-    transport = transport_of(load)
     over_machines = len(load.machines) > 1
     link = gpu.network_gb_per_second if over_machines else gpu.link_gb_per_second
     link = gpu.memory_gb_per_second if load.num_gpus == 1 else link
+    seconds = _TRANSFER_SECONDS + load.sizes.num_tensors * _TENSOR_SECONDS
+    seconds += _whole_tensors_seconds(load, gpu)
+    seconds += whole * _TRANSFER_PASSES / (gpu.memory_gb_per_second * 1e9 * _PASS_SHARE)
+    if transport_of(load) == "nccl":
+        seconds += whole / (link * 1e9 * _LINK_SHARE)  # a ring, through one port of the sender
     return TransferPlan(
-        transport,
-        whole / _TRANSPORT_BYTES[transport] + whole / _LOAD_BYTES,
+        transport_of(load),
+        seconds,
         whole / _REFIT_BYTES + _REFIT_SECONDS,
         whole / _GOAL_BYTES[over_machines],
         whole / ranks_of_engine(load.sampling.config) / (link * 1e9 * _LINK_SHARE),
     )
+
+
+def _whole_tensors_seconds(load: StageLoad, gpu: Accelerator) -> float:
+    """Until every rank of the trainer has gathered every weight, in the type that it is kept in."""
+    assert load.training is not None
+    layout = layout_of(load.training.config, load.cluster.num_workers)
+    ranks = layout.shards * layout.tensor * layout.pipeline
+    if ranks == 1:
+        return 0.0
+    is_float32 = isinstance(load.training.config, DTensorTraining) or load.dtype == "float32"
+    sent = load.sizes.num_parameters * (4 if is_float32 else 2) * (ranks - 1) / ranks
+    return sent / _busy_link(load, gpu, ranks) + load.sizes.num_tensors * _GATHER_SECONDS

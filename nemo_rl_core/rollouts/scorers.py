@@ -55,8 +55,23 @@ def scorer_of(
         return make_remote_scorer(
             environment, workers, reward_model, policy=model_folder, gpus=gpus
         )
-    start = partial(start_judge, session)
-    return make_scorer(environment, reward_model, policy=model_folder, start_judge=start)
+    start_reward_model = None
+    if cluster.use_gpus:
+        # Beside a judge, which this process asks: each reward model in an actor of its own.
+        start_reward_model = partial(
+            make_remote_scorer,
+            workers=_WITH_A_MODEL,
+            reward_model=reward_model,
+            policy=model_folder,
+            gpus=cluster,
+        )
+    return make_scorer(
+        environment,
+        reward_model,
+        policy=model_folder,
+        start_judge=partial(start_judge, session),
+        start_reward_model=start_reward_model,
+    )
 
 
 _WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
@@ -64,7 +79,7 @@ _WITH_A_MODEL = EnvironmentWorkers(rows_per_call=64, call_timeout_seconds=600.0)
 
 
 def has_reward_model(environment: EnvironmentConfig) -> bool:
-    """Whether all that needs a GPU to score is a reward model, which actors can have."""
+    """Whether all that needs a GPU to score is a reward model, so that all can score in actors."""
     single = single_environments(environment)
     has_judge = any(
         isinstance(each, LLMJudge) and isinstance(each.judge, JudgeModel) for each in single

@@ -21,6 +21,7 @@ REPORTING = frozenset(
         *("nemo_rl_core.telemetry.events", "nemo_rl_core.telemetry.gpu_use"),
         *("nemo_rl_core.telemetry.intervals", "nemo_rl_core.telemetry.live_display"),
         *("nemo_rl_core.telemetry.logger_facade", "nemo_rl_core.telemetry.machine_sampler"),
+        "nemo_rl_core.telemetry.nvml",
         *("nemo_rl_core.telemetry.timer", "nemo_rl_core.telemetry.trackers"),
         *("nemo_rl_core.telemetry.tracking", "nemo_rl_core.telemetry.usage"),
         *("nemo_rl_core.telemetry.waiting", "nemo_rl_core.trainers.peer_arguments"),

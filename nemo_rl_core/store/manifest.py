@@ -113,7 +113,9 @@ class Cost(_Record):
         mfu: Model FLOPs utilization; None without GPUs or for a GPU whose peak is unknown.
         device: The kind of GPU; empty without any.
         peak_memory_gib: Peak memory of all workers, summed.
-        peak_gpu_gib: The most of one GPU that the trainer's torch has held; engines hold more.
+        peak_gpu_gib: The most of one GPU that the trainer's torch has held.
+        peak_engine_gpu_gib: The most of one GPU that a worker of an engine has held, by NVML; where
+            that does not know the worker, what all processes held of it.
         money: Price in `currency`; None without a price table.
         currency: Currency of `money`.
     """
@@ -129,6 +131,7 @@ class Cost(_Record):
     device: str = ""
     peak_memory_gib: float = 0.0
     peak_gpu_gib: float = 0.0
+    peak_engine_gpu_gib: float = 0.0
     money: float | None = None
     currency: str = ""
 
@@ -142,6 +145,7 @@ class Cost(_Record):
             **summed,
             peak_memory_gib=max(self.peak_memory_gib, other.peak_memory_gib),
             peak_gpu_gib=max(self.peak_gpu_gib, other.peak_gpu_gib),
+            peak_engine_gpu_gib=max(self.peak_engine_gpu_gib, other.peak_engine_gpu_gib),
             money=sum(money) if money else None,
             currency=self.currency or other.currency,
             device=self.device or other.device,

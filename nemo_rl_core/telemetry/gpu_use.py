@@ -2,7 +2,10 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,8 @@ class GpuUse:
     Attributes:
         name: As its driver calls it.
         memory_gib: Of the device.
-        peak_gib: The most that torch has held of it since it was counted anew, caches included.
+        peak_gib: The most that torch has held of it since it was counted anew, caches included; of
+            an engine also what torch does not know of (`engine_gpu_use`).
     """
 
     name: str
@@ -20,16 +24,19 @@ class GpuUse:
     peak_gib: float
 
 
-def gpu_use(_: Any = None, *, anew: bool = False) -> GpuUse | None:
+def gpu_use(
+    _: Any = None, *, anew: bool = False, device: "torch.device | None" = None
+) -> GpuUse | None:
     """That of this process; None on a CPU. Imports nothing: who computes has torch already.
 
     Args:
         anew: Whether the peak is counted from now on: a worker serves one stage after the other.
+        device: Of several that the process sees; by default torch's current one.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
-    device = torch.cuda.current_device()
+    device = device or torch.cuda.current_device()
     if anew:
         torch.cuda.reset_peak_memory_stats(device)
     properties = torch.cuda.get_device_properties(device)

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from nemo_rl_core.telemetry.nvml import opened_nvml
+
 logger = logging.getLogger(__name__)
 
 _MIB, _GIB = 2.0**20, 2.0**30
@@ -48,22 +50,9 @@ def read_machine(store: Path) -> dict[str, float]:
 
 def _gpus() -> dict[str, float]:
     """Reads NVML, if it is installed and there is a device."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except (ImportError, OSError, RuntimeError):
-        return {}
-    except Exception:  # noqa: BLE001  (NVML's own error, whose class cannot be named without it)
-        return {}
-    try:
-        return {
-            key: value
-            for index in range(pynvml.nvmlDeviceGetCount())
-            for key, value in _gpu(pynvml, index)
-        }
-    finally:
-        pynvml.nvmlShutdown()
+    with opened_nvml() as nvml:
+        count = nvml.nvmlDeviceGetCount() if nvml else 0
+        return {key: value for index in range(count) for key, value in _gpu(nvml, index)}
 
 
 def _gpu(pynvml: Any, index: int) -> Iterator[tuple[str, float]]:

@@ -27,7 +27,8 @@ class Spent:
         trained_tokens: Tokens of sequences that were trained on, prompts included.
         flops: See `nemo_rl_core.telemetry.model_flops`.
         device: The kind of GPU of the workers; empty without any.
-        peak_gpu_gib: The most that torch has held of any of their GPUs, since its worker started.
+        peak_gpu_gib: The most that torch has held of a trainer's GPU, since its worker started.
+        peak_engine_gpu_gib: The most that a worker of an engine has held of its GPU.
         processes: `store.machine.process_numerics` of the workers, by what they did.
     """
 
@@ -37,6 +38,7 @@ class Spent:
     flops: float = 0.0
     device: str = ""
     peak_gpu_gib: float = 0.0
+    peak_engine_gpu_gib: float = 0.0
     processes: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
@@ -68,6 +70,13 @@ def saw_gpu(gpu: GpuUse) -> None:
     with _lock:
         _total.device = gpu.name
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, gpu.peak_gib)
+
+
+def saw_engine_gpu(gpu: GpuUse) -> None:
+    """As `saw_gpu`, of a worker of an engine."""
+    with _lock:
+        _total.device = _total.device or gpu.name
+        _total.peak_engine_gpu_gib = max(_total.peak_engine_gpu_gib, gpu.peak_gib)
 
 
 def saw_process(does: str, numerics: dict[str, str]) -> None:
@@ -116,7 +125,8 @@ def measured() -> Iterator[Spent]:
     """
     spent = Spent()
     before, start = Spent(**vars(_total)), cpu_seconds()
-    _total.device, _total.peak_gpu_gib, _total.processes = "", 0.0, {}
+    _total.device, _total.peak_gpu_gib, _total.peak_engine_gpu_gib = "", 0.0, 0.0
+    _total.processes = {}
     try:
         yield spent
     finally:
@@ -125,8 +135,10 @@ def measured() -> Iterator[Spent]:
         spent.trained_tokens = _total.trained_tokens - before.trained_tokens
         spent.flops = _total.flops - before.flops
         spent.device, spent.peak_gpu_gib = _total.device, _total.peak_gpu_gib
+        spent.peak_engine_gpu_gib = _total.peak_engine_gpu_gib
         spent.processes = dict(_total.processes)
-        # A stage around this one has seen these workers too.
+        # A stage around this one has seen these workers and GPUs too.
         _total.processes = {**before.processes, **_total.processes}
         _total.device = _total.device or before.device
         _total.peak_gpu_gib = max(_total.peak_gpu_gib, before.peak_gpu_gib)
+        _total.peak_engine_gpu_gib = max(_total.peak_engine_gpu_gib, before.peak_engine_gpu_gib)

@@ -12,7 +12,7 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from nemo_rl_core.distributed.weight_sync import SENDER, Endpoint, LinkSpec
-from nemo_rl_core.distributed.weight_sync.messages import TransportName
+from nemo_rl_core.planning.routes import TransportName
 
 NUM_TRANSFERS = 5
 NUM_TENSORS = 24

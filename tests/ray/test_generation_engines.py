@@ -272,7 +272,8 @@ def test_an_actor_of_the_documents_worker_draws_as_the_engine_does(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     link = LinkSpec("127.0.0.1", store.port, 1, "shared_memory", timeout_seconds=600.0)
     received = actor.update_weights.remote(link)
-    others = [each.spec for each in WeightLink.by_engine.values()]  # left out, they are closed
+    links = WeightLink.by_engine.values()
+    others = [spec for each in links for spec in each.specs.values()]  # left out, they are closed
     assert policy.workers.run_single_worker("send_weights", link, others) == ray.get(received)
     engine.update_weights(policy)
     trained = complete(greedy=False)

@@ -21,12 +21,13 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.distributed.weight_sync import WeightLink, link
-from nemo_rl_core.distributed.weight_sync.transport import Location, current_location
+from nemo_rl_core.distributed.weight_sync.places import current_location
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup
 from nemo_rl_core.errors import WorkerLostError
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.streaming import StreamingGeneration
 from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.planning.routes import Location
 
 HF = HuggingFaceGenerationConfig(max_new_tokens=6, generate_timeout_seconds=60)
 PROMPTS = BatchedDataDict(
@@ -85,7 +86,8 @@ def assert_equal(one: Named, other: Named) -> None:
 
 
 def transport_of(engine: Generation) -> str:
-    return WeightLink.by_engine[engine._workers].spec.transport
+    (spec,) = WeightLink.by_engine[engine._workers].specs.values()
+    return spec.transport
 
 
 def pages_held(policy: Policy) -> int:

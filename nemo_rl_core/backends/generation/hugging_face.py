@@ -46,18 +46,19 @@ class HuggingFaceBackend(ReceivesWeights):
         return as_batch(requests, completed)
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights, in place if the model has them under the same names."""
+        """Replaces all weights, in place as they arrive if the model has them under these names."""
         # Weights that transformers converted on loading may have another layout under the same
         # name.
         own = {} if self._model._weight_conversions else self._model.state_dict()
-        arrived, filled = {}, set()
+        kept, filled = {}, {}
         for name, tensor in named_tensors:
             require_finite(_SENT, [(name, tensor)])
-            arrived[name] = tensor
             if name in own and own[name].shape == tensor.shape:
-                own[name].copy_(tensor)
-                filled.add(own[name].data_ptr())
-        if own and arrived.keys() <= own.keys() and {w.data_ptr() for w in own.values()} <= filled:
+                filled[name] = own[name].copy_(tensor)
+            else:
+                kept[name] = tensor
+        places = {weight.data_ptr() for weight in filled.values()}
+        if own and not kept and {weight.data_ptr() for weight in own.values()} <= places:
             return
         # Loaded again, since transformers maps published names only on loading.
         self._take(
@@ -65,7 +66,7 @@ class HuggingFaceBackend(ReceivesWeights):
             None,
             called=_SENT,
             config=self._model.config,
-            state_dict={name: tensor.clone() for name, tensor in arrived.items()},
+            state_dict={name: tensor.clone() for name, tensor in (filled | kept).items()},
         )
 
     def load_weights(self, model_folder: Path) -> None:

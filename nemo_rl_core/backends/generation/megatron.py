@@ -30,7 +30,7 @@ from nemo_rl_core.backends.training.megatron.topology import (
     initialize_topology,
     tear_down_topology,
 )
-from nemo_rl_core.backends.training.megatron.weights import load_hf_weights
+from nemo_rl_core.backends.training.megatron.weights import load_hf_weights, take_hf_weights
 from nemo_rl_core.config.generation import MegatronGenerationConfig
 from nemo_rl_core.config.training import MegatronTraining
 from nemo_rl_core.data.pretrained import load_tokenizer
@@ -136,8 +136,8 @@ class MegatronInferenceBackend(ReceivesWeights):
         return torch.cat(parts, dim=1)[:, :vocab_size].contiguous()
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights; this rank takes its slices."""
-        load_hf_weights(self._models, dict(named_tensors))
+        """Replaces all weights as they arrive; this rank takes its slices."""
+        take_hf_weights(self._models, named_tensors)
 
     def load_weights(self, model_folder: Path) -> None:
         """Replaces all weights by those of the safetensors files in `model_folder`."""

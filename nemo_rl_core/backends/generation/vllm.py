@@ -18,6 +18,7 @@ from nemo_rl_core.backends.decoding.requests import (
     samples_of_a_prompt,
 )
 from nemo_rl_core.backends.generation.base import GenerationSetup
+from nemo_rl_core.backends.generation.gpu_memory import held_gpu_gib
 from nemo_rl_core.backends.generation.incoming import IncomingWeights
 from nemo_rl_core.backends.generation.vllm_libraries import load_libnuma
 from nemo_rl_core.backends.generation.vllm_ranks import (
@@ -51,7 +52,12 @@ class VllmBackend(ReceivesWeights):
 
     If an engine has several ranks, each runs the same scheduler over the same rows, as with vLLM's
     external launcher, so that ranks exchange activations only.
+
+    Attributes:
+        most_gpu_gib: That this process held of its GPU before it slept.
     """
+
+    most_gpu_gib = 0.0
 
     def setup(self, setup: GenerationSetup) -> None:
         """Starts the engine."""
@@ -180,6 +186,7 @@ class VllmBackend(ReceivesWeights):
         """
         can_sleep = self._llm.llm_engine.model_config.enable_sleep_mode
         if can_sleep and "weights" not in self._asleep:
+            self.most_gpu_gib = max(self.most_gpu_gib, held_gpu_gib())
             self._llm.sleep(level=level)
             self._asleep, self._has_weights = _ALL_TAGS, level == 1
 

@@ -18,7 +18,7 @@ from nemo_rl_core.distributed.process_group import (
     world_size,
 )
 from nemo_rl_core.distributed.virtual_cluster import free_address
-from nemo_rl_core.distributed.weight_sync.transport import current_machine
+from nemo_rl_core.distributed.weight_sync.places import current_machine
 
 _POLL_SECONDS = 0.05
 _SHARED_MEMORY = Path("/dev/shm")

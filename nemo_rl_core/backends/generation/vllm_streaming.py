@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,25 +181,31 @@ class StreamingVllmBackend(VllmBackend):
         return self._last_proof
 
     def take_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights between two steps; unfinished completions continue."""
-        arrived = list(named_tensors)  # while the engine continues
+        """Replaces all weights between two steps; unfinished completions continue.
+
+        On a GPU the engine pauses with the first tensor and loads them as they arrive: there is no
+        memory for a second copy. Elsewhere it generates until all of them are there.
+        """
+        has_room = not torch.cuda.is_available()
+        arrived = list(islice(named_tensors, None if has_room else 1))
+        weights = chain(arrived, named_tensors)
 
         def swap() -> None:
             waiting = self._interrupt()
             if self._proof_prompts is None:
-                self._reload(arrived, source=SENT)
+                self._reload(weights, source=SENT)
             else:
-                self._reload_with_proof(arrived, self._proof_prompts)
+                self._reload_with_proof(weights, self._proof_prompts)
             self._weight_version = self._next_version
             self._start(waiting)
 
         self._between_steps(swap)
 
     def _reload_with_proof(
-        self, arrived: list[tuple[str, torch.Tensor]], prompts: BatchedDataDict
+        self, weights: Iterator[tuple[str, torch.Tensor]], prompts: BatchedDataDict
     ) -> None:
         first, last = self._first_logprobs, super().prefill_logprobs(prompts)
-        self._reload(arrived, source=SENT)
+        self._reload(weights, source=SENT)
         self._last_proof = WeightsProof(first, last, super().generate(prompts, greedy=False))
         self._first_logprobs = super().prefill_logprobs(prompts)
 

@@ -4,6 +4,7 @@
 |---|---|
 | `link.py` | `WeightLink`, which the controller holds; `SendsWeights` and `ReceivesWeights` |
 | `messages.py` | frames that say what is sent and has arrived; tensors as checked bytes |
+| `places.py` | where a process runs, from which `planning/routes.py` chooses who sends to whom |
 | `transport.py` | how bytes move: shared memory, gloo, CUDA IPC or NCCL |
 """
 
@@ -16,13 +17,13 @@ from nemo_rl_core.distributed.weight_sync.link import (
 from nemo_rl_core.distributed.weight_sync.messages import (
     SENDER,
     LinkSpec,
-    TransportName,
     WeightBucket,
     bucket_digest,
     combined_digest,
     compare_digests,
     make_buckets,
 )
+from nemo_rl_core.planning.routes import TransportName
 
 __all__ = [
     "SENDER",

@@ -10,7 +10,7 @@ import gc
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from nemo_rl_core.distributed.process_group import rank
 from nemo_rl_core.distributed.weight_sync.messages import (
     SENDER,
     ControlGroup,
@@ -31,21 +30,17 @@ from nemo_rl_core.distributed.weight_sync.messages import (
     compare_digests,
     make_buckets,
 )
-from nemo_rl_core.distributed.weight_sync.transport import (
-    TRANSPORTS,
-    Location,
-    choose_transport,
-    current_location,
-    current_machine,
-)
+from nemo_rl_core.distributed.weight_sync.places import current_location, current_machine
+from nemo_rl_core.distributed.weight_sync.transport import TRANSPORTS
 from nemo_rl_core.distributed.worker_group import RayWorkerGroup, finish_together
 from nemo_rl_core.errors import ConsistencyError, WorkerError
+from nemo_rl_core.planning.routes import Location, choose_routes
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class SendsWeights:
-    """A rank of a trainer, which a training backend inherits; rank 0 has an endpoint a link.
+    """A rank of a trainer, which a training backend inherits; it has an endpoint a link.
 
     Attributes:
         sent_dtype: The type that engines compute with; None sends each tensor in its own.
@@ -70,15 +65,16 @@ class SendsWeights:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def send_weights(self, link: LinkSpec, open_links: Collection[LinkSpec] = ()) -> str:
+    def send_weights(self, link: LinkSpec | None, open_links: Collection[LinkSpec] = ()) -> str:
         """Sends all weights; every rank of the trainer is called at once.
 
         Args:
-            link: To the engine; opened where it is new.
+            link: To those of the engine's ranks that this one sends to; opened where it is new.
+                None for a rank that only gathers.
             open_links: To engines that still run; the endpoints of all others are closed.
 
         Returns:
-            On rank 0 the digest of what was sent, elsewhere an empty string.
+            The digest of what was sent; an empty string without a link.
 
         Raises:
             ConsistencyError: If something else has arrived.
@@ -90,11 +86,12 @@ class SendsWeights:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
         try:
-            if rank() != 0:
-                return ""
             opened = self._endpoints or {}
-            endpoint = opened.pop(link, None) or Endpoint(link, SENDER)
+            endpoint = opened.pop(link, None) if link else None
             self._endpoints = {each: opened[each] for each in open_links if each in opened}
+            if link is None:
+                return ""
+            endpoint = endpoint or Endpoint(link, SENDER)
             digest = endpoint.send(weights)
             self._endpoints[link] = endpoint  # only after success
             return digest
@@ -183,7 +180,10 @@ class Endpoint:
         with self._closed_on_error():
             transport.begin()
             for bucket in make_buckets(
-                named_tensors, bucket_bytes=self._bucket_bytes, allocate=transport.allocate
+                named_tensors,
+                bucket_bytes=self._bucket_bytes,
+                allocate=transport.allocate,
+                splits_tensors=transport.splits_tensors,
             ):
                 payload = torch.as_tensor(bucket.payload)
                 frame: dict[str, Any] = {
@@ -236,18 +236,31 @@ class Endpoint:
     def _checked_tensors(self, arrived: list[str]) -> NamedTensors:
         """Yields the tensors of each bucket, and appends its digest to `arrived`."""
         self._transport.begin()
+        whole: torch.Tensor | None = None  # of the tensor that comes in pieces
         while "end" not in (frame := self._control.receive()):
-            payload = torch.empty(0, dtype=torch.uint8)
-            if frame["num_bytes"]:
-                payload = self._transport.pull(frame["reference"], frame["num_bytes"])
             specs = tuple(
                 TensorSpec(**{**fields, "shape": tuple(fields["shape"])})
                 for fields in frame["specs"]
             )
+            if specs[0].is_piece and specs[0].start == 0:
+                whole = self._transport.own_memory(specs[0].whole_bytes + _PADDING_BYTES)
+            payload = self._pulled(frame, whole[specs[0].start :] if whole is not None else None)
             compare_digests(sent=frame["digest"], received=bucket_digest(specs, payload))
             arrived.append(frame["digest"])
-            yield from WeightBucket(specs, payload, frame["digest"]).named_tensors()
+            if whole is None:
+                yield from WeightBucket(specs, payload, frame["digest"]).named_tensors()
+            elif specs[0].start + specs[0].num_bytes == specs[0].whole_bytes:
+                tensor, whole = specs[0].tensor(whole), None
+                yield specs[0].name, tensor
         compare_digests(sent=frame["end"], received=combined_digest(arrived))
+
+    def _pulled(self, frame: dict[str, Any], room: torch.Tensor | None) -> torch.Tensor:
+        """The bytes of a bucket, in `room` where a tensor comes in pieces."""
+        num_bytes = frame["num_bytes"]
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        out = self._transport.own_memory(num_bytes) if room is None else room[:num_bytes]
+        return self._transport.pull(frame["reference"], out)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -255,9 +268,11 @@ class Endpoint:
             yield
         except BaseException:
             self._control.close()
+            self._transport.close()
             raise
 
 
+_PADDING_BYTES = 16  # at most, behind the last piece of a tensor
 _MAX_WAIT_SECONDS = 600.0
 
 
@@ -274,7 +289,7 @@ class WeightLink:
 
     Attributes:
         by_engine: The open link of each engine's workers; it goes with them.
-        spec: What the endpoints know of this link.
+        specs: What the endpoints know of this link, by the rank of the trainer that sends.
 
     Raises:
         WorkerError: If a worker is lost.
@@ -289,19 +304,26 @@ class WeightLink:
     ) -> None:
         self._trainer, self._engine = trainer, weakref.ref(engine)
         self._timeout_seconds = timeout_seconds
-        sender: Location = trainer.run_single_worker("__ray_call__", _location_of)
-        receivers = engine.run_all_workers_single_data("__ray_call__", _location_of)
+        senders: list[Location] = _locations(trainer)
+        receivers = _locations(engine)
         here = current_machine()
-        all_here = all(each.machine == here for each in (sender, *receivers))
+        all_here = all(each.machine == here for each in (*senders, *receivers))
         host = "127.0.0.1" if all_here else _own_address()
         self._store: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.spec = LinkSpec(
-            host=host,
-            port=self._store.port,
-            num_receivers=engine.world_size,
-            transport=choose_transport(sender, receivers),
-            timeout_seconds=min(timeout_seconds or _MAX_WAIT_SECONDS, _MAX_WAIT_SECONDS),
-        )
+        self.specs: dict[int, LinkSpec] = {}
+        self._places: dict[int, tuple[LinkSpec, int]] = {}
+        for route in choose_routes(senders, receivers):
+            spec = LinkSpec(
+                host=host,
+                port=self._store.port,
+                num_receivers=len(route.receivers),
+                transport=route.transport,
+                timeout_seconds=min(timeout_seconds or _MAX_WAIT_SECONDS, _MAX_WAIT_SECONDS),
+                sender=route.sender,
+            )
+            self.specs[route.sender] = spec
+            for index, receiver in enumerate(route.receivers):
+                self._places[receiver] = (spec, index)
 
     @classmethod
     def between(
@@ -329,7 +351,8 @@ class WeightLink:
             **options: For the engine's `receive_weights`.
 
         Returns:
-            The digest of what was sent, and has arrived at every worker.
+            The digest of what the first rank with a receiver has sent. Every worker has received
+            what its sender sent, and senders with one transport have sent the same.
 
         Raises:
             ConsistencyError: If something else has arrived.
@@ -338,25 +361,48 @@ class WeightLink:
         trainer, engine = self._trainer, self._engine()
         assert engine is not None
         # The trainer learns only from here of engines that are gone.
-        open_links = [link.spec for link in self.by_engine.values() if link._trainer is trainer]
+        open_links = [
+            spec
+            for link in self.by_engine.values()
+            if link._trainer is trainer
+            for spec in link.specs.values()
+        ]
         try:
             sending = [
-                trainer.start_single_worker("send_weights", self.spec, open_links, rank=rank)
+                trainer.start_single_worker(
+                    "send_weights", self.specs.get(rank), open_links, rank=rank
+                )
                 for rank in range(trainer.world_size)
             ]
             receiving = [
-                engine.start_single_worker("receive_weights", self.spec, rank, rank=rank, **options)
+                engine.start_single_worker(
+                    "receive_weights", *self._places[rank], rank=rank, **options
+                )
                 for rank in range(engine.world_size)
             ]
             sent, received = finish_together(
                 [(trainer, sending), (engine, receiving)], self._timeout_seconds
             )
-            for digest in received:
-                compare_digests(sent=sent[0], received=digest)
+            self._compare(sent, received)
         except BaseException:
             self._forget()
             raise
-        return str(sent[0])
+        return str(sent[min(self.specs)])
+
+    def _compare(self, sent: Sequence[str], received: Sequence[str]) -> None:
+        by_transport: dict[str, str] = {}  # which have buckets and checksums of their own
+        for sender, spec in self.specs.items():
+            first = by_transport.setdefault(spec.transport, sent[sender])
+            if first != sent[sender]:
+                raise ConsistencyError(
+                    f"rank {sender} of the trainer has other weights than the first that sends",
+                    expected=f"checksum {first}",
+                    got=f"checksum {sent[sender]}",
+                    fix="run the same command again: it resumes from the last save; if it comes "
+                    "back, suspect that rank's GPU or memory",
+                )
+        for receiver, (spec, _) in self._places.items():
+            compare_digests(sent=sent[spec.sender], received=received[receiver])
 
     def close(self) -> None:
         """Frees what the trainer holds for this engine."""
@@ -364,13 +410,18 @@ class WeightLink:
         if self._trainer.world_size:
             # A trainer that was lost holds nothing any more.
             with suppress(WorkerError):
-                self._trainer.run_single_worker("close_link", self.spec)
+                for sender, spec in self.specs.items():
+                    self._trainer.run_single_worker("close_link", spec, rank=sender)
 
     def _forget(self) -> None:
         self._store = None  # an endpoint that still waits for a lost one gets an error now
         engine = self._engine()
         if engine is not None:
             self.by_engine.pop(engine, None)
+
+
+def _locations(group: RayWorkerGroup) -> list[Location]:
+    return group.run_all_workers_single_data("__ray_call__", _location_of)
 
 
 def _location_of(_: Any) -> Location:

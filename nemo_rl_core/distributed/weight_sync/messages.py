@@ -1,7 +1,7 @@
 """What goes over a link: JSON frames of its control group, and checked buckets of bytes.
 
 The control group is a gloo process group besides those that a trainer's or an engine's ranks form
-among themselves: rank 0 is the trainer's first rank, the others are the engine's workers. A process
+among themselves: rank 0 is the trainer's rank that sends, the others are engine workers. A process
 that dies closes its connections, so that its peers get an error at once; one that is stuck runs
 into the timeout.
 
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,22 +27,50 @@ import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from nemo_rl_core.errors import ConsistencyError, TransferError
+from nemo_rl_core.planning.routes import TransportName
 
 DEFAULT_BUCKET_BYTES = 256 * 1024**2
 _ALIGNMENT_BYTES = 16
-_ODD_NUMBERS = (0x1E3779B97F4A7C15, 0x5851F42D4C957F2D)  # odd, so that products can be undone
-_WITHOUT_SIGN = 2**35 - 1
+_SPLIT_MIX = tuple(
+    each - 2**64 for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_MIXED_WORDS = 4 * 1024**2
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Where one tensor lies in a bucket."""
+    """Where one tensor lies in a bucket, or a piece of one.
+
+    Attributes:
+        name: Of the tensor.
+        shape: Of the whole tensor.
+        dtype: As torch calls it.
+        offset: Of its first byte in the bucket.
+        num_bytes: That the bucket has of it.
+        start: Of the first of them in the tensor; 0 but for later pieces of a large one.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
     num_bytes: int
+    start: int = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the whole tensor."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return prod(self.shape) * itemsize
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether the rest of the tensor lies in other buckets."""
+        return self.num_bytes < self.whole_bytes
+
+    def tensor(self, flat: torch.Tensor) -> torch.Tensor:
+        """The whole tensor as a view on its bytes."""
+        return flat[: self.whole_bytes].view(getattr(torch, self.dtype)).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -59,11 +88,10 @@ class WeightBucket:
     digest: str
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views on the payload; the caller must not write to them."""
+        """Views on the payload, which has no pieces; the caller must not write to them."""
         flat = torch.as_tensor(self.payload)
         for spec in self.specs:
-            part = flat[spec.offset : spec.offset + spec.num_bytes]
-            yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
+            yield spec.name, spec.tensor(flat[spec.offset :])
 
 
 def make_buckets(
@@ -71,14 +99,17 @@ def make_buckets(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     allocate: Callable[[int], torch.Tensor] | None = None,
+    splits_tensors: bool = False,
 ) -> Iterator[WeightBucket]:
-    """Fills buckets of about `bucket_bytes`; a larger tensor gets one of its own.
+    """Fills buckets of about `bucket_bytes`; a larger tensor gets one of its own, or several.
 
     Args:
         named_tensors: Of any type and layout; read one by one.
         bucket_bytes: When a bucket is full.
         allocate: Gives so many bytes to pack a bucket into, on any device; by default each gets an
             array of its own.
+        splits_tensors: Whether a larger tensor is cut into pieces, each in a bucket of its own, so
+            that none is larger than `bucket_bytes` (or 16, which is the least).
     """
     pending: list[tuple[str, torch.Tensor]] = []
     pending_bytes = 0
@@ -86,8 +117,11 @@ def make_buckets(
         if pending and pending_bytes + tensor.nbytes > bucket_bytes:
             yield _bucket(pending, allocate)
             pending, pending_bytes = [], 0
+        if splits_tensors and tensor.nbytes > max(bucket_bytes, _ALIGNMENT_BYTES):
+            yield from _pieces(name, tensor.detach(), bucket_bytes, allocate)
+            continue
         pending.append((name, tensor.detach()))
-        pending_bytes += tensor.nbytes
+        pending_bytes += _aligned(tensor.nbytes)
     if pending:
         yield _bucket(pending, allocate)
 
@@ -96,18 +130,50 @@ def _bucket(
     named_tensors: list[tuple[str, torch.Tensor]],
     allocate: Callable[[int], torch.Tensor] | None,
 ) -> WeightBucket:
-    num_bytes = sum(_aligned(tensor.nbytes) for _, tensor in named_tensors)
-    payload = np.empty(num_bytes, dtype=np.uint8) if allocate is None else allocate(num_bytes)
-    flat = torch.as_tensor(payload)
-    specs, offset = [], 0
+    parts, offset = [], 0
     for name, tensor in named_tensors:
-        end, next_offset = offset + tensor.nbytes, offset + _aligned(tensor.nbytes)
-        flat[offset:end].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        flat[end:next_offset] = 0  # equal weights are equal bytes, also where memory is used again
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name, tuple(tensor.shape), dtype, offset, tensor.nbytes))
-        offset = next_offset
-    return WeightBucket(tuple(specs), payload, bucket_digest(tuple(specs), payload))
+        shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
+        parts.append((TensorSpec(name, shape, dtype, offset, tensor.nbytes), tensor))
+        offset += _aligned(tensor.nbytes)
+    return _packed(parts, allocate)
+
+
+def _pieces(
+    name: str,
+    tensor: torch.Tensor,
+    bucket_bytes: int,
+    allocate: Callable[[int], torch.Tensor] | None,
+) -> Iterator[WeightBucket]:
+    """Cuts a tensor into buckets of one piece each."""
+    flat, shape, dtype = _flat(tensor), tuple(tensor.shape), _name_of(tensor.dtype)
+    step = max(bucket_bytes // _ALIGNMENT_BYTES, 1) * _ALIGNMENT_BYTES
+    for start in range(0, flat.nbytes, step):
+        piece = flat[start : start + step]
+        spec = TensorSpec(name, shape, dtype, 0, piece.nbytes, start)
+        yield _packed([(spec, piece)], allocate)
+
+
+def _packed(
+    parts: list[tuple[TensorSpec, torch.Tensor]], allocate: Callable[[int], torch.Tensor] | None
+) -> WeightBucket:
+    num_bytes = sum(_aligned(spec.num_bytes) for spec, _ in parts)
+    payload = np.empty(num_bytes, dtype=np.uint8) if allocate is None else allocate(num_bytes)
+    to = torch.as_tensor(payload)
+    for spec, tensor in parts:
+        end = spec.offset + spec.num_bytes
+        to[spec.offset : end].copy_(_flat(tensor))
+        # Equal weights are equal bytes, also where memory is used again.
+        to[end : spec.offset + _aligned(spec.num_bytes)] = 0
+    specs = tuple(spec for spec, _ in parts)
+    return WeightBucket(specs, payload, bucket_digest(specs, payload))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _aligned(num_bytes: int) -> int:
@@ -129,22 +195,42 @@ def bucket_digest(specs: tuple[TensorSpec, ...], payload: np.ndarray | torch.Ten
 def word_sums(payload: torch.Tensor) -> list[int]:
     """Two sums over the words of bytes, computed where these lie.
 
-    A word is mixed with its place by an invertible map before it is added, so that a change of one
-    word always changes both sums, and an exchange of words or of several changes escapes with a
-    chance of 2^-64 a sum.
+    A word is mixed by an invertible map, and then multiplied by an odd key of its place, one for
+    each sum. So a change of one word always changes both sums. Several changes, an exchange of
+    words among them, escape if their products cancel: with a chance of 2^-29 a sum or less, which
+    is that of two flipped signs.
 
     Args:
         payload: `[num_bytes]` of uint8, a multiple of 8.
     """
     words = payload.view(torch.int64)
-    places = torch.arange(1, len(words) + 1, device=payload.device)
-    sums = []
-    for odd in _ODD_NUMBERS:
-        mixed = words ^ (places * odd)
-        mixed = mixed * (2 * places + odd)
-        mixed = mixed ^ ((mixed >> 29) & _WITHOUT_SIGN)  # a shift that brings in zeros
-        sums.append((mixed * odd).sum())
-    return [int(each) for each in torch.stack(sums).tolist()]
+    first, *others = _odd_keys(3, min(len(words), _MIXED_WORDS), payload.device)
+    sums = torch.zeros(len(others), dtype=torch.int64, device=payload.device)
+    # A part at a time, which bounds the memory that this takes; a part has an odd number as well.
+    for start in range(0, len(words), _MIXED_WORDS):
+        part = words[start : start + _MIXED_WORDS]
+        mixed = part * first[: len(part)]
+        mixed ^= _shifted(mixed, 29)
+        each = torch.stack([(mixed * key[: len(part)]).sum() for key in others])
+        sums += each * (2 * (start // _MIXED_WORDS) + 1)
+    return [int(each) for each in sums.tolist()]
+
+
+def _odd_keys(num_rows: int, num_places: int, device: torch.device) -> torch.Tensor:
+    """`[num_rows, num_places]` of int64, by SplitMix64 (Steele et al. 2014), made odd."""
+    keys = torch.arange(1, num_rows * num_places + 1, device=device) * _SPLIT_MIX[0]
+    for shift, factor in ((30, _SPLIT_MIX[1]), (27, _SPLIT_MIX[2])):
+        keys ^= _shifted(keys, shift)
+        keys *= factor
+    keys ^= _shifted(keys, 31)
+    return (keys | 1).view(num_rows, num_places)
+
+
+def _shifted(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """To the right, bringing in zeros."""
+    shifted = words >> num_bits
+    shifted &= 2 ** (64 - num_bits) - 1
+    return shifted
 
 
 def combined_digest(digests: Iterable[str]) -> str:
@@ -168,7 +254,6 @@ def compare_digests(*, sent: str, received: str) -> None:
         )
 
 
-TransportName = Literal["shared_memory", "cuda_ipc", "gloo", "nccl"]
 SENDER = 0
 """The sender's rank in the group; receivers follow."""
 _LENGTH_BYTES = 8
@@ -183,8 +268,9 @@ class LinkSpec:
         host: Where a `TCPStore` listens, as long as endpoints may join.
         port: Its port.
         num_receivers: How many engine workers take every transfer.
-        transport: How the bytes move; see `choose_transport`.
+        transport: How the bytes move; see `nemo_rl_core/planning/routes.py`.
         timeout_seconds: For which one endpoint waits for the others.
+        sender: Rank of the trainer that sends. Each has a link of its own at the same store.
     """
 
     host: str
@@ -192,6 +278,7 @@ class LinkSpec:
     num_receivers: int
     transport: TransportName
     timeout_seconds: float
+    sender: int = 0
 
 
 class ControlGroup:
@@ -211,7 +298,8 @@ class ControlGroup:
     def __init__(self, link: LinkSpec, rank: int) -> None:
         timeout = timedelta(seconds=link.timeout_seconds)
         with _transfer_errors():
-            self.store = TCPStore(link.host, link.port, is_master=False, timeout=timeout)
+            meeting = TCPStore(link.host, link.port, is_master=False, timeout=timeout)
+            self.store = PrefixStore(f"sender {link.sender}", meeting)
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(
                 PrefixStore("control", self.store), rank, link.num_receivers + 1, timeout
             )
@@ -253,10 +341,20 @@ class ControlGroup:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fills the tensor with that of rank `root`, on all ranks."""
+        self.start_broadcast(tensor, root)()
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], None]:
+        """As `broadcast`; the function that is returned waits for its end."""
         with _transfer_errors():
             if self._group is None:
                 raise RuntimeError("the link was closed after an error")
-            self._group.broadcast(tensor, root).wait()  # type: ignore[attr-defined]
+            work = self._group.broadcast(tensor, root)  # type: ignore[attr-defined]
+
+        def wait() -> None:
+            with _transfer_errors():
+                work.wait()
+
+        return wait
 
     def close(self) -> None:
         """Leaves; endpoints that wait for this one get an error now."""

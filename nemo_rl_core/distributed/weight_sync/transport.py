@@ -1,20 +1,18 @@
-"""How the bytes of a bucket get from the trainer's process into an engine's.
+"""How the bytes of a bucket get from a trainer's process into an engine's.
 
-| transport | where the two are | copies of the bytes |
-|---|---|---|
-| `shared_memory` | on one machine, otherwise than below | 1 |
-| `cuda_ipc` | on one GPU | 1, on the GPU |
-| `gloo` | anywhere | 1 and the network |
-| `nccl` | on different GPUs | 1 and the network |
+| transport | where the two are | copies of the bytes | held at the sender |
+|---|---|---|---|
+| `shared_memory` | on one machine, otherwise than below | 1 | all |
+| `cuda_ipc` | on one GPU | 2, on the GPU | two buckets |
+| `gloo` | anywhere | 1 and the network | two buckets |
+| `nccl` | on different GPUs | 1 and the network | two buckets |
 """
 
 import mmap
 import os
 import pickle
-import socket
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +24,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from nemo_rl_core.distributed.allocator import memory_for_others
 from nemo_rl_core.distributed.process_group import local_device
-from nemo_rl_core.distributed.weight_sync.messages import SENDER, ControlGroup, TransportName
+from nemo_rl_core.distributed.weight_sync.messages import SENDER, ControlGroup
 from nemo_rl_core.errors import ResourceError
+from nemo_rl_core.planning.routes import GPU_BUCKET_BYTES, TransportName
 
 
 class Transport:
@@ -39,9 +38,12 @@ class Transport:
     Attributes:
         bucket_bytes: About how much is packed at once. By default few enough that a checksum finds
             in the processor's cache what was just packed or received.
+        splits_tensors: Whether a tensor larger than that comes in pieces: where a receiver copies
+            the bytes anyway.
     """
 
     bucket_bytes: ClassVar[int] = 16 * 1024**2
+    splits_tensors: ClassVar[bool] = False
 
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
@@ -60,8 +62,17 @@ class Transport:
     def push(self, payload: torch.Tensor) -> None:
         """Sender: moves the bytes, where receivers do not read them in place."""
 
-    def pull(self, reference: Any, num_bytes: int) -> torch.Tensor:
-        """Receiver: returns `[num_bytes]` of uint8, unchanged until the transfer ends."""
+    def own_memory(self, num_bytes: int) -> torch.Tensor | None:
+        """Receiver: returns `[num_bytes]` of uint8 to pull into; None where none is needed."""
+        return None
+
+    def pull(self, reference: Any, out: Any) -> torch.Tensor:
+        """Receiver: returns the bytes of a bucket, unchanged until the transfer ends.
+
+        Args:
+            reference: As the sender's `reference` made it.
+            out: A part of `own_memory`, of the bucket's size.
+        """
         raise NotImplementedError
 
     def settle(self) -> None:
@@ -69,6 +80,9 @@ class Transport:
 
     def end(self) -> None:
         """Sender: all receivers have loaded everything."""
+
+    def close(self) -> None:
+        """The transfer has failed, and there is no other."""
 
 
 class SharedMemoryTransport(Transport):
@@ -101,14 +115,14 @@ class SharedMemoryTransport(Transport):
         return self._segments[index].flat[:num_bytes]
 
     def reference(self, payload: torch.Tensor) -> list[int]:
-        """Process, file descriptor, size of the file, and the number that makes it this file."""
+        """Process, file descriptor, sizes of bucket and file, and what makes it this file."""
         segment = self._segments[self._num_used - 1]
         identity = os.fstat(segment.descriptor).st_ino
-        return [os.getpid(), segment.descriptor, segment.flat.nbytes, identity]
+        return [os.getpid(), segment.descriptor, payload.nbytes, segment.flat.nbytes, identity]
 
-    def pull(self, reference: list[int], num_bytes: int) -> torch.Tensor:
+    def pull(self, reference: list[int], out: None) -> torch.Tensor:
         """A view on the sender's pages."""
-        pid, descriptor, file_bytes, identity = reference
+        pid, descriptor, num_bytes, file_bytes, identity = reference
         pages = self._mapped_before.get(identity)
         if pages is None:
             with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
@@ -128,34 +142,56 @@ class _Segment:
         os.close(self.descriptor)
 
 
-class CudaIpcTransport(Transport):
-    """Two buffers on one GPU that both processes map.
+class BufferedTransport(Transport):
+    """Two buffers at the sender, and memory of a receiver's own for what arrives.
 
-    A receiver copies a bucket and then says so. Meanwhile the sender packs the next one into the
-    other buffer. So this holds two buckets, however large the model is, and the receiver's tensors
-    are its own: vLLM keeps those of a layer until the last of them has arrived.
+    While receivers take the bytes of one buffer, the sender packs the next bucket into the other.
+    Tensors larger than a bucket come in pieces, so that the sender holds two buckets, however large
+    the model and its embedding are.
     """
 
-    bucket_bytes = 64 * 1024**2
+    splits_tensors = True
 
     def __init__(self, control: ControlGroup) -> None:
-        _need_gpu("cuda_ipc")
         super().__init__(control)
-        self._device = local_device()
         self._buffers = [self._memory(0), self._memory(0)]
-        self._turn, self._is_unread = 0, False
+        self._turn = 0
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        with memory_for_others():
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        """`[num_bytes]` of uint8 for a buffer."""
+        raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A view on the buffer of the bucket before the last, which receivers have copied."""
+        """A view on the buffer of the bucket before the last, which receivers have taken."""
         self._turn = turn = 1 - self._turn
         if self._buffers[turn].nbytes < num_bytes:
             self._buffers[turn] = self._memory(0)  # freed before more is allocated
             self._buffers[turn] = self._memory(num_bytes)
         return self._buffers[turn][:num_bytes]
+
+    def own_memory(self, num_bytes: int) -> torch.Tensor:
+        """Receiver: as for a buffer."""
+        return self._memory(num_bytes)
+
+
+class CudaIpcTransport(BufferedTransport):
+    """Buffers on one GPU that both processes map.
+
+    A receiver copies a bucket and then says so. Its tensors are its own: vLLM keeps those of a
+    layer until the last of them has arrived.
+    """
+
+    bucket_bytes = GPU_BUCKET_BYTES
+
+    def __init__(self, control: ControlGroup) -> None:
+        _need_gpu("cuda_ipc")
+        self._device = local_device()
+        self._is_unread = False
+        super().__init__(control)
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        with memory_for_others():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def reference(self, payload: torch.Tensor) -> str:
         """The handle that `torch.multiprocessing` makes of a CUDA tensor."""
@@ -175,12 +211,12 @@ class CudaIpcTransport(Transport):
             self._control.gather(_COPIED)
         self._is_unread = False
 
-    def pull(self, reference: str, num_bytes: int) -> torch.Tensor:
+    def pull(self, reference: str, out: torch.Tensor) -> torch.Tensor:
         """A copy of the sender's bytes."""
-        payload = self._mapped(reference).clone()
+        out.copy_(self._mapped(reference))
         torch.cuda.current_stream(self._device).synchronize()
         self._control.gather(_COPIED)
-        return payload
+        return out
 
     def _mapped(self, reference: str) -> torch.Tensor:
         """A view on the sender's memory."""
@@ -203,37 +239,45 @@ _COPIED = "copied"
 _DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
 
 
-class GlooTransport(Transport):
-    """A broadcast over the control group itself, bucket by bucket.
-
-    The sender holds one bucket at a time, a receiver as many as its caller keeps; either uses that
-    memory again.
-    """
-
-    device = torch.device("cpu")
+class BroadcastTransport(BufferedTransport):
+    """A broadcast of every bucket, which goes on while the sender packs the next one."""
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._free: list[np.ndarray] = []
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """The one buffer; a broadcast that has returned is done with it."""
-        if self._buffer.nbytes < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._buffer[:num_bytes]
+        self._wait: Callable[[], None] | None = None
 
     def push(self, payload: torch.Tensor) -> None:
         """All receivers take part."""
-        self._broadcast(payload)
+        self._wait = self._broadcast(payload)
 
-    def pull(self, reference: None, num_bytes: int) -> torch.Tensor:
-        """Memory that no tensor of an earlier bucket, which callers may keep, lies in."""
-        payload = self._memory(num_bytes)
-        self._broadcast(payload)
-        return payload
+    def settle(self) -> None:
+        """Waits for the broadcast."""
+        if self._wait is not None:
+            self._wait()
+        self._wait = None
+
+    def pull(self, reference: None, out: torch.Tensor) -> torch.Tensor:
+        """What the sender broadcasts."""
+        self._broadcast(out)()
+        return out
+
+    def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
+        """Starts it; the function that is returned waits for its end."""
+        raise NotImplementedError
+
+
+class GlooTransport(BroadcastTransport):
+    """Over the control group itself; a receiver uses memory again that its caller has left."""
+
+    def __init__(self, control: ControlGroup) -> None:
+        super().__init__(control)
+        self._free: list[np.ndarray] = []
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def own_memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory that no tensor of an earlier bucket, which callers may keep, lies in."""
         block = self._free.pop() if self._free else np.empty(0, dtype=np.uint8)
         if block.nbytes < num_bytes:
             block = np.empty(num_bytes, dtype=np.uint8)
@@ -242,31 +286,45 @@ class GlooTransport(Transport):
         weakref.finalize(lent, self._free.append, block)
         return torch.from_numpy(lent)
 
-    def _broadcast(self, payload: torch.Tensor) -> None:
-        self._control.broadcast(payload, SENDER)
+    def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
+        return self._control.start_broadcast(payload, SENDER)
 
 
-class NcclTransport(GlooTransport):
-    """The same between GPUs, over a group of their own."""
+class NcclTransport(BroadcastTransport):
+    """Between GPUs, over a group of their own."""
+
+    bucket_bytes = GPU_BUCKET_BYTES
 
     def __init__(self, control: ControlGroup) -> None:
         _need_gpu("nccl")
+        self._device = local_device()
         super().__init__(control)
-        self.device = local_device()
+        self._group = self._join(PrefixStore("nccl", control.store))
+
+    def _join(self, store: Any) -> Any:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=control.link.timeout_seconds)
-        self._group = dist.ProcessGroupNCCL(
-            PrefixStore("nccl", control.store),
-            control.rank,
-            control.link.num_receivers + 1,
-            options,
-        )
+        options._timeout = timedelta(seconds=self._control.link.timeout_seconds)
+        size = self._control.link.num_receivers + 1
+        return dist.ProcessGroupNCCL(store, self._control.rank, size, options)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _broadcast(self, payload: torch.Tensor) -> None:
-        self._group.broadcast(payload, SENDER).wait()  # type: ignore[attr-defined]
+    def _broadcast(self, payload: torch.Tensor) -> Callable[[], None]:
+        work = self._group.broadcast(payload, SENDER)
+
+        def wait() -> None:
+            work.wait()  # the stream waits, this thread does not
+
+        return wait
+
+    def end(self) -> None:
+        """Gives the buffers back, which the trainer needs for activations."""
+        self._buffers = [self._memory(0), self._memory(0)]
+
+    def close(self) -> None:
+        """Ends a broadcast that a lost receiver will not join, which would hold up the GPU."""
+        self._group.abort()
 
 
 TRANSPORTS: dict[TransportName, type[Transport]] = {
@@ -283,46 +341,3 @@ def _need_gpu(name: str) -> None:
             f"weights cannot travel by {name!r}: this process sees no GPU",
             fix="use 'shared_memory' on one machine, or 'gloo'",
         )
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a process runs.
-
-    Attributes:
-        machine: Equal for processes that can open one another's files.
-        gpu: The identity of its GPU, or None.
-    """
-
-    machine: str
-    gpu: str | None
-
-
-def current_location() -> Location:
-    """Where this process runs."""
-    gpu = None
-    if torch.cuda.is_available():
-        gpu = str(torch.cuda.get_device_properties(local_device()).uuid)
-    return Location(current_machine(), gpu)
-
-
-def current_machine() -> str:
-    """Host name and, because containers share one, name space of processes."""
-    namespace = Path("/proc/self/ns/pid")
-    shared = namespace.readlink() if namespace.exists() else "none"
-    return f"{socket.gethostname()} {shared}"
-
-
-def choose_transport(sender: Location, receivers: Sequence[Location]) -> TransportName:
-    """The fastest transport that reaches all receivers."""
-    ends = [sender, *receivers]
-    on_one_machine = len({end.machine for end in ends}) == 1
-    gpus = {end.gpu for end in ends}
-    if None in gpus:
-        return "shared_memory" if on_one_machine else "gloo"
-    if len(gpus) == 1 and on_one_machine:
-        return "cuda_ipc"
-    if len(gpus) == len(ends):
-        return "nccl"
-    # NCCL refuses two ranks on one GPU.
-    return "shared_memory" if on_one_machine else "gloo"

@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_core.backends.decoding.requests import row_seeds
 from nemo_rl_core.backends.generation.base import GenerationSetup, get_generation_backend
+from nemo_rl_core.backends.generation.gpu_memory import engine_gpu_use
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
 from nemo_rl_core.config.generation import (
     GenerationConfig,
@@ -128,6 +129,7 @@ class Generation(GenerationInterface):
                 self._workers.run_all_workers_single_data("setup", self._setup)
         numerics = self._workers.run_single_worker("__ray_call__", process_numerics)
         usage.saw_process("generation", numerics)
+        self._count_gpus(anew=True)
         self._proven: Path | Policy | None = None
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
@@ -374,8 +376,18 @@ class Generation(GenerationInterface):
         (logprobs,) = self._workers.finish([started], config.generate_timeout_seconds)
         return logprobs
 
+    def _count_gpus(self, *, anew: bool = False) -> None:
+        """Has the stage count what the workers hold of their GPUs; no-op on CPUs."""
+        if not self._session.cluster.use_gpus:
+            return
+        call = partial(engine_gpu_use, anew=anew)
+        for each in self._workers.run_all_workers_single_data("__ray_call__", call):
+            if each is not None:
+                usage.saw_engine_gpu(each)
+
     def peak_memory_gib(self) -> float:
-        """The most memory that all processes of the engines together have held."""
+        """The most memory of machines that all processes of the engines together have held."""
+        self._count_gpus()
         return float(sum(self._workers.run_all_workers_single_data("peak_memory_gib")))
 
     def shutdown(self) -> None:

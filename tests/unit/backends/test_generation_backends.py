@@ -1,5 +1,6 @@
 """Transformers' loop and Megatron's model as engines: they draw alike, and agree with a trainer."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,28 @@ def test_new_weights_replace_all_of_the_old(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     engine.load_weights(tiny_model)
     assert sequences(engine.generate(make_batch(), greedy=True)) == before
+
+
+@pytest.mark.parametrize(("name", "most"), [("hf", 2), ("megatron", 5)])
+def test_few_tensors_are_held_while_weights_arrive(
+    engines: Engines, tiny_model: Path, model: Any, name: str, most: int
+) -> None:
+    """Megatron fuses three in one: queries and keys, with their biases, wait for values."""
+    live: list[weakref.ref[torch.Tensor]] = []
+    counts = []
+
+    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+        for key, weight in model.named_parameters():
+            tensor = weight.detach().clone()
+            live.append(weakref.ref(tensor))
+            counts.append(sum(each() is not None for each in live))
+            yield key, tensor
+
+    engine: Any = engines(name)
+    engine.take_weights(arriving())
+    assert len(counts) > 10
+    assert max(counts) == most
+    engine.load_weights(tiny_model)
 
 
 @pytest.mark.thorough

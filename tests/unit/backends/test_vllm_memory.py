@@ -18,8 +18,10 @@ import torch
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
+from nemo_rl_core.backends.generation import vllm as vllm_module
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
+from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
@@ -42,7 +44,9 @@ class FakeLLM:
         worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
         config = SimpleNamespace(enable_sleep_mode=kwargs["enable_sleep_mode"])
-        self.llm_engine = SimpleNamespace(model_config=config, model_executor=executor)
+        self.llm_engine = SimpleNamespace(
+            model_config=config, model_executor=executor, abort_request=lambda request_ids: None
+        )
 
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append((name, args, kwargs))
@@ -180,6 +184,19 @@ def test_trainer_and_engine_take_turns_on_the_gpu(backend: VllmBackend, tiny_mod
         assert torch.equal(own, sent)
 
 
+def test_what_it_held_is_asked_for_before_it_sleeps(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm: Any = backend._llm
+    held = iter([41.0, 44.0, 43.0])
+    monkeypatch.setattr(vllm_module, "held_gpu_gib", lambda: 0.0 if llm.asleep else next(held))
+    for most in (41.0, 44.0, 44.0):
+        backend.sleep()
+        backend.sleep()  # asleep already
+        assert backend.most_gpu_gib == most
+        backend.wake()
+
+
 def test_weights_that_stay_are_kept_on_the_host(backend: VllmBackend) -> None:
     llm: Any = backend._llm
     backend.sleep()
@@ -199,7 +216,19 @@ def test_discarded_weights_are_not_generated_with(backend: VllmBackend, tiny_mod
     backend.generate(prompts(), greedy=True)
 
 
-def test_tensors_are_read_one_by_one(backend: VllmBackend, tiny_model: Path) -> None:
+@pytest.fixture
+def streaming(backend: VllmBackend, tiny_model: Path) -> Iterator[StreamingVllmBackend]:
+    started = StreamingVllmBackend()
+    started.setup(setup_of(tiny_model, placement={"own": 1}))
+    yield started
+    started.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["backend", "streaming"])
+def test_tensors_are_read_one_by_one(
+    kind: str, tiny_model: Path, request: pytest.FixtureRequest
+) -> None:
+    backend: VllmBackend = request.getfixturevalue(kind)
     counts = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from nemo_rl_core.distributed.weight_sync import (
     combined_digest,
     compare_digests,
     make_buckets,
+    messages,
 )
 from nemo_rl_core.distributed.weight_sync.messages import word_sums
 from nemo_rl_core.errors import ConsistencyError
@@ -54,6 +55,26 @@ def test_buckets_are_split_by_size() -> None:
     assert [spec.offset for spec in buckets[0].specs] == [0, 16]
 
 
+def test_large_tensors_are_cut_into_pieces() -> None:
+    # 80 bytes in buckets of 40, which hold 32 where pieces begin at multiples of 16.
+    large, whole = torch.arange(20.0).view(4, 5), torch.empty(80, dtype=torch.uint8)
+    named = [("a", torch.ones(4)), ("large", large), ("d", torch.ones(4))]
+    buckets = list(make_buckets(named, bucket_bytes=40, splits_tensors=True))
+    found = [
+        [(spec.name, spec.start, spec.num_bytes, spec.is_piece) for spec in bucket.specs]
+        for bucket in buckets
+    ]
+    pieces = [[("large", start, size, True)] for start, size in ((0, 32), (32, 32), (64, 16))]
+    assert found == [[("a", 0, 16, False)], *pieces, [("d", 0, 16, False)]]
+    for bucket in buckets[1:4]:
+        (spec,) = bucket.specs
+        whole[spec.start : spec.start + spec.num_bytes] = torch.as_tensor(bucket.payload)
+    assert torch.equal(spec.tensor(whole), large)
+    assert len({bucket.digest for bucket in buckets[1:4]}) == 3
+    swapped = dataclasses.replace(buckets[1].specs[0], start=32)
+    assert bucket_digest((swapped,), buckets[1].payload) != buckets[1].digest
+
+
 def test_no_weights_make_no_buckets() -> None:
     assert list(make_buckets([])) == []
 
@@ -77,25 +98,51 @@ def test_one_flipped_bit_changes_both_sums_of_a_gpu(place: int) -> None:
     assert all(one != other for one, other in zip(before, after, strict=True))
 
 
-def test_sums_of_a_gpu_by_hand() -> None:
-    """Of one word, in Python's integers; of words in another order, with two of them alike."""
+def test_sums_of_a_gpu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python's integers; words in another order, two of them alike, in one part and in two."""
+    monkeypatch.setattr(messages, "_MIXED_WORDS", 2)
     mask = 2**64 - 1
 
-    def by_hand(words: list[int], odd: int) -> int:
-        total = 0
-        for place, word in enumerate(words, start=1):
-            mixed = ((word & mask) ^ (place * odd & mask)) * (2 * place + odd) & mask
-            total += (mixed ^ (mixed >> 29)) * odd
+    def split_mix(count: int) -> int:
+        found = count * 0x9E3779B97F4A7C15 & mask
+        found = (found ^ found >> 30) * 0xBF58476D1CE4E5B9 & mask
+        found = (found ^ found >> 27) * 0x94D049BB133111EB & mask
+        return (found ^ found >> 31) | 1
+
+    def by_hand(words: list[int], row: int) -> int:
+        places, total = min(len(words), 2), 0
+        for index, word in enumerate(words):
+            part, place = divmod(index, 2)
+            mixed = (word & mask) * split_mix(place + 1) & mask
+            mixed ^= mixed >> 29
+            total += mixed * split_mix(row * places + place + 1) * (2 * part + 1)
         total &= mask
         return total - 2**64 if total >= 2**63 else total
 
-    odd_numbers = 0x1E3779B97F4A7C15, 0x5851F42D4C957F2D
     found = set()
-    for words in ([7], [0, 0], [1, 2, 2], [2, 1, 2], [2, 2, 1], [-1, 2**62, -(2**63)]):
+    for words in ([7], [0, 0], [1, 2, 2], [2, 1, 2], [2, 2, 1], [-1, 2**62, -(2**63), 5]):
         sums = word_sums(torch.tensor(words).view(torch.uint8))
-        assert sums == [by_hand(words, odd) for odd in odd_numbers]
+        assert sums == [by_hand(words, row) for row in (1, 2)]
         found.add(tuple(sums))
     assert len(found) == 6
+
+
+def test_keys_of_places_are_those_of_the_reference() -> None:
+    # The first outputs of SplitMix64 under seed 0, as its reference implementation gives them.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    keys = messages._odd_keys(1, 3, torch.device("cpu"))[0]
+    assert [key % 2**64 for key in keys.tolist()] == [each | 1 for each in published]
+
+
+def test_two_flipped_signs_change_the_sums_of_a_gpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    payload = torch.randint(256, (8 * 64,), generator=generator).byte()
+    before = word_sums(payload)
+    for one in range(64):
+        for other in range(one):
+            damaged = payload.clone()
+            damaged[[8 * one + 7, 8 * other + 7]] ^= 128  # the highest bits of two words
+            assert not set(word_sums(damaged)) & set(before)
 
 
 @pytest.mark.parametrize(

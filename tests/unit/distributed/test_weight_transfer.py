@@ -1,12 +1,9 @@
 """Transfers of weights between real processes: the same bits, or an error, but never a hang."""
 
-import mmap
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +22,11 @@ from nemo_rl_core.distributed.weight_sync import (
     make_buckets,
 )
 from nemo_rl_core.distributed.weight_sync import transport as transport_module
-from nemo_rl_core.distributed.weight_sync.transport import (
-    CudaIpcTransport,
-    Location,
-    _Segment,
-    choose_transport,
-    current_location,
-)
+from nemo_rl_core.distributed.weight_sync.places import current_location
+from nemo_rl_core.distributed.weight_sync.transport import CudaIpcTransport
 from nemo_rl_core.errors import ConsistencyError, ResourceError, WorkerError
+from nemo_rl_core.planning.routes import Location, choose_transport
+from tests.simulated_gpus import simulate_transports
 
 TRANSPORTS = [
     "shared_memory",
@@ -171,69 +165,37 @@ def test_tensors_hold_until_all_are_loaded_and_larger_ones_may_follow(
     assert received == sent
 
 
-class _TwoBuffers(CudaIpcTransport):
-    """`CudaIpcTransport` whose memory is that of the host, mapped by both processes."""
-
-    most_bytes = 0
-    _live: list[Any]
-
-    def _memory(self, num_bytes: int) -> torch.Tensor:
-        segment = _Segment(num_bytes)
-        self.__dict__.setdefault("_live", []).append(weakref.ref(segment))
-        self.__dict__.setdefault("_segments", {})[segment.flat.data_ptr()] = segment
-        in_use = {buffer.data_ptr() for buffer in getattr(self, "_buffers", [])}
-        in_use.add(segment.flat.data_ptr())
-        self._segments = {key: each for key, each in self._segments.items() if key in in_use}
-        held = sum(each().flat.nbytes for each in self._live if each() is not None)
-        self.most_bytes = max(self.most_bytes, held)
-        return segment.flat[:num_bytes]
-
-    def reference(self, payload: torch.Tensor) -> Any:
-        segment = self._segments[payload.data_ptr()]
-        return [os.getpid(), segment.descriptor, payload.nbytes]
-
-    def _mapped(self, reference: Any) -> torch.Tensor:
-        pid, descriptor, num_bytes = reference
-        with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
-            pages = mmap.mmap(file.fileno(), num_bytes)
-        return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _on_the_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transport_module, "_need_gpu", lambda name: None)
-    patch.setitem(transport_module.TRANSPORTS, "cuda_ipc", _TwoBuffers)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    for name in ("ipc_collect", "empty_cache"):
-        patch.setattr(torch.cuda, name, lambda: None)
-
-
-def test_cuda_ipc_holds_two_buckets_however_many_there_are(
-    new_link: Callable[..., LinkSpec],
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "gloo"])
+def test_two_buckets_are_held_however_many_there_are_and_however_large_a_tensor_is(
+    transport: TransportName, new_link: Callable[..., LinkSpec]
 ) -> None:
     weights = [(f"{index}", torch.full((100,), float(index))) for index in range(50)]
-    weights.insert(20, ("large", torch.arange(1000.0)))
+    weights.insert(20, ("large", torch.arange(1000.0)))  # two whole pieces and a part of one
     weights.insert(30, ("none", torch.empty(0)))
+    weights.insert(31, ("two pieces", torch.arange(800.0).view(2, 400).T))
+    weights.append(("last", torch.arange(3201, dtype=torch.int8)))  # its last piece is a byte
 
     def end(link: LinkSpec) -> tuple[list[Any], int]:
         with pytest.MonkeyPatch.context() as patch:
-            _on_the_host(patch)
+            simulate_transports(patch)
             if rank() == 0:
                 sender = Endpoint(link, SENDER, bucket_bytes=1600)
                 for _ in range(2):
                     sender.send(weights)
-                return bits(weights), sender._transport.most_bytes
+                held: Any = sender._transport
+                return bits(weights), getattr(held, "most_bytes", 0) or sum(
+                    buffer.nbytes for buffer in held._buffers
+                )
             receiver, seen = Endpoint(link, rank()), []  # type: Endpoint, list[Any]
             for _ in range(2):
                 # All at once: none lies in memory that the sender writes to again.
                 receiver.receive(lambda tensors: seen.extend(list(tensors)))
             return bits(seen), 0
 
-    link = new_link("cuda_ipc", num_receivers=2)
+    link = new_link(transport, num_receivers=2)
     (sent, most_bytes), *received = run_ranks(end, link, world_size=3)
     assert [found for found, _ in received] == [sent * 2] * 2
-    # The large tensor in one buffer, four small ones in the other; all weights are 24 kB.
-    assert most_bytes <= 4000 + 1600 + 2 * 16
+    assert most_bytes == 2 * 1600  # all weights are 31 kB
 
 
 class _AllocatorSettings(TorchDispatchMode):
@@ -333,6 +295,27 @@ def test_a_receiver_that_dies_is_an_error(
     link = new_link(transport)
     (error,) = run_ranks(end, link, world_size=1, timeout_seconds=30)
     assert error.startswith("TransferError: a transfer of weights broke off")
+
+
+def test_a_failed_transfer_ends_what_nccl_would_wait_for(
+    new_link: Callable[..., LinkSpec],
+) -> None:
+    def end(link: LinkSpec) -> tuple[str, bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            simulate_transports(patch)
+            endpoint = Endpoint(link, rank(), bucket_bytes=64)
+            if rank() == SENDER:
+                told = outcome(lambda: endpoint.send(make_weights()))
+            else:
+                told = outcome(lambda: endpoint.receive(lambda tensors: next(tensors) and None))
+            group: Any = endpoint._transport
+            return told, group._group.is_aborted
+
+    (sent, is_ended), (received, has_ended) = run_ranks(end, new_link("nccl"), world_size=2)
+    assert "broke off" in sent
+    assert "loaded in part" in received
+    assert is_ended
+    assert has_ended
 
 
 @pytest.mark.thorough

@@ -1,25 +1,28 @@
 """Expected speeds, held to what one H100 has shown, and the transports that the code chooses."""
 
+import json
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl_core.config.cluster import AcceleratorName
-from nemo_rl_core.config.generation import VllmGenerationConfig
+from nemo_rl_core.config.generation import OwnPlacement, VllmGenerationConfig
 from nemo_rl_core.config.training import DTensorTraining, MegatronTraining
-from nemo_rl_core.distributed.weight_sync.transport import Location, choose_transport
 from nemo_rl_core.planning.accelerators import (
     ACCELERATORS,
     Accelerator,
     accelerator,
     accelerator_of_device,
 )
-from nemo_rl_core.planning.load import transport_of, untried
+from nemo_rl_core.planning.load import routes_of, transport_of, untried
 from nemo_rl_core.planning.memory import plan_memory
 from nemo_rl_core.planning.speed import SpeedPlan, plan_speed
 from nemo_rl_core.telemetry.cost import peak_flops
-from tests.unit.planning.layouts import stage
+from tests.unit.planning.layouts import CONFIGS, stage
 
 H100 = ACCELERATORS["nvidia-h100"]
 
@@ -142,9 +145,7 @@ def test_engines_of_their_own_count_and_leave_the_trainer_its_memory() -> None:
     loads = [stage("qwen2.5-1.5b", 6, generation=each) for each in (beside, own)]
     assert [load.num_gpus for load in loads] == [6, 10]
     assert [load.machines for load in loads] == [[6], [8, 2]]
-    # NCCL refuses two ranks on one GPU, so that only engines of their own get it.
-    trainer, others = Location("a", "0"), [Location("a", str(gpu)) for gpu in range(6, 10)]
-    assert transport_of(loads[1]) == choose_transport(trainer, others) == "nccl"
+    assert [transport_of(load) for load in loads] == ["cuda_ipc", "nccl"]
     shared, alone = (plan_memory(load, H100.memory_gib) for load in loads)
     awake = sum(alone.parts[name] for name in ("engine weights", "engine workspace", "KV cache"))
     assert awake == pytest.approx(0.9 * H100.memory_gib)
@@ -199,37 +200,70 @@ def test_recomputation_and_slow_links_lower_the_speed() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "engines", "ranks"), [(1, 1, 1), (8, 8, 1), (8, 1, 1), (8, 2, 4), (64, 8, 8)]
 )
-def test_the_transport_is_the_one_that_the_code_chooses(
-    num_ranks: int, engines: int, ranks: int
-) -> None:
+def test_ranks_send_as_the_code_chooses(num_ranks: int, engines: int, ranks: int) -> None:
     generation = VllmGenerationConfig(num_engines=engines, tensor_parallel_size=ranks)
-    places = [Location(f"machine {rank // 8}", f"GPU {rank}") for rank in range(engines * ranks)]
     load = stage("llama-3.1-70b", num_ranks, generation=generation)
-    assert transport_of(load) == choose_transport(places[0], places)
+    found = [(each.sender, each.receivers, each.transport) for each in routes_of(load)]
+    assert found == [(rank, (rank,), "cuda_ipc") for rank in range(engines * ranks)]
+
+
+def test_engines_of_their_own_hear_one_rank() -> None:
+    own = VllmGenerationConfig(tensor_parallel_size=4, placement=OwnPlacement(own=16))
+    (route,) = routes_of(stage("llama-3.1-70b", 12, generation=own))
+    assert (route.sender, route.receivers, route.transport) == (0, tuple(range(16)), "nccl")
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "generation", "transport", "goal"),
+    ("name", "num_ranks", "generation", "seconds", "goal"),
     [
-        ("qwen2.5-7b", 8, {"num_engines": 8}, "shared_memory", 2.0),
-        ("llama-3.1-70b", 64, {"num_engines": 8, "tensor_parallel_size": 8}, "gloo", 10.0),
+        # Gathered in float32 over NVLink (30.5 GB x 7/8 / 270 GB/s and 339 x 0.3 ms), 56 passes of
+        # 15.2 GB at 0.54 x 3350 GB/s, 339 tensors of 1 ms, and 1.6 s.
+        ("qwen2.5-7b", 8, {"num_engines": 8}, 0.099 + 0.102 + 0.471 + 0.339 + 1.6, 2.0),
+        # 282 GB x 63/64 over eight ports a machine, 240 GB/s; 141 GB; 723 tensors.
+        (
+            "llama-3.1-70b",
+            64,
+            {"num_engines": 8, "tensor_parallel_size": 8},
+            1.157 + 0.217 + 4.368 + 0.723 + 1.6,
+            10.0,
+        ),
+        # The same to 64 GPUs of their own: through one port of 50 GB/s, of which 60 % are had.
+        (
+            "llama-3.1-70b",
+            64,
+            {"placement": {"own": 64}, "tensor_parallel_size": 8},
+            1.157 + 0.217 + 4.368 + 0.723 + 1.6 + 4.704,
+            10.0,
+        ),
     ],
 )
-def test_transfers_are_far_from_their_goals(
-    name: str, num_ranks: int, generation: dict[str, Any], transport: str, goal: float
+def test_seconds_of_a_transfer(
+    name: str, num_ranks: int, generation: dict[str, Any], seconds: float, goal: float
 ) -> None:
-    found = planned(name, num_ranks, generation=VllmGenerationConfig(**generation)).transfer
+    config = VllmGenerationConfig.model_validate(generation)
+    found = planned(name, num_ranks, generation=config).transfer
     assert found is not None
-    assert found.transport == transport
+    assert found.seconds == pytest.approx(seconds, rel=0.005)
     assert found.goal_seconds == pytest.approx(goal, rel=0.02)
-    assert found.least_seconds < found.goal_seconds < found.seconds / 5
+    assert found.least_seconds < found.goal_seconds
 
 
 def test_a_transfer_on_one_gpu_as_measured() -> None:
-    # 3.2 GB take 0.17 s by CUDA IPC, and 5.5 to 6.1 s with loading while checksums took 3.6 to 4.0.
+    # 3.2 GB took 5.5 to 6.1 s with loading, of which 3.6 to 4.0 were the transport's. That takes
+    # 0.17 s since, and fewer passes of the checksum.
     found = planned("qwen2.5-1.5b", generation=VllmGenerationConfig()).transfer
     assert found is not None
-    assert found.seconds == pytest.approx(5.8 - 3.8, rel=0.15)
+    assert found.seconds == pytest.approx(5.8 - 3.8, rel=0.05)
+
+
+def test_tensors_are_those_of_the_class_of_transformers() -> None:
+    for name, config in CONFIGS.items():
+        described = AutoConfig.for_model(**json.loads(config.read_text()))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described)
+        published = revert_weight_conversion(model, model.state_dict())
+        tied = described.tie_word_embeddings
+        assert stage(name).sizes.num_tensors == len(published) - tied, name
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Where scorers with a model compute: on a share of a GPU, and only while they are asked."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,11 @@ from nemo_rl_core.config.environment import EnvironmentWorkers, WeightedSum
 from nemo_rl_core.config.judge import JudgeModel, LLMJudge
 from nemo_rl_core.config.single_turn import ExactMatch, RewardModelScore
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.errors import RewardError
 from nemo_rl_core.rollouts import scorers
 from nemo_rl_core.rollouts.scorers import EngineChat, has_reward_model, scorer_of
+from nemo_rl_core.types import Completion, Prompt, Rollout
 
 MODEL = RewardModelScore(model="folder")
 JUDGE = LLMJudge(judge=JudgeModel(model="folder"))
@@ -70,6 +74,69 @@ def test_other_scorers_get_one_only_if_the_recipe_says_so(
 def test_a_judge_of_the_run_cannot_be_started_in_actors() -> None:
     assert has_reward_model(mixed(MODEL, ExactMatch()))
     assert not has_reward_model(mixed(MODEL, JUDGE))
+
+
+class Constant(Scorer):
+    """Scores every completion alike."""
+
+    def __init__(self, reward: float) -> None:
+        self.reward = reward
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        return [self.reward for _ in rollouts]
+
+
+class Asked:
+    """A judge that replies the same to every question."""
+
+    def replies(self, questions: Sequence[str]) -> list[str | Exception]:
+        return ["Mark: 5" for _ in questions]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_reward_model_beside_a_judge_gets_a_share_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[Any, ...]] = []
+
+    def in_actors(
+        environment: Any, workers: Any, reward_model: Any, *, policy: Any, gpus: Any
+    ) -> Any:
+        started.append((environment, workers, reward_model, policy, gpus))
+        return Constant(3.0)
+
+    monkeypatch.setattr(scorers, "make_remote_scorer", in_actors)
+    monkeypatch.setattr(scorers, "start_judge", lambda *_: Asked())
+    cluster = SimpleNamespace(use_gpus=True)
+    session: Any = SimpleNamespace(cluster=cluster)
+    unnamed = RewardModelScore()
+    environment = WeightedSum(
+        parts=[
+            {"environment": JUDGE, "weight": 1.0},
+            {"environment": MODEL, "weight": 10.0},
+            {"environment": unnamed, "weight": 100.0},
+        ]
+    )
+    settings: Any = SimpleNamespace(environment=environment, environment_workers=None)
+    scorer = scorer_of(session, settings, Path("policy"), Path("trained before"))
+    shared = (scorers._WITH_A_MODEL, Path("trained before"), Path("policy"), cluster)
+    assert started == [(MODEL, *shared), (unnamed, *shared)]
+    rollout = Rollout(
+        Prompt("0", "question", (1, 2), "answer", "task"), Completion((3,), (-1.0,), False), "text"
+    )
+    # The judge's 5 of 10, and the models' 3.
+    assert scorer.score([rollout]) == [0.5 + 30 + 300]
+
+
+def test_without_gpus_a_reward_model_beside_a_judge_computes_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(scorers, "make_scorer", lambda *_, **options: made.append(options))
+    make(mixed(MODEL, JUDGE), None, use_gpus=False)
+    assert made[0]["start_reward_model"] is None
 
 
 def test_a_judge_sleeps_when_it_has_answered() -> None:

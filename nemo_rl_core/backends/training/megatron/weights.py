@@ -6,7 +6,7 @@ beside the model.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +25,82 @@ _MAX_DIMENSIONS = 4
 _HEAD = "lm_head.weight"
 
 
-def load_hf_weights(chunks: list[Any], source: Path | Mapping[str, torch.Tensor]) -> None:
+@torch.no_grad()
+def load_hf_weights(chunks: list[Any], folder: Path) -> None:
     """Fills this rank's parameters, in their own dtype, with weights in transformers' layout.
 
     Args:
         chunks: This rank's chunks, as `build_model` returns them.
-        source: A folder with `model.safetensors`, or with several and their index; or whole tensors
-            by name.
+        folder: With `model.safetensors`, or with several and their index.
 
     Raises:
-        ModelError: If the source lacks a weight, or has one that is surplus, of another shape or,
+        ModelError: If the folder lacks a weight, or has one that is surplus, of another shape or,
             in this rank's slices, not finite.
     """
-    config = chunks[0].config
-    filled = set()
-    tensors = _Safetensors(source) if isinstance(source, Path) else _Tensors(source)
+    tensors = _Safetensors(folder)
     expected = {name for entry in _entries(chunks) for name in entry.rule.hf}
     refuse_wrong_weights(tensors.called, missing=expected - tensors.names)
-    if isinstance(source, Path):
-        check_folder(empty_model(source, "lm"), source)
-    else:
-        # A tied head may be listed beside the embedding.
-        refuse_wrong_weights(tensors.called, surplus=tensors.names - expected - {_HEAD})
-    with torch.no_grad():
-        for entry in _entries(chunks):
-            if not _held_here(entry):
-                continue
-            group = _tensor_group(entry)
-            rule = entry.rule
-            parts = [tensors.read(name, rule, group.rank(), group.size()) for name in rule.hf]
-            require_finite(tensors.called, zip(rule.hf, parts, strict=True))
-            parameter = chunks[entry.chunk].get_parameter(rule.megatron)
-            weight = fuse(rule, parts, config)
-            if weight.shape != parameter.shape:
-                raise ModelError(
-                    f"{tensors.called} has a weight of another shape than the model's",
-                    expected=f"{tuple(parameter.shape)} on this rank for {rule.megatron}",
-                    got=f"{tuple(weight.shape)} from {', '.join(rule.hf)}",
-                    fix="name a folder whose config belongs to its weights",
-                )
-            parameter.copy_(weight)
-            filled.add((entry.chunk, rule.megatron))
+    check_folder(empty_model(folder, "lm"), folder)
+    held_here = [entry for entry in _entries(chunks) if _held_here(entry)]
+    for entry in held_here:
+        _fill(chunks, entry, tensors)
+    _assert_filled(chunks, held_here)
+
+
+@torch.no_grad()
+def take_hf_weights(chunks: list[Any], named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As `load_hf_weights`, with whole tensors that are read one by one, in any order.
+
+    A tensor is kept until the others of its parameter have arrived, such as queries, keys and
+    values.
+
+    Args:
+        chunks: This rank's chunks.
+        named_tensors: Of the trainer.
+
+    Raises:
+        ModelError: As `load_hf_weights`; some parameters have been filled by then.
+    """
+    expected = {name for entry in _entries(chunks) for name in entry.rule.hf}
+    held_here = [entry for entry in _entries(chunks) if _held_here(entry)]
+    due: dict[str, list[Entry]] = {}
+    for entry in held_here:
+        for name in entry.rule.hf:
+            due.setdefault(name, []).append(entry)
+    names, waiting = set(), dict[str, torch.Tensor]()
+    for name, tensor in named_tensors:
+        names.add(name)
+        waiting[name] = tensor
+        for entry in list(due.get(name, ())):
+            if waiting.keys() >= set(entry.rule.hf):
+                _fill(chunks, entry, _Tensors(waiting))
+                for each in entry.rule.hf:
+                    due[each].remove(entry)
+        waiting = {each: kept for each, kept in waiting.items() if due.get(each)}
+    # A tied head may be listed beside the embedding.
+    surplus = names - expected - {_HEAD}
+    refuse_wrong_weights(_Tensors.called, missing=expected - names, surplus=surplus)
+    _assert_filled(chunks, held_here)
+
+
+def _fill(chunks: list[Any], entry: Entry, tensors: "_Slices") -> None:
+    group, rule = _tensor_group(entry), entry.rule
+    parts = [tensors.read(name, rule, group.rank(), group.size()) for name in rule.hf]
+    require_finite(tensors.called, zip(rule.hf, parts, strict=True))
+    parameter = chunks[entry.chunk].get_parameter(rule.megatron)
+    weight = fuse(rule, parts, chunks[0].config)
+    if weight.shape != parameter.shape:
+        raise ModelError(
+            f"{tensors.called} has a weight of another shape than the model's",
+            expected=f"{tuple(parameter.shape)} on this rank for {rule.megatron}",
+            got=f"{tuple(weight.shape)} from {', '.join(rule.hf)}",
+            fix="name a folder whose config belongs to its weights",
+        )
+    parameter.copy_(weight)
+
+
+def _assert_filled(chunks: list[Any], entries: Iterable[Entry]) -> None:
+    filled = {(entry.chunk, entry.rule.megatron) for entry in entries}
     held = {
         (index, name) for index, chunk in enumerate(chunks) for name, _ in chunk.named_parameters()
     }
