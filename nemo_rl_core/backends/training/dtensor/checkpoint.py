@@ -308,7 +308,7 @@ def _restore_random(states: Mapping[str, torch.Tensor]) -> None:
             torch.set_rng_state(state)
 
 
-def _unreadable(folder: Path, error: Exception) -> StoreError:
+def _unreadable(folder: Path, error: BaseException) -> StoreError:
     return StoreError(
         f"cannot read the trainer's state from {folder}",
         expected="state.json and the safetensors files of every rank",
