@@ -146,6 +146,19 @@ def test_one_process_saves_and_two_ranks_go_on(tmp_path: Path) -> None:
         assert_same(loaded, state_of(model, optimizer))
 
 
+def test_a_disk_that_fills_up_meanwhile_is_named(small_disk: Path) -> None:
+    model = torch.nn.Linear(600, 600)
+    optimizer = adamw(model)
+    model(torch.rand(4, 600)).square().mean().backward()
+    optimizer.step()
+    state = saver(model, optimizer)
+    state.start_saving(small_disk, num_updates=1)  # 4.3 MB, in the background
+    with pytest.raises(StoreError, match=f"could not be written to {small_disk}") as raised:
+        state.finish_saving()
+    assert "No space left" in str(raised.value.got)
+    assert state.is_saved()
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Path]:
     model = make_model()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -100,6 +101,7 @@ class TrainerState:
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written = executor.submit(_complete, folder, response, beside)
         executor.shutdown(wait=False)
+        self._folder = folder
 
     def is_saved(self) -> bool:
         """Returns True if this rank has nothing left to write, or failed."""
@@ -119,10 +121,10 @@ class TrainerState:
             return {}
         try:
             return written.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # which is no Exception
             raise StoreError(
-                "the trainer's state could not be written",
-                got=f"{type(error).__name__}: {error}"[:500],
+                f"the trainer's state could not be written to {self._folder}",
+                got=_cause(error),
                 fix="free some space, or point NEMO_RL_HOME at another disk",
             ) from error
 
@@ -158,7 +160,7 @@ class TrainerState:
         wanted = _flat(moments) | weights | random
         try:
             load(wanted, storage_reader=reader, process_group=self._group, no_dist=not self._group)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise _unreadable(folder, error) from error
         require_finite(f"the checkpoint {folder}", ((n, local(w)) for n, w in weights.items()))
         self._optimizer.state.clear()
@@ -268,6 +270,12 @@ def _flat(moments: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.
     }
 
 
+def _cause(error: BaseException) -> str:
+    """What went wrong: a `CheckpointException` has the traces of all ranks before its last line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"[:500]
+
+
 def _has_peers() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -300,7 +308,7 @@ def _restore_random(states: Mapping[str, torch.Tensor]) -> None:
             torch.set_rng_state(state)
 
 
-def _unreadable(folder: Path, error: Exception) -> StoreError:
+def _unreadable(folder: Path, error: BaseException) -> StoreError:
     return StoreError(
         f"cannot read the trainer's state from {folder}",
         expected="state.json and the safetensors files of every rank",

@@ -72,7 +72,7 @@ class Writing:
         def write_metadata() -> None:
             for rank, found in enumerate(results):
                 if isinstance(found, str):
-                    raise OSError(f"on rank {rank}: {found}")
+                    raise OSError(f"{self._folder}, on rank {rank}: {found}")
             self._strategy.write_metadata(results)
             save_config(CheckpointingConfig(_FORMAT, _VERSION), str(self._folder))
 
