@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.schemas import problems
+from tests.schemas import problems, schema
 
 DEPLOYMENT = Path(__file__).resolve().parents[3] / "deployment"
 VALUES = {
@@ -28,6 +28,7 @@ VALUES = {
     "SHARED_STORAGE_CLASS": "shared",
     "TRAINING_IMAGE": "nemo-rl-training:0",
 }
+KUEUE = schema("kueue")
 YAML = sorted(path.relative_to(DEPLOYMENT).as_posix() for path in DEPLOYMENT.rglob("*.yaml"))
 DOCKERFILES = sorted(path.name for path in DEPLOYMENT.glob("images/*.Dockerfile"))
 
@@ -52,8 +53,9 @@ def documents(name: str) -> list[dict[str, Any]]:
 def test_kubernetes_takes_every_object(name: str) -> None:
     """Of KubeRay's objects `test_chart_values.py` has the tests."""
     for document in documents(name):
-        if document.get("kind", "RayCluster") != "RayCluster":
-            assert list(problems(document, f"V1{document['kind']}")) == []
+        kind = document.get("kind", "RayCluster")
+        if kind != "RayCluster":
+            assert list(problems(document, KUEUE.get(kind, f"V1{kind}"))) == []
 
 
 def test_a_misspelt_field_would_be_found() -> None:
