@@ -57,6 +57,27 @@ def test_what_does_not_end_is_given_up_and_named(
     _assert_images_of_a_gpu_are_known(SerializationSettings.from_transport(carried))
 
 
+class Aborting(NoRoom):
+    """A machine at whose first pod somebody aborts the execution."""
+
+    backend: Backend
+
+    def start(self, *_: object) -> Container:
+        for event in self.backend._aborted.values():
+            event.set()
+        return self
+
+
+def test_an_execution_that_somebody_aborts_is_not_waited_for(tmp_path: Path) -> None:
+    machine = Aborting()
+    with Backend(tmp_path / "flyte", machine=machine, at_once=True) as backend:
+        machine.backend = backend
+        where = ["--config", str(backend.config), "--project", "flytesnacks"]
+        result = CliRunner().invoke(cli.group, ["cluster-check", *where, "--timeout", "300"])
+    assert result.exit_code == 1, result.output
+    assert f"0 ok, 0 warn, {len(NODES) - 1} fail" in result.output  # the file was never written
+
+
 def _assert_images_of_a_gpu_are_known(settings: SerializationSettings) -> None:
     """The RayJobs that the dynamic tasks make there have the registered names."""
     context = FlyteContextManager.current_context()
