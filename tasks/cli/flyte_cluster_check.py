@@ -16,6 +16,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.base import FlyteException
 from flytekit.models.core.execution import NodeExecutionPhase as Phase
+from flytekit.models.core.execution import WorkflowExecutionPhase as WorkflowPhase
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.remote import FlyteRemote
 from flytekit.tools.fast_registration import FastPackageOptions
@@ -27,6 +28,12 @@ from tasks.cluster_check import CheckLine
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "/home/nemo"  # the images' user may not write flytekit's default, /root
 _PAUSE_SECONDS = 1.0
+_ENDED_EXECUTION = (
+    WorkflowPhase.SUCCEEDED,
+    WorkflowPhase.FAILED,
+    WorkflowPhase.ABORTED,
+    WorkflowPhase.TIMED_OUT,
+)
 _ENDED = (Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED, Phase.TIMED_OUT, Phase.SKIPPED)
 
 
@@ -154,21 +161,37 @@ class CheckRun:
         deadline = time.monotonic() + timeout_seconds
         open_nodes = dict(NODES)
         states: dict[str, str] = {}
-        while open_nodes and time.monotonic() < deadline and not interrupted.is_set():
+        ended = ""
+        while open_nodes and not ended and time.monotonic() < deadline:
+            if interrupted.is_set():
+                break
+            ended = self._end()  # before the nodes, which do not change after it
             for node in self._executions():
                 states[node.id.node_id] = Phase.enum_to_string(node.closure.phase)
                 if node.id.node_id in open_nodes and node.closure.phase in _ENDED:
                     yield from self._of_ended(node, open_nodes.pop(node.id.node_id))
-            if "bucket-written" not in open_nodes and states["bucket-written"] == "FAILED":
+            if "bucket-written" not in open_nodes and states["bucket-written"] != "SUCCEEDED":
                 open_nodes.pop("bucket", None)  # nothing to read
-            if open_nodes:
+            if open_nodes and not ended:
                 interrupted.wait(_PAUSE_SECONDS)
-        why = "before the interrupt" if interrupted.is_set() else f"within {timeout_seconds:g} s"
-        if open_nodes:
+        why = f"within {timeout_seconds:g} s"
+        if ended:
+            why = f"before the execution: {ended}"
+        elif interrupted.is_set():
+            why = "before the interrupt"
+        if open_nodes and not ended:
             self._remote.client.terminate_execution(self._execution, "cluster-check gave up")
         for id_, node in open_nodes.items():
             found = f"did not end {why}; Flyte has it as {states.get(id_, 'not started')}"
             yield CheckLine(name=node.name, state="fail", found=found, fix=node.waits)
+
+    def _end(self) -> str:
+        """How the execution as a whole has ended; empty while it runs."""
+        closure = self._remote.client.get_execution(self._execution).closure
+        if closure.phase not in _ENDED_EXECUTION:
+            return ""
+        phase = str(WorkflowPhase.enum_to_string(closure.phase))
+        return f"{phase}, {closure.error.message[:300]}" if closure.error else phase
 
     def _executions(self) -> list[Any]:
         found, _ = self._remote.client.list_node_executions(self._execution, limit=100)

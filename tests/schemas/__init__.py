@@ -1,7 +1,7 @@
-"""What the pinned versions of Kubernetes, KubeRay and Flyte know, as trees of keys and types.
+"""What the pinned versions of Kubernetes, KubeRay, Kueue and Flyte know: trees of keys and types.
 
-`kuberay.json` and `flyte.json` were written by `derive.py` from the sources that they name. In a
-tree
+`derive.py` has written `kuberay.json`, `kueue.json` and `flyte.json` from the sources that they
+name. In a tree
 
 | | is |
 |---|---|
@@ -41,7 +41,7 @@ def schema(name: str) -> dict[str, Any]:
     """The trees of a file, by the names in it.
 
     Args:
-        name: `kuberay` or `flyte`.
+        name: `kuberay`, `kueue` or `flyte`.
     """
     found: dict[str, Any] = json.loads(Path(__file__).with_name(f"{name}.json").read_text())
     return found

@@ -1,7 +1,7 @@
-"""Writes `kuberay.json` and `flyte.json` from the projects' own sources.
+"""Writes `kuberay.json`, `flyte.json` and `kueue.json` from the projects' own sources.
 
-`python -m tests.schemas.derive KUBERAY FLYTE`, each a clone with the tags below. KubeRay's CRDs
-are schemas already; a chart knows what its values and templates name; of Flyte's configuration the
+`python -m tests.schemas.derive KUBERAY FLYTE KUEUE`, each a clone with the tags below. CRDs are
+schemas already; a chart knows what its values and templates name; of Flyte's configuration the
 Go structs are read, with the types of their fields.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-KUBERAY, FLYTE = "v1.5.1", "v1.16.8"
-"""The operator's version whose API Flyte's version is built with, and Flyte's."""
+KUBERAY, FLYTE, KUEUE = "v1.5.1", "v1.16.8", "v0.19.2"
+"""The operator's version whose API Flyte's version is built with, Flyte's, and Kueue's."""
 
 _TEMPLATE = {"metadata": "V1ObjectMeta", "spec": "V1PodSpec"}
 _OF_CHARTS = {
@@ -34,6 +34,12 @@ _OF_CHARTS = {
 }
 """Values that a chart hands to Kubernetes as they are."""
 
+_KUEUE_KINDS = {
+    "ClusterQueue": "clusterqueues",
+    "LocalQueue": "localqueues",
+    "ResourceFlavor": "resourceflavors",
+    "WorkloadPriorityClass": "workloadpriorityclasses",
+}
 _STRUCT = re.compile(r"^type (\w+) struct \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _GO = {
     r"string|v1\.ResourceName|v1\.PullPolicy|\w+\.Duration": "string",
@@ -158,16 +164,19 @@ class Structs:
         return "any"
 
 
-def main(kuberay_clone: str, flyte_clone: str) -> None:
-    """Writes both files."""
+def main(kuberay_clone: str, flyte_clone: str, kueue_clone: str) -> None:
+    """Writes the files."""
     kuberay, flyte = Tag(kuberay_clone, KUBERAY), Tag(flyte_clone, FLYTE)
     chart = "helm-chart/kuberay-operator"
     found: dict[str, Any] = {"version": KUBERAY, "from": chart, "chart": of_chart(kuberay, chart)}
     for kind in ("RayCluster", "RayJob"):
-        crd = yaml.safe_load(kuberay.read(f"{chart}/crds/ray.io_{kind.lower()}s.yaml"))
-        (served,) = [each for each in crd["spec"]["versions"] if each["name"] == "v1"]
-        found[kind] = of_crd(served["schema"]["openAPIV3Schema"]) | {"metadata": "V1ObjectMeta"}
+        found[kind] = _of_kind(kuberay, f"{chart}/crds/ray.io_{kind.lower()}s.yaml", "v1")
     _write("kuberay", found)
+    kueue, folder = Tag(kueue_clone, KUEUE), "config/components/crd/bases"
+    found = {"version": KUEUE, "from": folder}
+    for kind, name in _KUEUE_KINDS.items():
+        found[kind] = _of_kind(kueue, f"{folder}/kueue.x-k8s.io_{name}.yaml", "v1beta2")
+    _write("kueue", found)
     chart = "charts/flyte-binary"
     rules = flyte.read(f"{chart}/templates/clusterrole.yaml")
     rules = re.sub(r"(?m)^.*\{\{.*\n", "", rules.partition("\nrules:\n")[2])
@@ -179,6 +188,13 @@ def main(kuberay_clone: str, flyte_clone: str) -> None:
     sections["task_resources"] = {"defaults": resources, "limits": resources}
     written = {"version": FLYTE, "from": chart, "chart": of_chart(flyte, chart)}
     _write("flyte", written | {"rules": yaml.safe_load(rules), "config": sections})
+
+
+def _of_kind(tag: Tag, path: str, version: str) -> dict[str, Any]:
+    crd = yaml.safe_load(tag.read(path))
+    (served,) = [each for each in crd["spec"]["versions"] if each["name"] == version]
+    tree: dict[str, Any] = of_crd(served["schema"]["openAPIV3Schema"])
+    return tree | {"metadata": "V1ObjectMeta"}
 
 
 def _write(name: str, found: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from tasks.platform.shapes import one_gpu, shape_of
 from tasks.train_sft import train_sft
 from tests.schemas import problems, schema
 from tests.schemas.ray_job import ray_job
+from tests.unit.tasks.test_deployment import documents
 from tests.unit.tasks.test_site_pods import examples
 
 KUBERAY = schema("kuberay")["RayJob"]
@@ -106,7 +107,7 @@ def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
         job = ray_job(compiled(stage, shape))
         assert list(problems(job, KUBERAY)) == []
         assert job["metadata"]["labels"] == QUEUE
-        # What Kueue asks of a RayJob that it suspends and starts.
+        # What Kueue's webhook asks of a RayJob that it suspends and starts.
         cluster = job["spec"]["rayClusterSpec"]
         assert job["spec"]["shutdownAfterJobFinishes"]
         assert not cluster["enableInTreeAutoscaling"]
@@ -115,6 +116,26 @@ def test_kueue_has_its_labels_on_the_job_and_on_no_pod(
             assert not metadata["labels"].keys() & QUEUE.keys()
             rack = {"kueue.x-k8s.io/podset-required-topology": "topology.kubernetes.io/rack"}
             assert metadata["annotations"] == ({} if shape == "laptop" else rack)
+
+
+def test_the_queue_covers_what_the_pods_of_stages_ask_for() -> None:
+    """Kueue never admits a pod that asks for a resource that is not covered."""
+    objects = {each["metadata"]["name"]: each for each in documents("production/kueue.yaml")}
+    assert objects["training"]["kind"] == "LocalQueue"  # as the example names it
+    assert objects["nightly"]["kind"] == "WorkloadPriorityClass"
+    queue = objects[objects["training"]["spec"]["clusterQueue"]]
+    (group,) = queue["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert flavor["name"] in objects
+    assert [each["name"] for each in flavor["resources"]] == group["coveredResources"]
+    for stage in STAGES:
+        spec = ray_job(compiled(stage, "cluster"))["spec"]
+        cluster = spec["rayClusterSpec"]
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        templates = [spec["submitterPodTemplate"], *(each["template"] for each in groups)]
+        for template in templates:
+            (container,) = template["spec"]["containers"]
+            assert container["resources"]["requests"].keys() <= {*group["coveredResources"]}
 
 
 def test_a_label_of_the_execution_comes_before_that_of_the_site(
@@ -136,10 +157,10 @@ def test_machines_of_one_rack_are_those_of_one_cluster(says: Callable[[str], Non
     for each in (group, other):
         affinity = each["template"]["spec"]["affinity"]["podAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
-        # A gang's own pods, not those of another stage that runs in another rack.
+        # A gang's own workers, by KubeRay's labels: neither those of a stage in another rack, nor
+        # its head, which was placed before; a machine outside of all racks would bar the workers.
         assert term["matchLabelKeys"] == ["ray.io/cluster"]
-        selected = term["labelSelector"]["matchLabels"]
-        assert selected.items() <= each["template"]["metadata"]["labels"].items()
+        assert term["labelSelector"] == {"matchLabels": {"ray.io/node-type": "worker"}}
     assert "affinity" not in job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from nemo_rl_core.planning.load import layout_problem
 from nemo_rl_core.planning.memory import missing_cache, plan_memory
-from tests.schemas import problems
+from tests.schemas import problems, schema
 
 DEPLOYMENT = Path(__file__).resolve().parents[3] / "deployment"
 VALUES = {
@@ -33,6 +33,7 @@ VALUES = {
     "SHARED_STORAGE_CLASS": "shared",
     "TRAINING_IMAGE": "nemo-rl-training:0",
 }
+KUEUE = schema("kueue")
 YAML = sorted(path.relative_to(DEPLOYMENT).as_posix() for path in DEPLOYMENT.rglob("*.yaml"))
 DOCKERFILES = sorted(path.name for path in DEPLOYMENT.glob("images/*.Dockerfile"))
 
@@ -57,10 +58,11 @@ def documents(name: str) -> list[dict[str, Any]]:
 def test_kubernetes_takes_every_object(name: str) -> None:
     """Of KubeRay's objects `test_chart_values.py` has the tests."""
     for document in documents(name):
+        kind = document.get("kind", "RayCluster")
         if document.get("apiVersion", "").startswith("monitoring.coreos.com/"):
-            assert document["kind"] in {"PodMonitor", "PrometheusRule"}  # see test_alerts.py
-        elif document.get("kind", "RayCluster") != "RayCluster":
-            assert list(problems(document, f"V1{document['kind']}")) == []
+            assert kind in {"PodMonitor", "PrometheusRule"}  # see test_alerts.py
+        elif kind != "RayCluster":
+            assert list(problems(document, KUEUE.get(kind, f"V1{kind}"))) == []
 
 
 def test_a_misspelt_field_would_be_found() -> None:

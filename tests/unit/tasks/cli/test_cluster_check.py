@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from flytekit.configuration import SerializationSettings
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 
+from nemo_rl_core.config.cluster import ClusterConfig
 from tasks import cli
 from tasks.cli.flyte_cluster_check import NODES
+from tasks.cluster_check import try_engines, try_ray
+from tests.schemas import problems, schema
+from tests.schemas.ray_job import ray_job
 from tests.workflows.flyte_backend import Backend
 from tests.workflows.flyte_backend.containers import Container
 
@@ -27,7 +33,10 @@ class NoRoom:
         """Leaves nothing."""
 
 
-def test_what_does_not_end_is_given_up_and_named(tmp_path: Path) -> None:
+def test_what_does_not_end_is_given_up_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_REGISTRY", "registry.invalid/team")
     with Backend(tmp_path / "flyte", machine=NoRoom(), at_once=True) as backend:
         where = ["--config", str(backend.config), "--project", "flytesnacks"]
         given = ["cluster-check", *where, "--timeout", "3", "--json", "shape=one_gpu"]
@@ -42,6 +51,46 @@ def test_what_does_not_end_is_given_up_and_named(tmp_path: Path) -> None:
         assert line["found"].startswith("did not end within 3 s")
         assert "kubectl describe" in line["fix"]
     assert execution_ended
+    (ray,) = [s.template for (name, _), s in backend.tasks.items() if name.endswith(".try_ray")]
+    (carried,) = [entry.value for entry in ray.container.env if entry.key == "_F_SS_C"]
+    monkeypatch.delenv("NEMO_RL_REGISTRY")  # as in the container of a dynamic task
+    _assert_images_of_a_gpu_are_known(SerializationSettings.from_transport(carried))
+
+
+class Aborting(NoRoom):
+    """A machine at whose first pod somebody aborts the execution."""
+
+    backend: Backend
+
+    def start(self, *_: object) -> Container:
+        for event in self.backend._aborted.values():
+            event.set()
+        return self
+
+
+def test_an_execution_that_somebody_aborts_is_not_waited_for(tmp_path: Path) -> None:
+    machine = Aborting()
+    with Backend(tmp_path / "flyte", machine=machine, at_once=True) as backend:
+        machine.backend = backend
+        where = ["--config", str(backend.config), "--project", "flytesnacks"]
+        result = CliRunner().invoke(cli.group, ["cluster-check", *where, "--timeout", "300"])
+    assert result.exit_code == 1, result.output
+    assert f"0 ok, 0 warn, {len(NODES) - 1} fail" in result.output  # the file was never written
+
+
+def _assert_images_of_a_gpu_are_known(settings: SerializationSettings) -> None:
+    """The RayJobs that the dynamic tasks make there have the registered names."""
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    context = context.with_execution_state(state).with_serialization_settings(settings)
+    cluster = ClusterConfig(shape="one_gpu")
+    for dynamic, image in ((try_ray, "training"), (try_engines, "generation")):
+        with FlyteContextManager.with_context(context) as inner:
+            spec = dynamic.compile_into_workflow(inner, dynamic.task_function, cluster=cluster)
+        (task,) = spec.tasks
+        template = task.to_flyte_idl()
+        assert template.container.image.startswith(f"registry.invalid/team/nemo-rl-{image}:")
+        assert list(problems(ray_job(template), schema("kuberay")["RayJob"])) == []
 
 
 @pytest.mark.parametrize(
