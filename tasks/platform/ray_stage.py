@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flytekit.configuration import SerializationSettings
 from flytekit.core.base_task import TaskMetadata, TaskResolverMixin
@@ -91,6 +91,9 @@ class RayStage:
         ]
 
 
+OtherStage = TypeVar("OtherStage", bound="RayStageTask")
+
+
 class RayStageTask(RayFunctionTask):
     """A stage on a Ray cluster of one shape; in a local run, all stages share one small runtime."""
 
@@ -160,19 +163,26 @@ class RayStageTask(RayFunctionTask):
             return self
         if shape.name not in self._others:
             config = RayStage(shape, self.task_config.kind)
-            options = {**self._options, "task_resolver": by_shape}
-            other = RayStageTask(config, self.task_function, **options)
+            other = RayStageTask(config, self.task_function, **self._options)
             other._name = f"{self.name}.{shape.name.replace(':', '_')}"
-            self._others[shape.name] = other
+            self._others[shape.name] = self._placed(other)
         return self._others[shape.name]
 
     def of_run(self) -> "RunStageTask":
         """Returns this stage on the cluster of its run, the same object at every call."""
         if self._of_run is None:
-            self._of_run = RunStageTask(self)
-            # The name is in the cache key, and flytekit puts before it where a task was made.
-            self._of_run._instantiated_in = self._instantiated_in
+            self._of_run = self._placed(RunStageTask(self))
         return self._of_run
+
+    def _placed(self, other: "OtherStage") -> "OtherStage":
+        """Returns this stage in another form, as if it had been made where this one was.
+
+        A task that is made in a @dynamic does not take the resolver that it is given, and flytekit
+        puts before its name, which is in the cache key, the program that made it.
+        """
+        other.set_resolver(by_shape)
+        other._instantiated_in = self._instantiated_in
+        return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the stage, whose inputs do not say how long its cluster lives."""
@@ -223,11 +233,11 @@ class RunStageTask(RayStageTask):
     """
 
     def __init__(self, stage: RayStageTask) -> None:
-        options = {**stage._options, "task_resolver": by_shape, "pod_template": pods.driver_pod()}
+        own = {"pod_template": pods.driver_pod(), **pods.DRIVER_RESOURCES}
         super().__init__(
             task_config=stage.task_config,
             task_function=stage.task_function,
-            **{**options, **pods.DRIVER_RESOURCES},
+            **{**stage._options, **own},
         )
         self._task_type = "python-task"
         self._name = stage._name

@@ -3,9 +3,13 @@
 import threading
 import time
 
+import pytest
+
 from nemo_rl_core.distributed.session import ClusterSession
 from tasks.platform.cluster_keeper import keep
 from tasks.platform.joining import TURN, TURNS, take_turn
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_stage_waits_for_the_one_before_and_the_keeper_for_both(session: ClusterSession) -> None:

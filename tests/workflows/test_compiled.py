@@ -270,13 +270,11 @@ OTHERS = {"own_engines": {"generation": {"placement": {"own": 6}, "tensor_parall
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: str) -> None:
     """The dynamic stage is compiled as its container does it, and gives the RayJob asked for."""
-    from nemo_rl_core.config.cluster import ClusterConfig
     from workflows.grpo import GRPORecipe
 
     section, groups = SHAPES[shape]
-    others = OTHERS.get(shape, {})
-    recipe = GRPORecipe.model_validate({"recipe": "grpo_arithmetic", "cluster": section, **others})
-    config = ClusterConfig.model_validate(section)
+    words = {"recipe": "grpo_arithmetic", "cluster": section, **OTHERS.get(shape, {})}
+    config = (recipe := GRPORecipe.model_validate(words)).cluster
     template = _stage_in_a_dynamic(recipe, _carried(package))
     ray = MessageToDict(template.custom)["rayCluster"]
     assert MessageToDict(template.custom)["shutdownAfterJobFinishes"]
@@ -300,6 +298,9 @@ def test_the_recipe_chooses_the_shape_inside_a_dynamic(package: Package, shape: 
         assert group["minReplicas"] == group["maxReplicas"] == replicas
         assert group["k8sPod"]["primaryContainerName"] == "ray-worker"
         _check_worker_pod(group["k8sPod"]["podSpec"], requests, shared, config.accelerator)
+    on = "" if shape == "laptop" else f" shape {config.shape}:{config.num_workers}:"
+    assert f"task-name grpo_iteration{on}" in " ".join(template.container.args)
+    assert template.id.name.startswith("tasks.")
     image = "laptop" if shape == "laptop" else "training"
     assert template.container.image.startswith(f"{REGISTRY}/nemo-rl-{image}:")
 
@@ -476,7 +477,7 @@ def test_the_package_command(tmp_path: Path) -> None:
     )
     plans, workflows = set(), set()
     with tarfile.open(target) as tar:
-        # No workflow's closure can be larger than all of them, and Flyte's clients take 4 MB.
+        # Flyte's clients take 4 MB, and no workflow has more in it than all.
         assert sum(each.size for each in tar if each.name.endswith(".pb")) < 500_000
         for member in tar.getmembers():
             content = tar.extractfile(member)

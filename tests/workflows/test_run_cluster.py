@@ -44,6 +44,7 @@ def bed(tmp_path: Path) -> Iterator[ClusterBed]:
         yield started
 
 
+@pytest.mark.thorough
 def test_two_stages_of_a_run_share_one_cluster(
     bed: ClusterBed, own_store: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tasks.platform.run_cluster import IDLE_SECONDS, RunCluster, give_back
 from tasks.platform.shapes import Shape, laptop, shape_of
 from tasks.train_sft import train_sft
 
+TASK = ["task-module", "tasks.evaluate", "task-name", "evaluate"]
 NODE = shape_of(ClusterConfig(shape="node_8gpu"))
 OWN_POD = {
     "metadata": {
@@ -298,6 +299,9 @@ def test_the_last_evaluation_of_a_run_gives_its_cluster_back(
         assert spec.nodes[1].upstream_node_ids == [spec.nodes[0].id]
     (first, *_) = spec.tasks
     assert first.type == ("ray" if lifetime == "stage" else "python-task")
+    if lifetime == "run":
+        command = first.k8s_pod.pod_spec["containers"][0]["args"]
+        assert command[-8:] == [*TASK, "shape", laptop().name, "lifetime", "run"]
 
 
 def test_a_failed_run_gives_its_cluster_back(
