@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-bare parity docs docs-serve lint format lock check-gpu clean
+.PHONY: help setup grpo sft dpo reward-model ppo distill post-train sweep evaluate regression smollm2 package register cluster-check images test bench test-changed test-slow test-gpu test-verifiers test-flyte2 test-bare parity docs docs-serve lint format lock check-gpu clean
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name text; do \
@@ -68,6 +68,11 @@ test-verifiers: setup ## Test the adapter of verifiers with the package, in a sc
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/verifiers.txt && \
 	  PYTHONPATH="$$site" $(bin)/pytest -n 0 tests/unit/environments/multi_turn/test_verifiers.py
+
+test-flyte2: setup ## Import the workflows under Flyte 2, in a scratch folder
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+	  $(bin)/python -m pip install -q --no-deps --target "$$site" -r deployment/requirements/flyte2.txt && \
+	  PYTHONPATH="$$site" $(bin)/pytest -n 0 --no-cov tests/workflows/test_flyte2.py
 
 test-bare: ## Run the short recipe on a Debian that has neither a compiler nor anything else (needs root)
 	bash tests/bare_debian.sh
