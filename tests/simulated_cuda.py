@@ -116,6 +116,7 @@ class SimulatedTensor(torch.Tensor):
 
     device = property(lambda self: _CUDA)
     is_cuda = property(lambda self: True)
+    record_stream = lambda self, stream: None  # noqa: E731  (there is one stream)
     is_cpu = property(lambda self: False)
     data = property(
         lambda self: SimulatedTensor(self.values.detach()), lambda self, new: self._set_data(new)

@@ -1,4 +1,5 @@
-# Trainers and engines in one pod: torch, Megatron-core, vLLM and Ray for CUDA machines.
+# Trainers and engines in one pod: torch, Megatron-core with Transformer Engine, vLLM and Ray for CUDA
+# machines.
 # Built by deployment/images/build.sh, which gives it the folder deployment/ to read. The code is not
 # in it: Flyte brings it with the registration, so that a change of code needs no new image.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -13,6 +14,15 @@ RUN apt-get update \
 ARG PIP_INDEX_URL
 RUN --mount=type=bind,target=/deployment \
     bash /deployment/images/install.sh gpu.txt
+
+# Megatron-core's fused layers: --build-arg TRANSFORMER_ENGINE=no leaves out what takes longest to build.
+ARG TRANSFORMER_ENGINE=yes
+RUN --mount=type=bind,target=/deployment \
+    if [ "$TRANSFORMER_ENGINE" = yes ]; then \
+      apt-get update && apt-get install --yes --no-install-recommends g++ \
+      && bash /deployment/images/transformer_engine.sh "$(command -v python3)" \
+      && apt-get purge --yes --auto-remove g++ && rm -rf /var/lib/apt/lists/* /root/.cache; \
+    fi
 
 # The driver's libraries are put in by the NVIDIA container toolkit.
 ENV NVIDIA_VISIBLE_DEVICES=all \

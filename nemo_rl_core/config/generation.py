@@ -173,6 +173,10 @@ class VllmGenerationConfig(SplitEngine):
         load_format: `dummy` starts with random weights; the model's own follow in any case.
         float32_matmul_precision: Of matrix products where `dtype` is `float32`; `high` is TF32 on
             GPUs.
+        quantization: Rounds weights and activations of projections to FP8 while they are loaded, on
+            GPUs that compute in it (Ada, Hopper and later): with one scale a matrix, an output
+            channel, or a block of 128. Embedding, head and norms stay in 16 bits. The trainer
+            computes in 16 bits, and the gate compares the two.
         skip_tokenizer_init: Starts without a tokenizer, and so without stop strings.
     """
 
@@ -184,6 +188,7 @@ class VllmGenerationConfig(SplitEngine):
     enforce_eager: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     float32_matmul_precision: MatmulPrecision = "highest"
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
     skip_tokenizer_init: bool = False
 
     @model_validator(mode="after")

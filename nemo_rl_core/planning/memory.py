@@ -439,6 +439,8 @@ def _engine(load: StageLoad, memory_gib: float) -> tuple[dict[str, float], float
     width = 2 if load.dtype == "bfloat16" else _FLOAT32
     ranks = ranks_of_engine(config)
     weights = sizes.num_parameters * width / ranks / GIB
+    if getattr(config, "quantization", "none") != "none":  # of layers, to a byte each
+        weights -= (sizes.num_parameters - sizes.outer_weights) * (width - 1) / ranks / GIB
     workspace = _ENGINE_GRAPHS_GIB + _ENGINE_BATCHED_TOKENS * width / GIB * (
         2 * sizes.hidden + 2 * sizes.mlp_width / ranks
     )

@@ -27,7 +27,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 _BUILDER = "nemo-rl-dockerfile"
 _INSTALLED_BY = (
     "deployment/images/install.sh",
+    "deployment/images/transformer_engine.sh",
     "deployment/requirements/pins.py",
+    "deployment/requirements/transformer_engine.txt",
     "deployment/torch_source.sh",
 )
 REGISTRY = "NEMO_RL_REGISTRY"
@@ -63,7 +65,7 @@ def _image(kind: str, requirements: str) -> ImageSpec:
 
 
 TRAINING = _image("training", "gpu")
-"""Trainers and engines in one pod: torch, Megatron-core, vLLM, Ray."""
+"""Trainers and engines in one pod: torch, Megatron-core, Transformer Engine, vLLM, Ray."""
 
 GENERATION = _image("generation", "gpu")
 """Engines only: without Megatron-core and other trainer dependencies."""

@@ -33,7 +33,10 @@ class IncomingWeights:
         self, expected: Any, held: Mapping[str, torch.Tensor], *, is_split: bool, source: str
     ) -> None:
         self._expected, self._source, self._is_split = expected, source, is_split
-        self._held = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        # What is rounded to 8 bits, and perhaps transposed, equals nothing that is sent.
+        self._held = {
+            name: tuple(tensor.shape) for name, tensor in held.items() if tensor.dtype.itemsize > 1
+        }
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._samples: dict[str, torch.Tensor] = {}
         self._is_broken_off = False

@@ -39,6 +39,7 @@ from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 _MAX_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32
+_FP8_CAPABILITY = (8, 9)
 SENT = "the trainer's weight transfer"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -75,6 +76,8 @@ class VllmBackend(ReceivesWeights):
                 fix="use tensor_parallel_size, or GPUs",
             )
         _refuse_block_size(config, has_gpu=has_gpu)
+        if config.quantization != "none":
+            _refuse_quantization(config.quantization, dtype=setup.dtype, has_gpu=has_gpu)
         # vLLM itself ignores missing parts of fused matrices and surplus weights.
         self._expected = empty_model(setup.model_folder, "lm")
         check_folder(self._expected, setup.model_folder)
@@ -96,6 +99,7 @@ class VllmBackend(ReceivesWeights):
             gpu_memory_utilization=config.gpu_memory_utilization,
             seed=setup.seed,
             load_format=config.load_format,
+            quantization=None if config.quantization == "none" else config.quantization,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             distributed_executor_backend=launcher() if ranks > 1 else None,
@@ -355,6 +359,25 @@ def _refuse_block_size(config: VllmGenerationConfig, *, has_gpu: bool) -> None:
         expected=f"generation.block_size: a multiple of {_CPU_BLOCK}, or none for vLLM's own",
         got=str(size),
         fix=f"set it to {-(-size // _CPU_BLOCK) * _CPU_BLOCK}",
+    )
+
+
+def _refuse_quantization(quantization: str, *, dtype: str, has_gpu: bool) -> None:
+    """Refuses FP8 where no kernel computes in it; vLLM would compute in 16 bits, or end.
+
+    Raises:
+        ConfigError: Names what is missing.
+    """
+    capability = torch.cuda.get_device_capability() if has_gpu else None
+    if capability is not None and capability >= _FP8_CAPABILITY and dtype == "bfloat16":
+        return
+    device = f"compute capability {'.'.join(map(str, capability))}" if capability else "no GPU"
+    raise ConfigError(
+        f"generation.quantization: {quantization} cannot be computed here",
+        expected="a GPU of compute capability 8.9 or later (L4, L40S, H100), and model.dtype: "
+        "bfloat16",
+        got=f"{device}, {dtype}",
+        fix="leave generation.quantization out",
     )
 
 

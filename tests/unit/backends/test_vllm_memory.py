@@ -8,16 +8,18 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
+from nemo_rl_core.backends.generation import incoming
 from nemo_rl_core.backends.generation import vllm as vllm_module
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.backends.generation.vllm import VllmBackend
@@ -25,7 +27,7 @@ from nemo_rl_core.backends.generation.vllm_streaming import StreamingVllmBackend
 from nemo_rl_core.config.generation import VllmGenerationConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.distributed.weight_sync import LinkSpec, SendsWeights
-from nemo_rl_core.errors import ConsistencyError, ModelError
+from nemo_rl_core.errors import ConfigError, ConsistencyError, ModelError
 
 ALL = {"weights", "kv_cache"}
 
@@ -297,6 +299,43 @@ def test_an_engine_on_a_gpu_has_its_caches_and_graphs(backend: VllmBackend) -> N
     assert options["enable_sleep_mode"]
     assert not options["enforce_eager"]
     assert options["gpu_memory_utilization"] == 0.5
+
+
+@pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
+def test_fp8_is_vllms_own_and_refused_where_no_kernel_computes_it(
+    quantization: str, backend: VllmBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    assert quantization in QUANTIZATION_METHODS
+    plain: Any = backend._llm
+    assert plain.calls[0][2]["quantization"] is None
+    setup = replace(setup_of(tiny_model, quantization=quantization), dtype="bfloat16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    backend.setup(setup)
+    fake: Any = backend._llm
+    assert fake.calls[0][2]["quantization"] == quantization
+    with pytest.raises(ConfigError, match=r"compute capability 9.0, float32"):
+        backend.setup(replace(setup, dtype="float32"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"compute capability 8.0, bfloat16"):
+        backend.setup(setup)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"{quantization} cannot be computed here"):
+        backend.setup(setup)
+
+
+def test_rounded_weights_are_no_stale_ones() -> None:
+    sent = [("norm", torch.ones(4)), ("o_proj", torch.eye(4) * 3), ("embedding", torch.ones(2, 4))]
+    expected = SimpleNamespace()
+    held = {name: tensor.clone() for name, tensor in sent}
+    held["o_proj"] = held["o_proj"].to(torch.float8_e4m3fn)
+    with mock.patch.object(incoming, "check_weights"):
+        weights = incoming.IncomingWeights(expected, held, is_split=False, source="test")
+        list(weights.checked(iter(sent)))
+    weights.refuse_stale({**held, "o_proj": torch.zeros(4, 4).to(torch.float8_e4m3fn)})
+    with pytest.raises(ConsistencyError, match="norm"):
+        weights.refuse_stale({**held, "norm": torch.zeros(4)})
 
 
 def test_vllm_takes_every_call(tiny_model: Path, backend: VllmBackend) -> None:

@@ -152,6 +152,15 @@ def test_an_engine_reserves_its_share_and_caches_what_is_left() -> None:
     assert found.sampling == pytest.approx(stays + 0.5 * H100)
 
 
+def test_an_engine_in_fp8_has_layers_of_one_byte_a_weight() -> None:
+    generation = VllmGenerationConfig(quantization="fp8_per_channel")
+    found = planned("qwen2.5-7b", 8, training=RECOMPUTED, generation=generation)
+    # Of 7,615,616,512 weights, embedding, head and the last norm stay in 16 bits.
+    outer = 2 * 152064 * 3584 + 3584
+    expected = (7_615_616_512 - outer + 2 * outer) / 2**30
+    assert found.parts["engine weights"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_an_engine_over_two_gpus_has_half_of_weights_and_cache_on_each() -> None:
     one, two = (
         planned(

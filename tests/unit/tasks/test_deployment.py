@@ -370,3 +370,49 @@ def test_the_version_covers_changed_and_new_files(tmp_path: Path) -> None:
         found.append(registered_version(tmp_path))
     assert len(set(found)) == len(found)
     assert registered_version(tmp_path) == found[-1]
+
+
+def test_the_transformer_engine_of_the_image_is_one_that_megatron_core_allows() -> None:
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    from tests.fake_transformer_engine import VERSION
+
+    text = (DEPLOYMENT / "requirements" / "transformer_engine.txt").read_text()
+    pins = dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
+    engines = {name: pin for name, pin in pins.items() if name.startswith("transformer-engine")}
+    assert len(engines) == 3
+    assert set(engines.values()) == {VERSION}
+    asked = [Requirement(each) for each in requires("megatron-core") or []]
+    (allowed,) = {each.specifier for each in asked if each.name == "transformer-engine"}
+    assert VERSION in allowed
+    lock = (DEPLOYMENT / "requirements" / "gpu.txt").read_text()
+    assert "nvidia-cuda-runtime==13." in lock  # whose headers the build takes
+    assert "nvidia-cudnn-cu13==" in lock
+
+
+def test_transformer_engine_is_built_over_the_lock_alone(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    script = DEPLOYMENT / "images" / "transformer_engine.sh"
+    python = programs / "python3"
+    python.write_text(f"#!/bin/bash\necho {tmp_path}/site\n")
+    python.chmod(0o755)
+
+    def build() -> str:
+        done = subprocess.run(
+            ["bash", str(script), str(python)],
+            env={"PATH": str(programs)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "there is no g++\n  fix: install it" in build()
+    (programs / "g++").symlink_to("/bin/true")
+    assert "no headers of CUDA 13\n  fix: install deployment/requirements/gpu.txt" in build()

@@ -33,6 +33,7 @@ from nemo_rl_core.data.pretrained import copy_description
 from nemo_rl_core.errors import StoreError
 
 # The distributed optimizer's state by parameter, not by buffer, which depends on the layout.
+_EXTRA = "._extra_state"
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": False,
@@ -147,7 +148,9 @@ def load_native_weights(folder: Path, models: list[Any]) -> None:
 def _take_weights(model: Any, weights: dict[str, Any], folder: Path) -> None:
     tensors = ((name, each) for name, each in weights.items() if isinstance(each, torch.Tensor))
     require_finite(f"the checkpoint {folder}", tensors)
-    model.load_state_dict(weights, strict=True)
+    # Of FP8, in Transformer Engine's layers: empty here, and not saved, since it is pickled.
+    extra = {name: each for name, each in model.state_dict().items() if name.endswith(_EXTRA)}
+    model.load_state_dict({**extra, **weights}, strict=True)
 
 
 def dtype_of(folder: Path) -> str:
@@ -210,7 +213,9 @@ def _allocate_state(optimizer: Any) -> None:
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             if not inner.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+                # Transformer Engine's AdamW counts steps in its groups, not for each parameter.
+                count = {"step": torch.tensor(0.0)} if isinstance(inner, torch.optim.AdamW) else {}
+                inner.state[parameter] = {**count, **moments}
 
 
 def _keep_steps(part: Any) -> None:

@@ -19,7 +19,10 @@ from nemo_rl_core.errors import ConfigError
 
 
 def has_transformer_engine() -> bool:
-    """Returns whether Transformer Engine is installed and there is a GPU."""
+    """Returns whether Transformer Engine is installed and there is a GPU.
+
+    One that cannot be imported ends the import of Megatron-core with its error.
+    """
     return torch.cuda.is_available() and bool(importlib.util.find_spec("transformer_engine"))
 
 
@@ -99,7 +102,8 @@ def transformer_config(
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        # Otherwise each layer asks the GPU how long every sequence is.
+        apply_rope_fusion=fused,
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=training.tensor_parallel_size,
         pipeline_model_parallel_size=training.pipeline_parallel_size,
