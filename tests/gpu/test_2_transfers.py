@@ -15,8 +15,9 @@ from nemo_rl_core.distributed.weight_sync import SENDER, Endpoint, LinkSpec
 from nemo_rl_core.planning.routes import TransportName
 
 NUM_TRANSFERS = 5
-NUM_TENSORS = 24
+NUM_TENSORS = 20
 TENSOR_SIZE = 64 * 1024**2  # of bfloat16: 128 MiB
+NUM_PARTS = {3: 5}  # of that size; the largest tensor goes in pieces, by CUDA IPC
 
 
 def weights(transfer: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -24,7 +25,12 @@ def weights(transfer: int) -> Iterator[tuple[str, torch.Tensor]]:
         value = float(transfer * NUM_TENSORS + number)
         yield (
             f"weight {number}",
-            torch.full((TENSOR_SIZE,), value, dtype=torch.bfloat16, device="cuda"),
+            torch.full(
+                (TENSOR_SIZE * NUM_PARTS.get(number, 1),),
+                value,
+                dtype=torch.bfloat16,
+                device="cuda",
+            ),
         )
 
 
