@@ -25,12 +25,17 @@ from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.backends.training.dtensor.backend import DTensorBackend
 from nemo_rl_core.config.training import DTensorTraining, OptimizerConfig
 from nemo_rl_core.distributed.batched_data_dict import collate
+from tests.benchmarks import controller
 from tests.benchmarks.beside import bare, machine_sides, rows_machine, rows_step
 from tests.benchmarks.beside.inputs import LEARNING_RATE, SUMS, model_folder
 
 MIN_AGAINST_BARE = 0.75  # 0.9 to 1.0 on a quiet machine
 MAX_LOGIT_TENSORS = 1 / 16  # of the memory that full logits and their gradient take; 1/25
 MAX_GROWTH = 1.6  # of CPU time a token, from 65,536 to 262,144 tokens; 0.9
+MAX_CONTROLLER_GROWTH = (
+    1.5  # of its time a sequence, from 1,024 to 8,192 on as many times the ranks
+)
+MAX_MIB_OF_TOKENS = 8  # more for 8,192 sequences of up to 4,096 tokens than for as many of 1,536
 ROUNDS, SMALLEST, LARGEST = 9, (256, 256), (1024, 256)
 TOKENS = 2048
 
@@ -95,10 +100,22 @@ def growth(scratch: Path) -> float:
     ) / rows_machine.controller_microseconds(scratch, SMALLEST)
 
 
+def many_ranks(scratch: Path) -> tuple[float, float]:
+    """Of the controller of many ranks: growth of its time a sequence, and MiB for more tokens."""
+    few, many = (
+        controller.steps(scratch, ranks, 16 * ranks, controller.SHORT) for ranks in (64, 512)
+    )
+    long = controller.steps(scratch, 512, 16 * 512, controller.LONGEST)
+    each = [statistics.median(step.cpu_seconds for step in found) for found in (few, many)]
+    most = [max(step.peak_gib for step in found) for found in (many, long)]
+    return each[1] / (8 * each[0]), 1024 * (most[1] - most[0])
+
+
 def main() -> None:
     """Prints each figure; exits with 1 where one is out of its bound."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
+        growth_of_many, mib_of_tokens = many_ranks(scratch)
         found = {
             "optimizer step against the bare loop": (against_bare(scratch), MIN_AGAINST_BARE, True),
             "memory of the loss, of full logits": (
@@ -107,6 +124,12 @@ def main() -> None:
                 False,
             ),
             "growth of the controller's time a token": (growth(scratch), MAX_GROWTH, False),
+            "growth of its time a sequence over ranks": (
+                growth_of_many,
+                MAX_CONTROLLER_GROWTH,
+                False,
+            ),
+            "MiB of the controller for more tokens": (mib_of_tokens, MAX_MIB_OF_TOKENS, False),
         }
     problems = []
     for name, (value, bound, is_least) in found.items():

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ def load_tokenizer(model_folder: Path, *, revision: str | None = None) -> Any:
             fix="save the tokenizer into the same folder: tokenizer.save_pretrained(folder)",
         )
     return tokenizer
+
+
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special ones left out."""
+    import numpy as np
+
+    # transformers looks at the type of every element of a list, and at none of an array.
+    ids = np.fromiter(token_ids, np.int64, len(token_ids))
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
 
 
 def _is_complete_in_file(model_folder: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from nemo_rl_core.distributed.held_rows import HeldRows
 from nemo_rl_core.distributed.host_copy import move_together
 from nemo_rl_core.distributed.packing.plan import Microbatch
 from nemo_rl_core.errors import MissingColumnError
@@ -22,6 +23,9 @@ MULTIMODAL_COLUMNS = frozenset(
     }
 )
 """Columns that are arguments of vision-language models in transformers."""
+
+_OF_ALL_TOKENS = frozenset({"input_ids", "values"})
+"""Columns `[B, T]`; others with a value a token are `[B, T-1]`."""
 
 _MEANINGS = {
     "input_ids": "[B, T] token ids, padded on the right",
@@ -43,6 +47,8 @@ _MEANINGS = {
 
 class BatchedDataDict(UserDict[str, Any]):
     """Columns of equal length: tensors whose first dimension is the batch, or plain lists.
+
+    `HeldRows` stand for columns whose values lie elsewhere; `fetched` reads them.
 
     Example:
         >>> batch = BatchedDataDict({"input_ids": torch.tensor([[1, 2], [3, 4]]), "id": ["a", "b"]})
@@ -143,18 +149,37 @@ class BatchedDataDict(UserDict[str, Any]):
     def select_indices(self, indices: Sequence[int]) -> Self:
         """The rows at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.long)
-        return type(self)(
-            {
-                key: value[index]
-                if isinstance(value, torch.Tensor)
-                else [value[i] for i in index.tolist()]
-                for key, value in self.data.items()
-            }
-        )
+        return type(self)({key: _selected(value, index) for key, value in self.data.items()})
 
     def slice(self, start: int, end: int) -> Self:
         """The rows from `start` up to, not including, `end`."""
         return type(self)({key: value[start:end] for key, value in self.data.items()})
+
+    @property
+    def is_held(self) -> bool:
+        """Whether values of some columns lie elsewhere."""
+        return any(isinstance(value, HeldRows) for value in self.data.values())
+
+    def fetched(self) -> Self:
+        """A copy with the values of `HeldRows` in place of these; the batch itself without such.
+
+        `input_ids [B, T]` get the width of the longest row, and columns of next tokens one less.
+        """
+        if not self.is_held:
+            return self
+        width = int(max(self["input_lengths"], default=0))
+        found: dict[str, Any] = {}
+        for key, value in self.data.items():
+            if isinstance(value, HeldRows):
+                columns = value.fetched()
+                named = columns if value.column is None else {key: columns[value.column]}
+                found |= {
+                    name: _as_wide(column, width - (name not in _OF_ALL_TOKENS))
+                    for name, column in named.items()
+                }
+            else:
+                found[key] = value
+        return type(self)(found)
 
     def chunk(self, rank: int, chunks: int) -> Self:
         """Part `rank` of `chunks` consecutive parts; the first have one row more where need be.
@@ -186,6 +211,22 @@ class BatchedDataDict(UserDict[str, Any]):
         left, moved = iter(found[len(others) :]), self.copy()
         moved.update({key: _replaced(value, left) for key, value in self.data.items()})
         return moved, found[: len(others)]
+
+
+def _selected(column: Any, index: torch.Tensor) -> Any:
+    if isinstance(column, torch.Tensor):
+        return column[index]
+    if isinstance(column, HeldRows):
+        return column[index.numpy()]
+    return [column[place] for place in index.tolist()]
+
+
+def _as_wide(column: Any, width: int) -> Any:
+    """Values of tokens cut off, or padded with 0, behind so many places."""
+    if not isinstance(column, torch.Tensor) or column.dim() < 2:
+        return column
+    cut = column[:, : max(width, 0)]
+    return _padded(cut, [max(width, 0), *cut.shape[2:]], 0.0)
 
 
 def _tensors(column: Any) -> list[torch.Tensor]:

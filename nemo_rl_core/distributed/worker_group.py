@@ -137,6 +137,7 @@ class RayWorkerGroup:
         output_is_replicated: Sequence[str] = (),
         common_kwargs: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
+        num_held: int = 0,
         **kwargs: Any,
     ) -> list[Any]:
         """Calls workers with the shard that belongs to their place on the named axes.
@@ -151,6 +152,9 @@ class RayWorkerGroup:
                 coordinate 0 stands for all.
             common_kwargs: Arguments that every worker gets whole.
             timeout_seconds: How long to wait for the answers at most; None waits for ever.
+            num_held: How many values the method returns, as a tuple, behind the first one. They
+                stay where they were made, and an answer is a list of the first value and references
+                to the others.
             **kwargs: Arguments by shard.
 
         Returns:
@@ -162,17 +166,23 @@ class RayWorkerGroup:
         called = {*in_sharded_axes, *replicate_on_axes}
         idle = [axis for axis in self.sharding.names if axis not in called]
         shared: dict[tuple[int, ...], dict[str, Any]] = {}
-        pending, answering = [], []
+        pending, held, answering = [], [], []
         for rank in self.sharding.ranks(**dict.fromkeys(idle, 0)):
             at = self.sharding.coordinates(rank)
             place = tuple(at[axis] for axis in in_sharded_axes)
             if place not in shared:  # stored once, however many ranks read it
                 shared[place] = {key: ray.put(_item(value, place)) for key, value in kwargs.items()}
             call = getattr(self._workers[rank], method)
-            pending.append(call.remote(**shared[place], **(common_kwargs or {})))
+            if num_held:
+                call = call.options(num_returns=1 + num_held)
+            given = call.remote(**shared[place], **(common_kwargs or {}))
+            pending.append(given[0] if num_held else given)
+            held.append(given[1:] if num_held else [])
             answering.append(all(at[axis] == 0 for axis in output_is_replicated))
-        answers = zip(self.finish(pending, timeout_seconds), answering, strict=True)
-        return [answer for answer, wanted in answers if wanted]
+        answers = zip(self.finish(pending, timeout_seconds), held, answering, strict=True)
+        return [
+            [first, *others] if num_held else first for first, others, wanted in answers if wanted
+        ]
 
     def start_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         """Calls one worker without waiting.

@@ -63,7 +63,7 @@ def evaluate(
         engine = sampler.engine
         with waiting(f"generating {len(prompts):,} greedy completions"):
             greedy = _greedy(sampler, prompts)
-        sampled: list[Rollout] = []
+        sampled: Sequence[Rollout] = []
         if each := config.num_samples_per_prompt:
             with waiting(f"generating {each * len(prompts):,} sampled completions"):
                 drawn = engine.run(prompts, num_generations_per_prompt=each, step=0)
@@ -91,7 +91,7 @@ def greedy_metrics(sampler: Sampler, prompts: Sequence[Prompt]) -> dict[str, flo
     return accuracy_metrics(_greedy(sampler, prompts))
 
 
-def _greedy(sampler: Sampler, prompts: Sequence[Prompt]) -> list[Rollout]:
+def _greedy(sampler: Sampler, prompts: Sequence[Prompt]) -> Sequence[Rollout]:
     return sampler.score(
         sampler.engine.run(prompts, num_generations_per_prompt=1, step=0, greedy=True)
     )

@@ -20,6 +20,7 @@ from nemo_rl_core.errors import RewardError
 from nemo_rl_core.functional.kl import kl_generation_trainer
 from nemo_rl_core.functional.masked import masked_sequence_mean, valid_token_mask
 from nemo_rl_core.functional.policy_gradient import sampling_importance_ratio
+from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.types import Completion, Rollout
 
 
@@ -31,7 +32,8 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
 
     Returns:
         What `collate` returns, and `rewards [B]`, `generation_logprobs [B, T-1]` (0 where the
-        policy did not write), `truncated [B]`, `rollout_lengths [B]` (tokens behind the prompt, an
+        policy did not write), both with `HeldRows` in place of values a token where the rollouts
+        are held, `truncated [B]`, `rollout_lengths [B]` (tokens behind the prompt, an
         environment's too, that have used up the rollout's room), `weight_versions [B, T-1]` where
         the engine took new weights in between (0 where the policy did not write), `num_turns [B]`
         where an environment answered, and, where it gives several rewards, `reward_components
@@ -41,6 +43,10 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         RewardError: If the rollouts differ in how many rewards they have, or one could not be
             scored.
     """
+    if isinstance(rollouts, HeldRollouts):
+        batch = rollouts.batch()
+        batch["rewards"] = rewards_of(rollouts)
+        return _with_components(batch, rollouts.components)
     completions = [rollout.completion for rollout in rollouts]
     if any(each.generated for each in completions):
         batch = collate(
@@ -75,8 +81,13 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
         batch["weight_versions"] = _weight_versions(rollouts, batch["token_mask"])
     if any(rollout.turn_rewards for rollout in rollouts):
         batch["num_turns"] = torch.tensor([len(rollout.turn_rewards) for rollout in rollouts])
-    components = [rollout.components for rollout in rollouts]
-    counts = sorted({len(values) for values in components})
+    return _with_components(batch, [rollout.components for rollout in rollouts])
+
+
+def _with_components(
+    batch: BatchedDataDict, components: Sequence[Sequence[float]]
+) -> BatchedDataDict:
+    counts = sorted({len(values) for values in components}) or [0]
     if len(counts) > 1:
         raise RewardError(
             "rollouts of one step have different numbers of rewards",
@@ -132,6 +143,10 @@ def rewards_of(rollouts: Sequence[Rollout]) -> Tensor:
     Raises:
         RewardError: If one could not be scored.
     """
+    if isinstance(rollouts, HeldRollouts):
+        if rollouts.errors or rollouts.rewards is None:
+            _reward(rollouts[next(iter(rollouts.errors or {0: ""}))])
+        return torch.from_numpy(rollouts.rewards).float()
     return torch.tensor([float(_reward(rollout)) for rollout in rollouts])
 
 
@@ -146,9 +161,12 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
 
     Args:
         batch: What `rollout_batch` returns and, for `kl_generation_trainer` and
-            `sampling_importance_ratio`, `prev_logprobs`.
+            `sampling_importance_ratio`, `prev_logprobs`; of held ones `agreement` has both.
     """
-    lengths = batch["token_mask"].sum(dim=1).float()
+    if batch.is_held:  # of single turns, all of whose tokens the policy has written
+        lengths = batch["rollout_lengths"].float()
+    else:
+        lengths = batch["token_mask"].sum(dim=1).float()
     metrics = {
         **reward_metrics(batch["rewards"]),
         "truncated_fraction": batch["truncated"].float().mean().item(),
@@ -157,7 +175,7 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
     }
     if "num_turns" in batch:
         metrics["num_turns"] = batch["num_turns"].float().mean().item()
-    if "prev_logprobs" in batch:
+    if "prev_logprobs" in batch and not batch.is_held:
         logprobs = (batch["generation_logprobs"], batch["prev_logprobs"])
         # Without the sequences that the gate has masked, whose tokens nobody trains on.
         mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
@@ -167,17 +185,58 @@ def rollout_metrics(batch: BatchedDataDict) -> dict[str, float]:
 
 
 def mean_advantages(batch: BatchedDataDict) -> Tensor:
-    """`[B]`: the mean of `advantages [B, T-1]` over each completion's tokens."""
-    return masked_sequence_mean(batch["advantages"], batch["token_mask"].bool())
+    """`[B]`: the mean of `advantages [B, T-1]` over each completion's tokens.
+
+    Where all tokens of a completion have the same, it is that one, without the mean's rounding; so
+    it is of `advantages [B]`, which are those of rows without values of tokens.
+    """
+    advantages = batch["advantages"]
+    if advantages.dim() == 1:
+        return torch.where(batch["sample_mask"].bool(), advantages, 0.0)
+    mask = batch["token_mask"].bool()
+    lowest = advantages.masked_fill(~mask, torch.inf).amin(dim=1)
+    highest = advantages.masked_fill(~mask, -torch.inf).amax(dim=1)
+    return torch.where(lowest == highest, highest, masked_sequence_mean(advantages, mask))
 
 
 _NUM_SHOWN = 2
 _MAX_CHARACTERS = 260  # room for the prompt, the completion, the error and its place
 
 
-def valid_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def valid_rollouts(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
     """Those without an error, in order: what is trained on."""
+    if isinstance(rollouts, HeldRollouts):
+        return rollouts.valid()
     return [rollout for rollout in rollouts if rollout.error is None]
+
+
+def failed_rollouts(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    """Those with an error, in order."""
+    if isinstance(rollouts, HeldRollouts):
+        return rollouts.select(np.flatnonzero(~rollouts.is_valid))
+    return [rollout for rollout in rollouts if rollout.error is not None]
+
+
+def groups_of(rollouts: Sequence[Rollout]) -> Tensor:
+    """`[B]`, the group of each."""
+    if isinstance(rollouts, HeldRollouts):
+        return torch.from_numpy(rollouts.group)
+    return torch.tensor([rollout.group for rollout in rollouts])
+
+
+def selected(rollouts: Sequence[Rollout], mask: Tensor) -> Sequence[Rollout]:
+    """Those that a mask `[B]` says, in order."""
+    if isinstance(rollouts, HeldRollouts):
+        return rollouts.select(mask.nonzero()[:, 0].numpy())
+    return [rollout for rollout, keep in zip(rollouts, mask.tolist(), strict=True) if keep]
+
+
+def joined(parts: Sequence[Sequence[Rollout]]) -> Sequence[Rollout]:
+    """The rollouts of one part after the other."""
+    held = [part for part in parts if isinstance(part, HeldRollouts)]
+    if len(held) == len(parts):
+        return HeldRollouts.joined(held)
+    return [rollout for part in parts for rollout in part]
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -200,7 +259,10 @@ def refuse_too_many_failures(rollouts: Sequence[Rollout], *, max_failed_fraction
     Raises:
         RewardError: Past that share; with the first errors.
     """
-    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    if isinstance(rollouts, HeldRollouts):
+        errors = list((rollouts.errors or {}).values())
+    else:
+        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     num_failed, total = len(errors), len(rollouts)
     if num_failed <= max_failed_fraction * total and not 0 < num_failed == total:
         return

@@ -8,14 +8,19 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
+from nemo_rl_core.data.pretrained import decoded
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict, flat_tensor
 from nemo_rl_core.models.interfaces import GenerationInterface
+from nemo_rl_core.rollouts.held import HeldRollouts, HeldSource
 from nemo_rl_core.types import Completion, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from nemo_rl_core.models.generation.engine import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +227,6 @@ def request_seed(seed: int, step: int, place: int, sample: int, turn: int = 0) -
     return first + sample
 
 
-def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of tokens, special ones left out."""
-    # transformers looks at the type of every element of a list, and at none of an array.
-    ids = np.fromiter(token_ids, np.int64, len(token_ids))
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
-
-
 class SingleTurnEpisode:
     """A prompt and its completion.
 
@@ -284,6 +281,36 @@ class SingleTurnRollouts(RolloutEngine[SingleTurnEpisode]):
     def episode(self, prompt: Prompt, place: RolloutPlace) -> SingleTurnEpisode:
         """A rollout that has not begun."""
         return SingleTurnEpisode(prompt, place, tokenizer=self._tokenizer)
+
+    @property
+    def holds(self) -> bool:
+        """Whether `run_held` is there: of an engine in workers that completes whole batches."""
+        return bool(getattr(self._generation, "holds_completions", False))
+
+    def run_held(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_generations_per_prompt: int,
+        step: int,
+        first_place: int = 0,
+    ) -> HeldRollouts:
+        """As `run`, of rollouts whose completions stay where they are made."""
+        count, size = len(prompts), num_generations_per_prompt
+        places = range(first_place, first_place + count)
+        first_seeds = np.array([request_seed(self._seed, step, place, 0) for place in places])
+        prompt, sample = np.divmod(np.arange(count * size), size)
+        ids = [each.token_ids for each in prompts]
+        generation = cast("Generation", self._generation)
+        completions = generation.generate_held(ids, prompt, first_seeds[prompt] + sample)
+        return HeldRollouts(
+            HeldSource(completions),
+            np.arange(count * size),
+            tuple(prompts),
+            prompt,
+            prompt + first_place,
+            sample,
+        )
 
     def _step_environment(self, episodes: Sequence[SingleTurnEpisode]) -> None:
         """There is none: each episode is over."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_core.config.trainer import RolloutSettings
+from nemo_rl_core.data.pretrained import decoded
 from nemo_rl_core.data.replies import reply_token_ids
 from nemo_rl_core.data.turns import as_turns
 from nemo_rl_core.environments.interfaces import checked
@@ -18,7 +19,6 @@ from nemo_rl_core.rollouts.engine import (
     CompletionRequest,
     CompletionResult,
     RolloutPlace,
-    decoded,
     request_seed,
 )
 from nemo_rl_core.types import Completion, Prompt, Rollout

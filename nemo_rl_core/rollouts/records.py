@@ -5,8 +5,9 @@ trained on again without an engine.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from nemo_rl_core.errors import DataError
+from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.types import Completion, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -24,15 +26,45 @@ if TYPE_CHECKING:
 _ENVIRONMENT_METRICS = b"environment_metrics"
 
 
+MOST_TOKENS_HERE = 2**20
+"""Of a step that is held elsewhere and written by this process: some tenths of a second."""
+Start = Callable[[Callable[[], None]], Callable[[], object]]
+
+
+def in_a_task(function: Callable[[], None]) -> Callable[[], object]:
+    """Calls a function in a task of Ray; returns what waits for its end."""
+    import ray
+
+    task = ray.remote(num_cpus=0)(_call).remote(function)
+    return partial(ray.get, task)
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
+
+
 class RolloutRecords:
     """The rollouts of the steps of a run.
 
+    Steps of many tokens that lie elsewhere are written by a task of Ray while the next step goes
+    on: this process would have to fetch them.
+
     Args:
         folder: With `step_000001.parquet` and so on; made when first written to.
+        start: Calls a function elsewhere; returns what waits for its end. By default a task.
+        most_tokens_here: Of a step that this process writes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        start: "Start | None" = None,
+        *,
+        most_tokens_here: int = MOST_TOKENS_HERE,
+    ) -> None:
         self.folder = folder
+        self._start, self._most_tokens_here = start or in_a_task, most_tokens_here
+        self._finish: Callable[[], object] = int
 
     def steps(self) -> list[int]:
         """The numbers of the steps that are there, in order."""
@@ -71,13 +103,24 @@ class RolloutRecords:
         advantages: Tensor | None = None,
         environment_metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Writes a step; see `save_rollouts`."""
-        save_rollouts(
+        """Writes a step, or starts to; see `save_rollouts`."""
+        self.finish()
+        write = partial(
+            save_rollouts,
             rollouts,
             self._path(step),
             advantages=advantages,
             environment_metrics=environment_metrics,
         )
+        if isinstance(rollouts, HeldRollouts) and rollouts.num_tokens > self._most_tokens_here:
+            self._finish = self._start(write)
+        else:
+            write()
+
+    def finish(self) -> None:
+        """Waits until the last step is written; raises what writing it has raised."""
+        finish, self._finish = self._finish, int
+        finish()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.parquet"

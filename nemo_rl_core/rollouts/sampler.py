@@ -5,12 +5,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from nemo_rl_core.backends.generation.base import GenerationSetup
 from nemo_rl_core.config.trainer import GateConfig, RolloutSettings
 from nemo_rl_core.data.pretrained import load_tokenizer, stop_token_ids
 from nemo_rl_core.distributed.session import ClusterSession
 from nemo_rl_core.environments.adapt import EnvironmentScorer
-from nemo_rl_core.environments.interfaces import EnvironmentInterface, Scorer, score_rollouts
+from nemo_rl_core.environments.interfaces import (
+    EnvironmentInterface,
+    RolloutScorer,
+    Scorer,
+    score_rollouts,
+)
 from nemo_rl_core.environments.post_processing import HOOK, post_process
 from nemo_rl_core.models.generation.engine import Generation
 from nemo_rl_core.models.generation.own import OwnGeneration
@@ -22,6 +29,7 @@ from nemo_rl_core.rollouts.batch import (
 )
 from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.episode import Bounds
+from nemo_rl_core.rollouts.held import HeldRollouts
 from nemo_rl_core.rollouts.multi_turn import MultiTurnRollouts
 from nemo_rl_core.rollouts.scorers import scorer_of
 from nemo_rl_core.types import Rollout
@@ -29,7 +37,7 @@ from nemo_rl_core.types import Rollout
 
 def post_processed(
     environment: Any, rollouts: Sequence[Rollout]
-) -> tuple[list[Rollout], dict[str, float]]:
+) -> tuple[Sequence[Rollout], dict[str, float]]:
     """The rollouts with the rewards that the environment adapts, and its metrics.
 
     Args:
@@ -46,10 +54,16 @@ def post_processed(
     """
     counted = valid_rollouts(rollouts)
     if not counted or not hasattr(environment, HOOK):  # a batch costs more than all of scoring
-        return list(rollouts), {}
+        return rollouts, {}
     is_small = getattr(getattr(environment, HOOK), "reads_rewards_alone", False)
     batch = {"rewards": rewards_of(counted)} if is_small else _whole_batch(counted)
     rewards, metrics = post_process(environment, batch)
+    if isinstance(rollouts, HeldRollouts) and isinstance(counted, HeldRollouts):
+        assert rollouts.rewards is not None and counted.rewards is not None  # they are valid
+        same = (rewards == batch["rewards"]).numpy()
+        rewarded = rollouts.rewards.copy()
+        rewarded[rollouts.is_valid] = np.where(same, counted.rewards, rewards.double().numpy())
+        return rollouts.with_rewards(rewarded), metrics
     # A reward that is not adapted keeps its digits, of which a tensor holds fewer.
     adapted = iter(
         each if same else each.scored(reward)
@@ -62,7 +76,7 @@ def post_processed(
 
 def _whole_batch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
-        **rollout_batch(rollouts),
+        **rollout_batch(rollouts).fetched(),
         "tasks": [each.prompt.task for each in rollouts],
         "prompts": [each.prompt.text for each in rollouts],
         "completions": [each.text for each in rollouts],
@@ -155,7 +169,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         """How often the engine was started again, and how many actors of the environment were."""
         return self.generation.num_restarts, getattr(self._scorer, "num_restarts", 0)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The same rollouts, each with its reward or with the error for which it has none.
 
         Raises:
@@ -163,11 +177,13 @@ class Sampler(AbstractContextManager["Sampler"]):
         """
         # The turns of an episode are rewarded while it goes on.
         has_turns = self.environment is not None
-        scored = list(rollouts) if has_turns else self._scored(rollouts)
+        scored = rollouts if has_turns else self._scored(rollouts)
         refuse_too_many_failures(scored, max_failed_fraction=self._max_failed_fraction)
         return scored
 
-    def post_process(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
+    def post_process(
+        self, rollouts: Sequence[Rollout]
+    ) -> tuple[Sequence[Rollout], dict[str, float]]:
         """What the environment, or a scorer with its method, makes of scored rollouts.
 
         Raises:
@@ -176,8 +192,12 @@ class Sampler(AbstractContextManager["Sampler"]):
         environment = self._scorer if self.environment is None else self.environment
         return post_processed(environment, rollouts)
 
-    def _scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def _scored(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The rollouts in their places; those that have not failed before are scored."""
+        if isinstance(rollouts, HeldRollouts):  # just made: none has failed
+            if isinstance(self._scorer, RolloutScorer):
+                return rollouts.with_scores(self._scorer.score_rollouts(rollouts))
+            return rollouts.with_outcomes(self._scorer.score(rollouts))
         valid = [each for each in rollouts if each.error is None]
         scored = iter(score_rollouts(self._scorer, valid))
         return [next(scored) if each.error is None else each for each in rollouts]

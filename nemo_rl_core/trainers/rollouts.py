@@ -3,10 +3,10 @@
 They sample, score and record rollouts, and take several optimizer steps on those of one step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from nemo_rl_core.models.interfaces import PolicyInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.policy.own import OwnPolicy
 from nemo_rl_core.rollouts.batch import refuse_too_many_failures, valid_rollouts
+from nemo_rl_core.rollouts.engine import RolloutEngine, SingleTurnRollouts
 from nemo_rl_core.rollouts.records import RolloutRecords
 from nemo_rl_core.rollouts.sampler import Sampler, mean_metrics
 from nemo_rl_core.trainers.base import BaseTrainer
@@ -60,6 +61,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         self._check_context(spec.start)
         super()._set_up(spec, resources)
         self.records = RolloutRecords(spec.work / "rollouts")
+        resources.callback(self.records.finish)
         self._replayed = RolloutRecords(spec.replay) if spec.replay is not None else None
         self.sampler, self._held_out, self._num_restarts = None, [], (0, 0)
         self._of_environment = []
@@ -128,7 +130,7 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         size = samples_per_step(self.config).num_prompts_per_step
         return PromptLoader(prompts, batch_size=size, seed=self.settings.seed)
 
-    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
+    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> Sequence[Rollout]:
         """Gives the engine the policy's weights, rolls every prompt out, and scores.
 
         Args:
@@ -147,15 +149,27 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         with self.timer.phase("sync"):
             self._update_weights(self.sampler, last_step=self.step - 1)
         with self.timer.phase("rollout"), self._awake(self.sampler):
-            rollouts = self.sampler.engine.run(
-                prompts,
-                num_generations_per_prompt=samples_per_step(self.config).num_generations_per_prompt,
-                step=self.step,
-                first_place=first_place,
-            )
+            rollouts = self._run(self.sampler.engine, prompts, first_place)
         return self._scored(self.sampler, rollouts)
 
-    def _scored(self, sampler: Sampler, rollouts: list[Rollout]) -> list[Rollout]:
+    def _run(
+        self, engine: RolloutEngine[Any], prompts: list[Prompt], first_place: int
+    ) -> Sequence[Rollout]:
+        """The engine's rollouts, with their tokens here or where they are made."""
+        size = samples_per_step(self.config).num_generations_per_prompt
+        run: Callable[..., Sequence[Rollout]] = engine.run
+        if self._holds_rollouts and isinstance(engine, SingleTurnRollouts) and engine.holds:
+            run = engine.run_held
+        return run(
+            prompts, num_generations_per_prompt=size, step=self.step, first_place=first_place
+        )
+
+    @property
+    def _holds_rollouts(self) -> bool:
+        """Whether tokens stay with an engine that can keep them, since nothing here reads them."""
+        return False
+
+    def _scored(self, sampler: Sampler, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """With rewards, as the environment adapts them to all rollouts of the draw."""
         with self.timer.phase("reward"):
             scored, metrics = self._post_process(sampler, sampler.score(rollouts))
@@ -163,12 +177,12 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         return scored
 
     def _post_process(
-        self, sampler: Sampler, rollouts: list[Rollout]
-    ) -> tuple[list[Rollout], dict[str, float]]:
+        self, sampler: Sampler, rollouts: Sequence[Rollout]
+    ) -> tuple[Sequence[Rollout], dict[str, float]]:
         return sampler.post_process(rollouts)
 
     def _record(
-        self, rollouts: list[Rollout], *, advantages: Tensor | None = None
+        self, rollouts: Sequence[Rollout], *, advantages: Tensor | None = None
     ) -> dict[str, float]:
         """Writes the step's rollouts; returns the environment's metrics of all that were drawn."""
         found, self._of_environment = mean_metrics(self._of_environment), []

@@ -1,6 +1,6 @@
 """GRPO with an engine that samples while the model trains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import ceil
@@ -70,7 +70,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         sampling = generation.model_copy(update=limits)
         return self.settings.model_copy(update={"generation": sampling})
 
-    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> list[Rollout]:
+    def _roll_out(self, prompts: list[Prompt], *, first_place: int = 0) -> Sequence[Rollout]:
         """The step's rollouts, most of them made while earlier steps were trained.
 
         Where an environment answers, it does so meanwhile, too, so that no turn waits for the
@@ -87,8 +87,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return self._scored(self.sampler, rollouts)
 
     def _post_process(
-        self, sampler: Sampler, rollouts: list[Rollout]
-    ) -> tuple[list[Rollout], dict[str, float]]:
+        self, sampler: Sampler, rollouts: Sequence[Rollout]
+    ) -> tuple[Sequence[Rollout], dict[str, float]]:
         """While the environment answers nobody else: it need not bear two calls at once."""
         with self._stream.exclusive(with_environment=True):
             return super()._post_process(sampler, rollouts)

@@ -26,7 +26,7 @@ from nemo_rl_core.functional.advantages import (
 from nemo_rl_core.functional.kl import kl_estimate
 from nemo_rl_core.functional.masked import valid_token_mask, zero_masked
 from nemo_rl_core.functional.rewards import outcome_rewards, overlong_penalty
-from nemo_rl_core.rollouts.batch import rollout_batch
+from nemo_rl_core.rollouts.batch import groups_of, rollout_batch
 from nemo_rl_core.types import Rollout
 
 
@@ -41,8 +41,20 @@ def grpo_batch(rollouts: Sequence[Rollout]) -> BatchedDataDict:
     """
     batch = rollout_batch(rollouts)
     # Groups are formed by index in the step, not by prompt, since a prompt may be sampled twice.
-    batch["group_ids"] = torch.tensor([rollout.group for rollout in rollouts])
+    batch["group_ids"] = groups_of(rollouts)
     return batch
+
+
+def reads_tokens(config: GRPOConfig) -> bool:
+    """Whether advantages are computed from values a token, and not from rewards alone."""
+    by_token = isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+    return by_token or config.has_kl_in_reward
+
+
+def trained_mask(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:
+    """`sample_mask [B]`, 0 also where a completion is left out because it was truncated."""
+    mask: Tensor = batch["sample_mask"]
+    return mask * ~batch["truncated"] if isinstance(config.overlong, OverlongFilter) else mask
 
 
 def add_advantages(
@@ -60,39 +72,60 @@ def add_advantages(
         max_new_tokens: Maximum length of a rollout after its prompt, all turns included.
 
     Returns:
-        The columns of `batch` and `advantages [B, T-1]`, 0 at masked tokens; with `overlong: {kind:
-        filter}` also `sample_mask`, 0 where the completion was truncated.
+        The columns of `batch` and `advantages [B, T-1]`, 0 at masked tokens, or `[B]` where the
+        tokens are held elsewhere; with `overlong: {kind: filter}` also `sample_mask`, 0 where the
+        completion was truncated.
 
     Raises:
         ConfigError: If the advantage needs rewards that the environment does not return.
         ValueError: If the overlong buffer is longer than a completion can be.
     """
-    sample_mask, rewards = batch["sample_mask"], batch["rewards"]
-    match config.overlong:
-        case OverlongPenalty(buffer_tokens=buffer_tokens, penalty=penalty):
-            rewards = rewards + overlong_penalty(
-                batch["rollout_lengths"],
-                max_tokens=max_new_tokens,
-                buffer_tokens=buffer_tokens,
-                penalty=penalty,
-            )
-        case OverlongFilter():
-            sample_mask = sample_mask * ~batch["truncated"]
+    sample_mask, rewards = trained_mask(batch, config), batch["rewards"]
+    if isinstance(config.overlong, OverlongPenalty):
+        rewards = rewards + overlong_penalty(
+            batch["rollout_lengths"],
+            max_tokens=max_new_tokens,
+            buffer_tokens=config.overlong.buffer_tokens,
+            penalty=config.overlong.penalty,
+        )
+    if batch.is_held:
+        assert not reads_tokens(config)  # such rollouts are not held
+        advantages = _of_sequences(batch, config, rewards, rewards, sample_mask)
+        return BatchedDataDict({**batch, "advantages": advantages, "sample_mask": sample_mask})
     mask = valid_token_mask(batch["token_mask"], sample_mask)
-    advantage = config.advantage
-    if isinstance(advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline):
-        if isinstance(advantage, ReinforcePlusPlusBaseline):
+    if isinstance(config.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline):
+        if isinstance(config.advantage, ReinforcePlusPlusBaseline):
             rewards = group_centered(rewards, batch["group_ids"])
         per_token = outcome_rewards(rewards, mask) - _kl_in_reward(batch, config)
         advantages = reinforce_plus_plus(per_token, mask)
     else:
-        if isinstance(advantage, GDPO):
-            per_sequence = _of_components(batch, advantage, sample_mask.bool())
-        else:
-            lowered = rewards - _kl_in_reward(batch, config).sum(dim=-1)
-            per_sequence = _of_groups(lowered, batch["group_ids"], advantage, outcomes=rewards)
+        lowered = rewards - _kl_in_reward(batch, config).sum(dim=-1)
+        per_sequence = _of_sequences(batch, config, rewards, lowered, sample_mask)
         advantages = zero_masked(per_sequence[:, None].expand(mask.shape), mask)
     return BatchedDataDict({**batch, "advantages": advantages, "sample_mask": sample_mask})
+
+
+def _of_sequences(
+    batch: BatchedDataDict,
+    config: GRPOConfig,
+    outcomes: Tensor,
+    lowered: Tensor,
+    sample_mask: Tensor,
+) -> Tensor:
+    """`[B]` advantages that all tokens of a sequence share.
+
+    Args:
+        batch: From `grpo_batch`.
+        config: The advantage, of another kind than those with advantages a token.
+        outcomes: `[B]` rewards.
+        lowered: `[B]`, the same less the penalty for the KL.
+        sample_mask: `[B]`.
+    """
+    advantage = config.advantage
+    if isinstance(advantage, GDPO):
+        return _of_components(batch, advantage, sample_mask.bool())
+    assert not isinstance(advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+    return _of_groups(lowered, batch["group_ids"], advantage, outcomes=outcomes)
 
 
 def _kl_in_reward(batch: BatchedDataDict, config: GRPOConfig) -> Tensor:

@@ -1,14 +1,21 @@
 """Group-relative policy optimization (GRPO, arXiv:2402.03300): the training loop."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
 
 from nemo_rl_core.algorithms.grpo.advantage_config import GDPO
 from nemo_rl_core.algorithms.grpo.config import GRPOConfig, GRPOSettings
-from nemo_rl_core.algorithms.grpo.data import add_advantages, grpo_batch
+from nemo_rl_core.algorithms.grpo.data import (
+    add_advantages,
+    grpo_batch,
+    reads_tokens,
+    trained_mask,
+)
 from nemo_rl_core.algorithms.grpo.loss import GRPOLossFn
 from nemo_rl_core.backends.training.base import TrainingSetup
 from nemo_rl_core.data.loader import PromptLoader, load_prompts
@@ -17,13 +24,17 @@ from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.functional.advantages import informative_groups, zero_variance_fraction
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.validation import check_consistency
+from nemo_rl_core.models.validation import agreement, agreement_metrics, check_consistency
 from nemo_rl_core.rollouts.batch import (
+    failed_rollouts,
     failure_metrics,
+    groups_of,
+    joined,
     mean_advantages,
     reward_metrics,
     rewards_of,
     rollout_metrics,
+    selected,
     valid_rollouts,
 )
 from nemo_rl_core.rollouts.engine import request_seed
@@ -69,6 +80,10 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
         )
         environment = self._record(rollouts, advantages=mean_advantages(data))
         return {**environment, **consistency, **rollout_metrics(data), **sampling, **trained}
+
+    @property
+    def _holds_rollouts(self) -> bool:
+        return isinstance(self.policy, Policy) and not reads_tokens(self.config)
 
     def _updates_once(self, batch: BatchedDataDict) -> bool:
         """Whether one optimizer step takes the whole batch, and nothing before reads its logprobs.
@@ -135,10 +150,22 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
     def _check_consistency(
         self, batch: BatchedDataDict
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Masks sequences on which engine and trainer disagree, and returns the differences."""
+        """Masks sequences on which engine and trainer disagree, and returns the differences.
+
+        Of tokens that lie elsewhere the ranks say how far they are off; only where a bound is
+        passed are they fetched.
+        """
+        if batch.is_held:
+            compared = batch.copy()
+            compared["trained_mask"] = trained_mask(batch, self.config)
+            policy, gate = cast("Policy", self.policy), self.config.gate
+            parts = policy.evaluate(partial(agreement, gate=gate), compared)
+            if (metrics := agreement_metrics(parts, gate)) is not None:
+                return batch, metrics
+            batch = batch.fetched()
         return check_consistency(batch, self.config.gate)
 
-    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[list[Rollout], dict[str, float]]:
+    def _sample_rollouts(self, prompts: list[Prompt]) -> tuple[Sequence[Rollout], dict[str, float]]:
         """Samples the step's rollouts; the metrics cover all samples.
 
         With dynamic sampling, groups with equal rewards are replaced by samples of other prompts,
@@ -156,16 +183,16 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             more = self._roll_out(
                 self._more_prompts.batch(index), first_place=num_samplings * len(prompts)
             )
-            sampled, num_samplings = sampled + more, num_samplings + 1
-            kept += self._informative(more)
-        wanted = set(_groups(kept)[: len(prompts)])
+            sampled, num_samplings = joined([sampled, more]), num_samplings + 1
+            kept = joined([kept, self._informative(more)])
+        wanted = _groups(kept)[: len(prompts)]
         metrics = {**_sampling_metrics(sampled), "num_draws": float(num_samplings)}
         if not wanted:
             return first, metrics
-        failed = [rollout for rollout in sampled if rollout.error is not None]
-        return [rollout for rollout in kept if rollout.group in wanted] + failed, metrics
+        chosen = selected(kept, torch.isin(groups_of(kept), torch.tensor(wanted)))
+        return joined([chosen, failed_rollouts(sampled)]), metrics
 
-    def _informative(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def _informative(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         rollouts = valid_rollouts(rollouts)
         data = grpo_batch(rollouts)
         rewards = data["rewards"][:, None]
@@ -173,8 +200,7 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             # GDPO normalizes each reward separately: sums may be equal for unequal rewards.
             rewards = data.get("reward_components", rewards)
         masks = [informative_groups(part, data["group_ids"]) for part in rewards.unbind(dim=1)]
-        informative = torch.stack(masks).any(dim=0).tolist()
-        return [rollout for rollout, keep in zip(rollouts, informative, strict=True) if keep]
+        return selected(rollouts, torch.stack(masks).any(dim=0))
 
     def _training_setup(self, spec: RunSpec) -> TrainingSetup:
         return replace(
@@ -191,18 +217,17 @@ class GRPOTrainer(RolloutTrainer[GRPOSettings, GRPOConfig]):
             batch["reference_logprobs"] = reference["logprobs"]
 
 
-def _groups(rollouts: list[Rollout]) -> list[int]:
+def _groups(rollouts: Sequence[Rollout]) -> list[int]:
     """The group ids in order of first appearance."""
-    return list(dict.fromkeys(rollout.group for rollout in rollouts))
+    return list(dict.fromkeys(groups_of(rollouts).tolist()))
 
 
-def _sampling_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of all sampled rollouts, including those that dynamic sampling drops."""
     valid = valid_rollouts(rollouts)
     rewards = rewards_of(valid)
-    group_ids = torch.tensor([rollout.group for rollout in valid])
     return {
         **reward_metrics(rewards),
-        "zero_variance_fraction": float(zero_variance_fraction(rewards, group_ids)),
+        "zero_variance_fraction": float(zero_variance_fraction(rewards, groups_of(valid))),
         **failure_metrics(rollouts),
     }

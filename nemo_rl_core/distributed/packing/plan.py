@@ -8,7 +8,7 @@ needs lengths alone; the worker lays out the tokens (`pack`).
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -41,8 +41,8 @@ class Microbatch:
 
     def renumbered(self, numbers: Sequence[int] | Mapping[int, int]) -> "Microbatch":
         """The same rows, with `numbers[index]` for each index."""
-        rows = tuple(tuple(numbers[index] for index in row) for row in self.rows)
-        return replace(self, rows=rows)
+        rows = tuple(tuple([numbers[index] for index in row]) for row in self.rows)
+        return Microbatch(rows, self.row_length, self.shared)
 
 
 NO_SEQUENCES = Microbatch(rows=((),), row_length=1)
@@ -85,6 +85,11 @@ def plan_microbatches(
             expected=f"at most max_tokens_per_microbatch = {max_tokens} tokens",
             fix="raise max_tokens_per_microbatch, or shorten prompts or max_new_tokens",
         )
+    if bundles is None:
+        waiting, filled = _Waiting(order, lengths), []
+        while (first := waiting.take()) is not None:
+            filled.append(_filled(first, waiting, lengths, max_tokens, share_rows))
+        return filled
     units = bundled(order, bundles)
     microbatches = []
     while units:
@@ -95,7 +100,7 @@ def plan_microbatches(
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """Indices of the sequences by falling length, equal ones in their order."""
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # which is stable
 
 
 def bundled(order: Sequence[int], bundles: Sequence[int] | None) -> list[list[int]]:
@@ -111,6 +116,74 @@ def bundled(order: Sequence[int], bundles: Sequence[int] | None) -> list[list[in
     for index in order:
         members.setdefault(bundles[index], []).append(index)
     return list(members.values())
+
+
+class _Waiting:
+    """Sequences that have no place yet, the longest first; one is found without a look at others.
+
+    Those of one length are a class, with a queue. A class that is empty refers to the next shorter
+    one, and a search shortens the references that it follows.
+    """
+
+    def __init__(self, order: Sequence[int], lengths: Sequence[int]) -> None:
+        queues: dict[int, list[int]] = {}
+        for index in reversed(order):
+            queues.setdefault(lengths[index], []).append(index)
+        self._queues = [queues[length] for length in reversed(queues)]  # each taken from its end
+        self._negative = [-length for length in reversed(queues)]
+        self._next = list(range(len(self._queues) + 1))
+        self._last = 0
+
+    def take(self, room: int | None = None) -> int | None:
+        """Takes the first sequence, or the next after the last one that is not longer than `room`.
+
+        Args:
+            room: Tokens; None starts over.
+
+        Returns:
+            The sequence's index; None if there is none.
+        """
+        place = 0
+        if room is not None:
+            place = bisect.bisect_left(self._negative, -room, lo=self._last)
+        found, after = place, self._next
+        while after[found] != found:
+            found = after[found]
+        while after[place] != found:
+            after[place], place = found, after[place]
+        if found == len(self._queues):
+            return None
+        self._last = found
+        queue = self._queues[found]
+        index = queue.pop()
+        if not queue:
+            after[found] = found + 1
+        return index
+
+
+def _filled(
+    first: int, waiting: _Waiting, lengths: Sequence[int], max_tokens: int, share_rows: bool
+) -> Microbatch:
+    """One micro-batch of sequences without bundles, from the longest on that has no place yet."""
+    row_length = lengths[first]
+    max_rows = max_tokens // row_length
+    rows = [[first]]
+    # (tokens left, row), sorted: the tightest fit is found first.
+    free = [(0, 0)] if share_rows else []
+    while True:
+        room = row_length if len(rows) < max_rows else free[-1][0] if free else 0
+        if not room or (index := waiting.take(room)) is None:
+            return Microbatch(tuple(map(tuple, rows)), row_length)
+        length = lengths[index]
+        found = bisect.bisect_left(free, (length, -1))
+        if found < len(free):
+            left, row = free.pop(found)
+            rows[row].append(index)
+        else:
+            left, row = row_length, len(rows)
+            rows.append([index])
+        if share_rows:
+            bisect.insort(free, (left - length, row))
 
 
 def _fill(

@@ -9,7 +9,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -156,11 +156,13 @@ def share_out(
     """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     open_shares = [(0, share) for share in range(num_shares)]
-    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        total, share = heapq.heappop(open_shares)
+    for item in longest_first(costs):
+        total, share = open_shares[0]
         shares[share].append(item)
         if len(shares[share]) != max_items:
-            heapq.heappush(open_shares, (total + costs[item], share))
+            heapq.heapreplace(open_shares, (total + costs[item], share))
+        else:
+            heapq.heappop(open_shares)
     return shares
 
 
@@ -177,7 +179,7 @@ class _Work:
     ) -> None:
         self._lengths, self._bundles = lengths, bundles
         self._max_tokens, self._share_rows = max_tokens, share_rows
-        self._cost_of_length = cost
+        self._cost_of_length = lru_cache(maxsize=None)(cost)  # few lengths, many sequences
         self._units = bundled(longest_first(lengths), bundles)
         self._unit_of = {index: number for number, unit in enumerate(self._units) for index in unit}
 
@@ -194,10 +196,11 @@ class _Work:
 
     def packed_then_shared(self, num_ranks: int) -> list[list[Microbatch]]:
         """Micro-batches of all sequences, dealt out."""
-        parts = self.plan(range(len(self._lengths)))
-        while len(parts) % num_ranks:
-            self._lengthen(parts)
-        costs = [self._cost(part) for part in parts]
+        packed = _Splittable(self, self.plan(range(len(self._lengths))))
+        while len(packed) % num_ranks:
+            packed.lengthen()
+        parts = packed.parts
+        costs = [self.cost(part) for part in parts]
         shares = share_out(costs, num_ranks, max_items=len(parts) // num_ranks)
         return [[parts[place] for place in share] for share in shares]
 
@@ -205,39 +208,79 @@ class _Work:
         """A share of the sequences for each rank, and its micro-batches."""
         costs = [self._cost_of_unit(unit) for unit in self._units]
         plans = [
-            self.plan(index for place in share for index in self._units[place])
+            _Splittable(self, self.plan(index for place in share for index in self._units[place]))
             for share in share_out(costs, num_ranks)
         ]
-        while len(shortest := min(plans, key=len)) < max(len(plan) for plan in plans):
-            self._lengthen(shortest)
-        return [sorted(plan, key=self._cost, reverse=True) for plan in plans]
+        most = max(map(len, plans))
+        shortest = [(len(plan), rank) for rank, plan in enumerate(plans)]
+        heapq.heapify(shortest)
+        while shortest[0][0] < most:
+            rank = shortest[0][1]
+            plans[rank].lengthen()
+            heapq.heapreplace(shortest, (len(plans[rank]), rank))
+            most = max(most, len(plans[rank]))
+        return [sorted(plan.parts, key=self.cost, reverse=True) for plan in plans]
 
     def step_cost(self, plans: Sequence[Sequence[Microbatch]]) -> int:
         """What a step takes where ranks wait for each other in every micro-batch."""
-        return sum(max(map(self._cost, parts)) for parts in zip(*plans, strict=True))
+        costs = ([self.cost(part) for part in plan] for plan in plans)
+        return sum(map(max, zip(*costs, strict=True)))
 
-    def _cost(self, part: Microbatch) -> int:
+    def cost(self, part: Microbatch) -> int:
+        """What a micro-batch takes."""
         return len(part.rows) * self._cost_of_length(part.row_length)
+
+    def halves(self, part: Microbatch) -> list[Microbatch]:
+        """The sequences of a micro-batch in two, or none where they belong together."""
+        units = sorted({self._unit_of[index] for index in part.indices})
+        if len(units) < 2:
+            return []
+        # Long ones apart from short ones, so that rows of the second half can be shorter.
+        so_far = list(accumulate(self._cost_of_unit(self._units[unit]) for unit in units))
+        middle = min(bisect_left(so_far, so_far[-1] / 2) + 1, len(units) - 1)
+        return [
+            found
+            for half in (units[:middle], units[middle:])
+            for found in self.plan(index for unit in half for index in self._units[unit])
+        ]
 
     def _cost_of_unit(self, unit: Sequence[int]) -> int:
         return sum(self._cost_of_length(self._lengths[index]) for index in unit)
 
-    def _lengthen(self, plan: list[Microbatch]) -> None:
+
+class _Splittable:
+    """Micro-batches of which there must be more: the costliest that can be split is, each time."""
+
+    def __init__(self, work: _Work, parts: Sequence[Microbatch]) -> None:
+        self._work = work
+        self._parts = dict(enumerate(parts))  # by number, in the order in which they came
+        self._num_made = len(parts)
+        self._costliest = [(-work.cost(part), number) for number, part in self._parts.items()]
+        heapq.heapify(self._costliest)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def parts(self) -> list[Microbatch]:
+        """The micro-batches; halves come last."""
+        return list(self._parts.values())
+
+    def lengthen(self) -> None:
         """Splits the costliest micro-batch that can be split, or adds an empty one."""
-        by_cost = sorted(range(len(plan)), key=lambda place: -self._cost(plan[place]))
-        for place in by_cost:
-            units = sorted({self._unit_of[index] for index in plan[place].indices})
-            if len(units) > 1:
-                break
-        else:
-            plan.append(NO_SEQUENCES)
-            return
-        del plan[place]
-        # Long ones apart from short ones, so that rows of the second half can be shorter.
-        so_far = list(accumulate(self._cost_of_unit(self._units[unit]) for unit in units))
-        middle = min(bisect_left(so_far, so_far[-1] / 2) + 1, len(units) - 1)
-        for half in (units[:middle], units[middle:]):
-            plan += self.plan(index for unit in half for index in self._units[unit])
+        while self._costliest:
+            _, number = heapq.heappop(self._costliest)
+            if halves := self._work.halves(self._parts[number]):
+                del self._parts[number]
+                for half in halves:
+                    heapq.heappush(self._costliest, (-self._work.cost(half), self._num_made))
+                    self._add(half)
+                return
+        self._add(NO_SEQUENCES)
+
+    def _add(self, part: Microbatch) -> None:
+        self._parts[self._num_made] = part
+        self._num_made += 1
 
 
 @dataclass(frozen=True)

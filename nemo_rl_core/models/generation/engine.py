@@ -3,10 +3,11 @@
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from nemo_rl_core.errors import (
     WorkerLostError,
 )
 from nemo_rl_core.models.columns import as_training_batch, with_lengths
+from nemo_rl_core.models.generation import where_made
+from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterface
 from nemo_rl_core.models.policy import Policy
 from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
@@ -47,6 +50,7 @@ from nemo_rl_core.telemetry.model_flops import model_shape
 from nemo_rl_core.telemetry.waiting import waiting
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 _READ = frozenset({*GenerationDatumSpec.__annotations__})
 """The columns that engines read."""
 WITHIN_AN_ENGINE = (PIPELINE, TENSOR)
@@ -147,15 +151,71 @@ class Generation(GenerationInterface):
         """
         batch = self._completed_columns(data)
         others = {name: batch.pop(name) for name in list(batch) if name not in _READ}
-        try:
-            output = self._generate(batch, greedy=greedy)
-        except WorkerLostError as lost:
-            _LOG.warning("%s; the engine is started again", lost.problem)
-            self._restart(lost)
-            output = self._generate(batch, greedy=greedy)
+        output = self._repeated(partial(self._generate, batch, greedy=greedy))
         if others:
             output.update({**others, "completions": self._texts(output)})
         return output
+
+    def _repeated(self, call: Callable[[], T]) -> T:
+        """The call's result, once more where a worker is lost, after all were started again."""
+        try:
+            return call()
+        except WorkerLostError as lost:
+            _LOG.warning("%s; the engine is started again", lost.problem)
+            self._restart(lost)
+            return call()
+
+    @property
+    def holds_completions(self) -> bool:
+        """Whether `generate_held` is there."""
+        return True
+
+    def generate_held(
+        self,
+        prompts: Sequence[Sequence[int]],
+        prompt: "np.ndarray[Any, np.dtype[np.int64]]",
+        seeds: "np.ndarray[Any, np.dtype[np.int64]]",
+    ) -> HeldCompletions:
+        """As `generate`, of completions that stay in the object store where they are made.
+
+        Args:
+            prompts: Token ids of `P` prompts.
+            prompt: `[B]`, rising: which of the prompts each request has.
+            seeds: `[B]`.
+
+        Raises:
+            NemoRLError: As `generate`.
+        """
+        held = self._repeated(partial(self._held, prompts, prompt, seeds))
+        usage.count(
+            "generation",
+            model_shape(self._setup.model_folder),
+            held.input_lengths.tolist(),
+            num_generated=int(held.completion_lengths.sum()),
+        )
+        return held
+
+    def _held(self, prompts: Sequence[Sequence[int]], prompt: Any, seeds: Any) -> HeldCompletions:
+        self._prove_folder()
+        parts = range(self.num_engines)
+        answers = self._workers.run_all_workers_sharded_data(
+            "__ray_call__",
+            in_sharded_axes=[DATA],
+            replicate_on_axes=WITHIN_AN_ENGINE,
+            output_is_replicated=WITHIN_AN_ENGINE,
+            common_kwargs={
+                "fn": where_made.generate,
+                "greedy": False,
+                "model_folder": self._setup.model_folder,
+            },
+            timeout_seconds=self._setup.config.generate_timeout_seconds,
+            num_held=2,
+            batch=[
+                where_made.requests_of_engine(prompts, prompt, seeds, part, len(parts))
+                for part in parts
+            ],
+        )
+        return where_made.joined(answers)
 
     def _texts(self, output: BatchedDataDict) -> list[str]:
         """The completions without special tokens."""

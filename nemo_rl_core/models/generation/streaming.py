@@ -176,6 +176,11 @@ class StreamingGeneration(Generation):
         """Their answers; a worker that is stuck is lost, as one that does not `generate` is."""
         return self._workers.finish(calls, self._setup.config.generate_timeout_seconds)
 
+    @property
+    def holds_completions(self) -> bool:
+        """Not: it answers requests one by one."""
+        return False
+
     def _ask_all(self, method: str, **kwargs: Any) -> list[Any]:
         """What each engine answers."""
         return self._workers.run_all_workers_sharded_data(

@@ -1,10 +1,10 @@
 """A policy whose training backend runs in Ray workers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from nemo_rl_core.distributed.named_sharding import (
     TENSOR,
     training_sharding,
 )
+from nemo_rl_core.distributed.packing.deal import dealt_shards
 from nemo_rl_core.distributed.packing.prefixes import PrefixSharing
 from nemo_rl_core.distributed.packing.ranks import Shards, shard_for_training
 from nemo_rl_core.distributed.process_group import rank
@@ -28,6 +29,7 @@ from nemo_rl_core.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.models.columns import training_columns, with_lengths
 from nemo_rl_core.models.interfaces import PolicyInterface
+from nemo_rl_core.models.policy import where_held
 from nemo_rl_core.models.policy.choices import with_choices
 from nemo_rl_core.models.policy.rank_times import RankTimesLog
 from nemo_rl_core.store.machine import process_numerics
@@ -38,6 +40,7 @@ from nemo_rl_core.telemetry.waiting import waiting
 
 _WITHIN_A_COPY = (PIPELINE, CONTEXT, TENSOR)
 _SECONDS_TO_ANSWER = 60.0
+T = TypeVar("T")
 
 
 class Policy(PolicyInterface):
@@ -144,7 +147,7 @@ class Policy(PolicyInterface):
         Raises:
             MissingColumnError: Names a column that the batch lacks.
         """
-        data = training_columns(data)
+        data = _of_ranks(data)
         answers = self._on_shards("train_step", self._shards(data), loss_fn=loss_fn)
         self._times.step_ended()
         usage.count("training", self._shape, data["input_lengths"].tolist())
@@ -168,12 +171,12 @@ class Policy(PolicyInterface):
         Returns:
             The loss's metrics, and `logprobs [B, T-1]` of the forward pass.
         """
-        data = training_columns(data)
+        data = _of_ranks(data)
         shards = self._shards(data)
-        answers = self._on_shards("forward_backward", shards, loss_fn=loss_fn)
+        answers = self._on_shards("forward_backward", shards, num_held=1, loss_fn=loss_fn)
         usage.count("training", self._shape, data["input_lengths"].tolist())
         metrics: dict[str, Any] = answers[0][0]
-        return metrics, shards.restored([BatchedDataDict(logprobs=found) for _, found in answers])
+        return metrics, _joined([found for _, found in answers], shards, ["logprobs"])
 
     def optimizer_step(self) -> dict[str, Any]:
         """The second half of `train`: updates the weights by the gradients."""
@@ -184,30 +187,59 @@ class Policy(PolicyInterface):
     def _computed(
         self, method: str, data: BatchedDataDict, names: list[str], **options: Any
     ) -> BatchedDataDict:
-        """What the ranks compute of their rows, in the batch's order, as columns of these names."""
-        data = training_columns(data)
-        shards = self._shards(data)
-        answers = self._on_shards(method, shards, **options)
-        usage.count("scoring", self._shape, data["input_lengths"].tolist())
-        columns = [answer if len(names) > 1 else (answer,) for answer in answers]
-        return shards.restored(
-            [BatchedDataDict(zip(names, values, strict=True)) for values in columns]
-        )
+        """What the ranks compute of their rows, in the batch's order, as columns of these names.
 
-    def _on_shards(self, method: str, shards: Shards, **options: Any) -> list[Any]:
-        """The answers of the copies of the model, one a shard."""
+        Of rows that lie elsewhere, so do the results.
+        """
+        data = _of_ranks(data)
+        shards = self._shards(data)
+        if data.is_held:
+            options |= {"what": method, "names": names}
+            method = "compute"
+        answers = self._on_shards(method, shards, num_held=1, **options)
+        usage.count("scoring", self._shape, data["input_lengths"].tolist())
+        return _joined([found for _, found in answers] if data.is_held else answers, shards, names)
+
+    def evaluate(self, function: Callable[[BatchedDataDict], T], data: BatchedDataDict) -> list[T]:
+        """What a function gives of the rows of each rank: figures of what lies elsewhere.
+
+        Args:
+            function: Of a batch with `training_columns`; it runs in the workers.
+            data: `B` rows, of which some columns are held. Of others, it runs here, on the whole.
+        """
+        if not data.is_held:
+            return [function(training_columns(data))]
+        return self._on_shards("evaluate", self._shards(data), function=function)
+
+    def _on_shards(
+        self, method: str, shards: Shards, *, num_held: int = 0, **options: Any
+    ) -> list[Any]:
+        """The answers of the copies of the model, one a shard.
+
+        Args:
+            method: Of the backend; of rows that lie elsewhere, of `where_held`.
+            shards: The rows.
+            num_held: As the worker group takes it, of rows that lie elsewhere.
+            **options: Of the method.
+        """
+        if is_held := shards[0].is_held:
+            options["fn"] = getattr(where_held, method)
         return self.workers.run_all_workers_sharded_data(
-            method,
+            "__ray_call__" if is_held else method,
             in_sharded_axes=[DATA],
             replicate_on_axes=_WITHIN_A_COPY,
             output_is_replicated=_WITHIN_A_COPY,
             common_kwargs=options,
-            batch=shards,
+            num_held=num_held if is_held else 0,
+            batch=where_held.sent(shards) if is_held else shards,
         )
 
     def _shards(self, data: BatchedDataDict) -> Shards:
         if self._num_copies == 1:  # which plans its micro-batches itself
             return Shards((data,), (tuple(range(data.size)),))
+        if data.is_held:  # whose tokens are not here to be compared
+            shares_prefixes = self._sharing is not None and self._shares_rows
+            return dealt_shards(data, num_ranks=self._num_copies, keep_groups=shares_prefixes)
         return shard_for_training(
             data,
             num_ranks=self._num_copies,
@@ -319,6 +351,19 @@ class Policy(PolicyInterface):
     def shutdown(self) -> None:
         """Ends the workers, where no other policy is to take them over; may be called again."""
         self.session.discard(self._name)
+
+
+def _of_ranks(data: BatchedDataDict) -> BatchedDataDict:
+    """A batch as it is divided over ranks; they add what follows from values that they read."""
+    return data if data.is_held else training_columns(data)
+
+
+def _joined(answers: Sequence[Any], shards: Shards, names: Sequence[str]) -> BatchedDataDict:
+    """The ranks' results in the order of the batch: tensors, or references to blocks of them."""
+    if shards[0].is_held:
+        return BatchedDataDict({name: where_held.joined(answers, shards, name) for name in names})
+    columns = [answer if len(names) > 1 else (answer,) for answer in answers]
+    return shards.restored([BatchedDataDict(zip(names, each, strict=True)) for each in columns])
 
 
 def splits_steps(backend: type) -> bool:

@@ -8,13 +8,19 @@ from nemo_rl_core.models.validation.diagnostics import (
     test_generation_consistency,
     test_max_model_len_respected,
 )
-from nemo_rl_core.models.validation.gate import check_consistency
+from nemo_rl_core.models.validation.gate import (
+    agreement,
+    agreement_metrics,
+    check_consistency,
+)
 from nemo_rl_core.models.validation.logprobs import (
     log_probability_error,
     validate_log_probability_consistency,
 )
 
 __all__ = [
+    "agreement",
+    "agreement_metrics",
     "check_consistency",
     "log_probability_error",
     "test_generation_consistency",

@@ -1,12 +1,20 @@
 """The gate of a step: samples on which trainer and rollout engine disagree are not trained on."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConsistencyError
-from nemo_rl_core.functional.masked import masked_mean, masked_sequence_mean, valid_token_mask
+from nemo_rl_core.functional.kl import kl_estimate
+from nemo_rl_core.functional.masked import (
+    masked_mean,
+    masked_sequence_mean,
+    masked_sum,
+    valid_token_mask,
+)
 
 _INF = float("inf")
 _NUM_NAMED = 3
@@ -76,8 +84,7 @@ def check_consistency(
     sampled = batch["sample_mask"].bool()
     mask = valid_token_mask(batch["token_mask"], sampled)
     per_sequence = sequence_mult_prob_error(generated, trained, mask)
-    # Not `per_sequence > bound`: what is not a number is past every bound, and so is infinity.
-    is_off = ~(per_sequence <= gate.max_sequence_mult_prob_error) | per_sequence.isinf()
+    is_off = _is_off(per_sequence, gate)
     num_off = int(is_off.sum())
     kept = mask & ~is_off[:, None]
     error = float(token_mult_prob_error(generated, trained, kept))
@@ -98,6 +105,66 @@ def check_consistency(
         )
     metrics = {"token_mult_prob_error": error, "num_inconsistent_sequences": float(num_off)}
     return (_without(batch, is_off) if num_off else batch), metrics
+
+
+def agreement(batch: BatchedDataDict, gate: GateConfig) -> dict[str, Tensor]:
+    """What a rank says of its rows, so that the gate can be checked without their values.
+
+    Args:
+        batch: As `check_consistency` takes it, and `trained_mask [B]`, 0 for rows that are left out
+            after the gate.
+        gate: The bounds.
+
+    Returns:
+        0-dim sums over the rows: `num_off` sequences past their bound; `error` and `num_tokens` of
+        `token_mult_prob_error`; and of the rows that are left `kl`, `ratio` and `num_trained`.
+    """
+    generated, trained = batch["generation_logprobs"], batch["prev_logprobs"]
+    mask = valid_token_mask(batch["token_mask"], batch["sample_mask"])
+    left = valid_token_mask(batch["token_mask"], batch["trained_mask"])
+    is_off = _is_off(sequence_mult_prob_error(generated, trained, mask), gate)
+    one = torch.ones(())
+    values = {
+        "error": (torch.exp((generated - trained).abs()), mask),
+        "kl": (kl_estimate(generated, trained, kind="k3"), left),
+        "ratio": (torch.exp(trained - generated), left),
+    }
+    return {
+        "num_off": is_off.sum(),
+        "num_tokens": mask.sum(),
+        "num_trained": left.sum(),
+        **{name: masked_sum(*each, denominator=one) for name, each in values.items()},
+    }
+
+
+def agreement_metrics(
+    parts: Sequence[Mapping[str, Tensor]], gate: GateConfig
+) -> dict[str, float] | None:
+    """The metrics of `check_consistency` and of `rollout_metrics` from the sums of all ranks.
+
+    Args:
+        parts: What `agreement` gives, of each rank.
+        gate: The bounds.
+
+    Returns:
+        None where a bound is passed: `check_consistency` then says what is to be done.
+    """
+    total = {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
+    error = float(total["error"] / total["num_tokens"].clamp(min=1))
+    if total["num_off"] or not error <= gate.max_token_mult_prob_error:
+        return None
+    left = total["num_trained"].clamp(min=1)
+    return {
+        "token_mult_prob_error": error,
+        "num_inconsistent_sequences": 0.0,
+        "kl_generation_trainer": float(total["kl"] / left),
+        "sampling_importance_ratio": float(total["ratio"] / left),
+    }
+
+
+def _is_off(per_sequence: Tensor, gate: GateConfig) -> Tensor:
+    # Not `per_sequence > bound`: what is not a number is past every bound, and so is infinity.
+    return ~(per_sequence <= gate.max_sequence_mult_prob_error) | per_sequence.isinf()
 
 
 def _without(batch: BatchedDataDict, is_off: Tensor) -> BatchedDataDict:

@@ -86,10 +86,15 @@ def test_no_bundle_is_split(sample: tuple[list[int], list[int], int]) -> None:
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(40, 200))
-def test_bundles_of_one_change_nothing(lengths: list[int], max_tokens: int) -> None:
-    alone = plan_microbatches(lengths, max_tokens=max_tokens, bundles=range(len(lengths)))
-    assert alone == plan_microbatches(lengths, max_tokens=max_tokens)
+@given(LENGTHS, st.integers(40, 200), st.booleans())
+def test_bundles_of_one_change_nothing(
+    lengths: list[int], max_tokens: int, share_rows: bool
+) -> None:
+    """Bundles are tried one after the other; single sequences are found by their length."""
+    of_one = range(len(lengths))
+    tried = plan_microbatches(lengths, max_tokens=max_tokens, bundles=of_one, share_rows=share_rows)
+    found = plan_microbatches(lengths, max_tokens=max_tokens, share_rows=share_rows)
+    assert tried == found
 
 
 def test_a_bundle_goes_where_all_of_it_fits() -> None:

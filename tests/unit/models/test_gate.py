@@ -9,7 +9,14 @@ from pydantic import ValidationError
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConsistencyError
-from nemo_rl_core.models.validation import check_consistency
+from nemo_rl_core.functional.kl import kl_generation_trainer
+from nemo_rl_core.functional.masked import valid_token_mask
+from nemo_rl_core.functional.policy_gradient import sampling_importance_ratio
+from nemo_rl_core.models.validation import (
+    agreement,
+    agreement_metrics,
+    check_consistency,
+)
 
 GATE = GateConfig()
 LENIENT = GateConfig(
@@ -131,3 +138,47 @@ def test_what_is_not_a_number_outside_the_mask_is_no_matter() -> None:
 def test_a_sequence_may_be_off_at_least_as_far_as_all_of_them() -> None:
     with pytest.raises(ValidationError, match="must not be below"):
         GateConfig(max_token_mult_prob_error=3.0)
+
+
+def _close_batch() -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch((0.02 * torch.randn(6, 3, generator=generator)).tolist())
+    batch["sample_mask"][1] = 0
+    batch["trained_mask"] = batch["sample_mask"].clone()
+    batch["trained_mask"][4] = 0
+    return batch
+
+
+def test_one_rank_says_what_the_gate_and_the_step_say_to_the_bit() -> None:
+    batch = _close_batch()
+    metrics = agreement_metrics([agreement(batch, GATE)], GATE)
+    _, expected = check_consistency(batch, GATE)
+    logprobs = batch["generation_logprobs"], batch["prev_logprobs"]
+    mask = valid_token_mask(batch["token_mask"], batch["trained_mask"])
+    assert metrics == {
+        **expected,
+        "kl_generation_trainer": float(kl_generation_trainer(*logprobs, mask)),
+        "sampling_importance_ratio": float(sampling_importance_ratio(*logprobs, mask)),
+    }
+
+
+def test_ranks_say_together_what_one_says() -> None:
+    batch = _close_batch()
+    parts = [agreement(batch.slice(start, start + 2), GATE) for start in (0, 2, 4)]
+    one = agreement_metrics([agreement(batch, GATE)], GATE)
+    assert agreement_metrics(parts, GATE) == pytest.approx(one)
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        [[0.0, 0, -9], *[[0.0, 0, 0]] * 9],
+        [[0, math.log(1.2), math.log(1.2)]] * 4,
+        [[0, math.nan, 0]],
+    ],
+)
+def test_past_a_bound_ranks_leave_it_to_the_gate(gaps: list[list[float]]) -> None:
+    """A sequence that is off, a mean that is off, and what is not a number."""
+    batch = make_batch(gaps)
+    batch["trained_mask"] = batch["sample_mask"]
+    assert agreement_metrics([agreement(batch, GATE)], GATE) is None

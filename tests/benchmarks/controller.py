@@ -1,0 +1,189 @@
+"""CPU time and memory of the controller in a step of GRPO over many ranks that compute nothing.
+
+`python -m tests.benchmarks.controller` prints the table of docs/results.md; with `--ray`, what a
+call of a rank costs this process when Ray carries it.
+
+The trainer, the sampler, the policy and the engines' side on the controller are the real ones;
+workers are those of `fake_ranks.py`, one engine and one copy of the model a rank. Rewards are drawn
+at once, and weights are not handed over. Prompts have 512 tokens, groups 16 completions.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.telemetry.timer import peak_memory_gib
+from nemo_rl_core.trainers.callbacks import Callback, Metrics, RunningTrainer
+from nemo_rl_core.trainers.loop import RunSpec
+from tests.benchmarks.beside.inputs import model_folder, prompts, saved
+from tests.benchmarks.beside.rows_machine import LONG
+from tests.benchmarks.fake_ranks import DrawnRewards, FakeSession
+
+GROUP, PROMPT_TOKENS = 16, 512
+RANKS, SEQUENCES_A_RANK = (64, 256, 1024), (8, 16, 64)
+SHORT, LONGEST = (512, 1024), (512, 3584)
+"""The shortest and the longest completion: sequences of 1,024 to 1,536 and to 4,096 tokens."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the controller took: CPU-seconds, and GiB above what was held before it."""
+
+    cpu_seconds: float
+    peak_gib: float
+    num_bytes: int
+    num_calls: int
+
+
+class _Trainer(GRPOTrainer):
+    """GRPO that hands no weights over, and whose records are pickled for a task, as for Ray."""
+
+    def _set_up(self, spec: RunSpec, resources: ExitStack) -> None:
+        super()._set_up(spec, resources)
+        session: Any = self.session
+
+        def start(write: Callable[[], None]) -> Callable[[], object]:
+            session.elsewhere.give(write)
+            return int
+
+        self.records = RolloutRecords(spec.work / "rollouts", start, most_tokens_here=0)
+
+    def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
+        generation = sampler.generation
+        assert isinstance(generation, Generation)
+        generation._source = generation._proven = self.policy
+
+
+class _Measured(Callback):
+    def __init__(self, session: FakeSession) -> None:
+        self._session = session
+        self.steps: list[Step] = []
+
+    def on_step_begin(self, trainer: RunningTrainer, step: int) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._held = peak_memory_gib()
+        spent = self._session.elsewhere
+        spent.num_bytes = spent.num_calls = 0
+        self._before = time.process_time() - spent.seconds
+
+    def on_step_end(self, trainer: RunningTrainer, step: int, metrics: Metrics) -> None:
+        spent = self._session.elsewhere
+        seconds = time.process_time() - spent.seconds - self._before
+        found = Step(seconds, peak_memory_gib() - self._held, spent.num_bytes, spent.num_calls)
+        self.steps.append(found)
+
+
+def steps(
+    scratch: Path, ranks: int, sequences: int, new_tokens: tuple[int, int], num_steps: int = 4
+) -> list[Step]:
+    """Steps over so many ranks and sequences; the first, which imports, is left out."""
+    torch.set_num_threads(1)
+    base = model_folder(scratch, LONG)
+    num_prompts = sequences // GROUP
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    rows = prompts(num_prompts, PROMPT_TOKENS - 1)
+    session = FakeSession(ranks, new_tokens)
+    measured = _Measured(session)
+    trainer = _Trainer(
+        {
+            "generation": {"max_new_tokens": new_tokens[1], "num_engines": ranks},
+            "max_prompt_tokens": PROMPT_TOKENS,
+            "cluster": {"shape": "cluster", "num_workers": ranks},
+            "grpo": {
+                "num_prompts_per_step": num_prompts,
+                "num_generations_per_prompt": GROUP,
+                "num_steps_per_iteration": num_steps + 1,
+                "save_every_num_steps": 10**6,
+                "max_tokens_per_microbatch": 8192,
+            },
+        },
+        session=session,
+    )
+    train = saved(rows, base, folder)
+    spec = RunSpec(
+        train=train, start=base, work=folder / "run", reference=base, scorer=DrawnRewards()
+    )
+    trainer.run(spec, callbacks=[measured])
+    return measured.steps[1:]
+
+
+class _Rank:
+    def __call__(self, batch: Any) -> tuple[None, dict[str, Any]]:
+        return None, {"logprobs": np.zeros((SEQUENCES_A_RANK[-1], 1024), np.float32)}
+
+    call = __call__
+
+
+def ray_microseconds(num_ranks: int = 4, num_calls: int = 500, num_references: int = 9) -> float:
+    """CPU time of this process for a call of a rank, of all its threads.
+
+    The arguments are 64 rows of `num_references` blocks; the answer is a value, and a block that
+    stays with the rank.
+    """
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ranks = [ray.remote(num_cpus=0)(_Rank).remote() for _ in range(num_ranks)]
+    blocks: list[Any] = [None] * num_references
+    for _ in range(2):  # the first round starts the ranks
+        before = time.process_time()
+        for _ in range(num_calls // num_ranks):
+            given = []
+            for rank in ranks:
+                rows = np.arange(64)
+                argument = ray.put((tuple(blocks), rows % num_references, rows))
+                given.append(rank.call.options(num_returns=2).remote(argument))
+            ray.get([first for first, _ in given])
+            blocks = [given[place % num_ranks][1] for place in range(num_references)]
+        seconds = time.process_time() - before
+    ray.shutdown()
+    return 1e6 * seconds / num_calls
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ray", action="store_true")
+    asked = parser.parse_args()
+    if asked.ray:
+        found = sorted(ray_microseconds() for _ in range(3))
+        Console().print(f"{found[1]:.0f} µs a call ({found[0]:.0f} to {found[2]:.0f})")
+        return
+    table = Table("ranks", "sequences", "tokens each", "CPU ms a step", "ms a 1,000", "MiB", "sent")
+    with tempfile.TemporaryDirectory() as scratch:
+        for ranks in RANKS:
+            for each in SEQUENCES_A_RANK:
+                for new in (SHORT, LONGEST):
+                    sequences = ranks * each
+                    found = steps(Path(scratch), ranks, sequences, new, asked.steps)
+                    times = sorted(1e3 * step.cpu_seconds for step in found)
+                    table.add_row(
+                        f"{ranks:,}",
+                        f"{sequences:,}",
+                        f"{new[0] + PROMPT_TOKENS:,} to {new[1] + PROMPT_TOKENS:,}",
+                        f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})",
+                        f"{1e3 * statistics.median(times) / sequences:.2f}",
+                        f"{1024 * max(step.peak_gib for step in found):.0f}",
+                        f"{found[0].num_bytes / 2**20:.1f} MiB in {found[0].num_calls:,} calls",
+                    )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

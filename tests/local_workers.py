@@ -1,0 +1,79 @@
+"""Workers in this process, in place of Ray's: real backends behind the real policy and engine."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_core.distributed.held_rows import InProcess
+from nemo_rl_core.distributed.named_sharding import NamedSharding
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    """So many bundles, without a GPU."""
+
+    world_size: int
+    use_gpus: bool = False
+
+    @property
+    def bundle_ct_per_node_list(self) -> list[int]:
+        return [self.world_size]
+
+
+class LocalSession:
+    """A session whose worker groups run here, one rank after the other.
+
+    Attributes:
+        groups: The groups that were asked for, by name.
+    """
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.cluster = LocalCluster(world_size)
+        self.groups: dict[str, LocalWorkers] = {}
+
+    def workers(
+        self, worker_class: type, *, name: str, sharding: NamedSharding, **_: Any
+    ) -> "tuple[LocalWorkers, bool]":
+        self.groups[name] = LocalWorkers(worker_class, sharding)
+        return self.groups[name], True
+
+    def discard(self, name: str) -> None:
+        self.groups.pop(name, None)
+
+
+class LocalWorkers:
+    """The calls of `RayWorkerGroup`; arguments are copied as if they were sent."""
+
+    def __init__(self, worker_class: type, sharding: NamedSharding) -> None:
+        self.sharding, self.world_size = sharding, sharding.world_size
+        self.backends = [worker_class() for _ in range(self.world_size)]
+
+    def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
+        return self._call(rank, method, *args, **kwargs)
+
+    def run_all_workers_single_data(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [self._call(rank, method, *args, **kwargs) for rank in range(self.world_size)]
+
+    def run_all_workers_sharded_data(
+        self,
+        method: str,
+        *,
+        common_kwargs: Mapping[str, Any],
+        batch: Sequence[Any],
+        num_held: int = 0,
+        **_: Any,
+    ) -> list[Any]:
+        found = []
+        for rank in range(self.world_size):
+            given = self._call(rank, method, batch=copy.deepcopy(batch[rank]), **common_kwargs)
+            held = [InProcess(each) for each in given[1:]] if num_held else []
+            assert len(held) == num_held
+            found.append([given[0], *held] if num_held else given)
+        return found
+
+    def _call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        backend = self.backends[rank]
+        if method == "__ray_call__":
+            return kwargs.pop("fn")(backend, *args, **kwargs)
+        return getattr(backend, method)(*args, **kwargs)

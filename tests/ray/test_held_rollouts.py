@@ -1,0 +1,91 @@
+"""Rollouts whose tokens stay in the object store: trained on, they give what rollouts here give."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.distributed.session import ClusterSession
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.held import HeldSource
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.trainers.fitting import TrainResult
+
+PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
+SETTINGS: dict[str, Any] = {
+    "generation": {"max_new_tokens": 6, "kv_cache_gib": 1, "max_num_seqs": 64},
+    "max_prompt_tokens": 16,
+    "cluster": {"num_threads": 1},
+    "save_every_num_steps": 4,
+    "learning_rate": 0.01,
+    "num_prompts_per_step": 4,
+    "num_generations_per_prompt": 4,
+    "num_steps_per_iteration": 2,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one optimizer step": {},
+    "several optimizer steps": {"train_global_batch_size": 8},
+    "without a reference": {"loss": {"kl": None}},
+    "truncated ones left out": {"overlong": {"kind": "filter"}},
+    "groups drawn again": {"dynamic_sampling": {"max_draws": 3}},
+}
+
+
+def sevens(prompt: str, response: str) -> float:
+    """Often not equal within a group of a model with random weights."""
+    return response.count("7") + 0.1 * len(response)
+
+
+def fit(model: Path, name: str, **settings: Any) -> TrainResult:
+    trainer = GRPOTrainer.from_pretrained(model, **{**SETTINGS, **settings})
+    return trainer.fit(PROMPTS, reward_fn=sevens, name=name)
+
+
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts as lists, with all their tokens, as multi-turn ones are."""
+    monkeypatch.setattr(SingleTurnRollouts, "holds", False)
+
+
+@contextmanager
+def counted_sources() -> Iterator[list[HeldSource]]:
+    found: list[HeldSource] = []
+    original = HeldSource.__init__
+
+    def noted(self: HeldSource, completions: Any) -> None:
+        found.append(self)
+        original(self, completions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeldSource, "__init__", noted)
+        yield found
+
+
+def weights(result: TrainResult) -> dict[str, torch.Tensor]:
+    return load_file(next(iter(sorted(result.folder.rglob("model/*.safetensors")))))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_held_rollouts_train_to_the_same_bits(
+    session: ClusterSession, tiny_model: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counted_sources() as sources:
+        held = fit(tiny_model, "held", **VARIANTS[variant])
+    assert len(sources) >= 2  # one a step at least
+    read_here(monkeypatch)
+    with counted_sources() as sources:
+        here = fit(tiny_model, "here", **VARIANTS[variant])
+    assert not sources
+    assert held.metrics == here.metrics
+    ours, theirs = weights(held), weights(here)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for step in (1, 2):
+        ours_read, theirs_read = (
+            RolloutRecords(result.folder / "rollouts").load(step) for result in (held, here)
+        )
+        assert ours_read == theirs_read

@@ -1,0 +1,166 @@
+"""Steps on rollouts that stay with the engine, against the same steps on rollouts read here.
+
+Policy, engine, sampler and trainer are the real ones; their workers run in this process.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl_core.algorithms import GRPOTrainer
+from nemo_rl_core.data.loader import save_frame
+from nemo_rl_core.data.module import DataModule
+from nemo_rl_core.data.pretrained import load_tokenizer
+from nemo_rl_core.distributed.held_rows import HeldRows
+from nemo_rl_core.environments.interfaces import Scorer
+from nemo_rl_core.errors import ConsistencyError, RewardError
+from nemo_rl_core.models.generation.engine import Generation
+from nemo_rl_core.rollouts.engine import SingleTurnRollouts
+from nemo_rl_core.rollouts.records import RolloutRecords
+from nemo_rl_core.rollouts.sampler import Sampler
+from nemo_rl_core.telemetry.metrics import MetricsFile
+from nemo_rl_core.trainers.loop import RunSpec
+from nemo_rl_core.types import Rollout
+from tests.local_workers import LocalSession
+
+NUM_STEPS = 2
+GRPO: dict[str, Any] = {
+    "num_prompts_per_step": 4,
+    "num_generations_per_prompt": 4,
+    "num_steps_per_iteration": NUM_STEPS,
+    "save_every_num_steps": NUM_STEPS,
+    "learning_rate": 0.01,
+}
+BOUND = 1.002
+"""Within which some sequences are, and others are not, where the engine's weights are noisy."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one optimizer step": {},
+    "several optimizer steps": {"train_global_batch_size": 8},
+    "without a reference": {"loss": {"kl": None}},
+    "truncated ones left out": {"overlong": {"kind": "filter"}},
+    "long ones punished": {"overlong": {"kind": "penalty", "buffer_tokens": 3, "penalty": 0.5}},
+    "groups drawn again": {"dynamic_sampling": {"max_draws": 3}},
+    "sequences that are off": {
+        "gate": {
+            "max_sequence_mult_prob_error": BOUND,
+            "max_token_mult_prob_error": BOUND,
+            "max_masked_fraction": 0.99,
+        }
+    },
+}
+
+
+class Sevens(Scorer):
+    """Often unequal within a group; what begins with a minus cannot be scored."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+        return [
+            RewardError("it begins with a minus")
+            if each.text.startswith("-")
+            else each.text.count("7") + 0.1 * len(each.text)
+            for each in rollouts
+        ]
+
+
+class InProcessTrainer(GRPOTrainer):
+    """Hands weights over within the process."""
+
+    def _update_weights(self, sampler: Sampler, *, last_step: int) -> None:
+        session: Any = self.session
+        (trained,), (engine,) = (
+            session.groups[name].backends for name in ("training", "generation")
+        )
+        noise = 1e-4 if self.config.gate.max_sequence_mult_prob_error == BOUND else 0.0
+        generator = torch.Generator().manual_seed(0)
+        engine.take_weights(
+            (name, each + noise * torch.randn(each.shape, generator=generator))
+            for name, each in trained.named_weights()
+        )
+        generation = sampler.generation
+        assert isinstance(generation, Generation)
+        generation._source = generation._proven = self.policy
+
+
+def trained(model: Path, folder: Path, **grpo: Any) -> Path:
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 9) for b in range(5)]
+    data = DataModule.of(
+        rows, validation=[{"prompt": "1+1=", "answer": "2"}], tokenizer=load_tokenizer(model)
+    )
+    train = folder / "train"
+    train.mkdir(parents=True)
+    save_frame(data.train, train)
+    trainer = InProcessTrainer(
+        {
+            "generation": {"backend": "hf", "max_new_tokens": 6},
+            "rollouts": {"max_failed_fraction": 0.9},
+            "max_prompt_tokens": 16,
+            "grpo": {**GRPO, **grpo},
+        },
+        session=LocalSession(),  # type: ignore[arg-type]
+    )
+    work = folder / "work"
+    trainer.run(RunSpec(train=train, start=model, work=work, reference=model, scorer=Sevens()))
+    return work
+
+
+def read_here(patch: pytest.MonkeyPatch) -> None:
+    """As rollouts of several turns are, with all their tokens."""
+    patch.setattr(SingleTurnRollouts, "holds", False)
+
+
+def assert_equal(held: Path, here: Path) -> None:
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (held, here))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    steps = [MetricsFile(folder / "metrics.jsonl").read() for folder in (held, here)]
+    assert [each.metrics for each in steps[0]] == [each.metrics for each in steps[1]]
+    for step in range(1, NUM_STEPS + 1):
+        records = [RolloutRecords(folder / "rollouts").load(step) for folder in (held, here)]
+        assert records[0] == records[1]
+    assert any(each.advantage for each in records[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_held_rollouts_train_to_the_same_bits(
+    variant: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = trained(tiny_model, tmp_path / "held", **VARIANTS[variant])
+    with monkeypatch.context() as patch:
+        read_here(patch)
+        here = trained(tiny_model, tmp_path / "here", **VARIANTS[variant])
+    assert_equal(held, here)
+    inconsistent = [
+        each.metrics["num_inconsistent_sequences"]
+        for each in MetricsFile(held / "metrics.jsonl").read()
+    ]
+    assert any(inconsistent) == ("gate" in VARIANTS[variant])
+
+
+def test_nothing_of_a_step_is_fetched_but_its_texts_and_its_records(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranks and in the engine reading is their own; here it is the records', once a step."""
+    readers: list[str] = []
+    original = HeldRows.fetched
+
+    def noted(rows: HeldRows) -> Any:
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        readers.append(frame.f_back.f_code.co_qualname)
+        return original(rows)
+
+    monkeypatch.setattr(HeldRows, "fetched", noted)
+    trained(tiny_model, tmp_path / "held")
+    assert set(readers) == {"BatchedDataDict.fetched", "HeldSource.texts", "HeldSource.tokens"}
+    assert readers.count("HeldSource.tokens") == NUM_STEPS
+
+
+def test_a_gate_that_stops_the_run_says_where(tiny_model: Path, tmp_path: Path) -> None:
+    bounds = {"max_token_mult_prob_error": 1.0 + 1e-9, "max_sequence_mult_prob_error": 1e9}
+    with pytest.raises(ConsistencyError, match=r"sequence \d+ \(.*\) at position \d+"):
+        trained(tiny_model, tmp_path / "held", gate=bounds)

@@ -1,0 +1,78 @@
+"""Sequences dealt out by their lengths alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.packing.deal import deal, deal_nearby, dealt_shards
+from nemo_rl_core.distributed.packing.ranks import sequence_flops
+
+
+def test_to_and_fro_then_where_least_is() -> None:
+    """20 items, 2 shares: the 4 costliest in turns (0 1 1 0), the others where least is."""
+    costs = np.array([100, 90, 80, 70, *[1] * 16])
+    owners = deal(costs, 2).tolist()
+    assert owners[:4] == [0, 1, 1, 0]
+    totals = [
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == share)
+        for share in (0, 1)
+    ]
+    assert totals == [178, 178]
+
+
+def test_more_shares_than_items() -> None:
+    assert deal(np.array([5, 7]), 4).tolist() == [1, 0]
+    assert deal(np.array([], np.int64), 3).tolist() == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_shares_of_many_are_nearly_even(num_ranks: int) -> None:
+    lengths = np.random.default_rng(0).integers(512, 4096, 64 * num_ranks)
+    costs = np.array([sequence_flops(int(length)) for length in lengths])
+    totals = np.bincount(deal(costs, num_ranks), costs)
+    assert totals.max() < 1.005 * totals.mean()
+
+
+def test_runs_of_equal_cost_go_to_neighbouring_ranks() -> None:
+    """Of 1,024 rows for 16 ranks, the first half in cost is that of the first 8 ranks."""
+    costs = np.random.default_rng(0).integers(1, 100, 1024)
+    owners = deal_nearby(costs, 16)
+    machine = owners // 8
+    assert (np.diff(machine) >= 0).all()
+    totals = np.bincount(owners, costs)
+    assert len(totals) == 16
+    assert totals.max() < 1.02 * totals.mean()
+
+
+def test_the_last_machine_may_have_fewer_ranks() -> None:
+    totals = np.bincount(deal_nearby(np.ones(1100, np.int64), 11))
+    assert totals.tolist() == [100] * 11
+
+
+def batch(lengths: list[int], groups: list[int]) -> BatchedDataDict:
+    return BatchedDataDict(
+        {"input_lengths": torch.tensor(lengths), "group_ids": torch.tensor(groups)}
+    )
+
+
+def test_shards_have_every_row_once_in_order() -> None:
+    lengths = np.random.default_rng(0).integers(2, 90, 50).tolist()
+    shards = dealt_shards(batch(lengths, list(range(50))), num_ranks=3)
+    assert sorted(shards.order) == list(range(50))
+    for shard, indices in zip(shards, shards.indices, strict=True):
+        assert list(indices) == sorted(indices)
+        assert shard["group_ids"].tolist() == list(indices)
+        assert shard.microbatches is None  # the rank's own affair
+
+
+def test_groups_are_kept_together() -> None:
+    groups = [7, 3] * 6 + [5] * 4
+    shards = dealt_shards(batch(list(range(2, 18)), groups), num_ranks=2, keep_groups=True)
+    homes = [set(shard["group_ids"].tolist()) for shard in shards]
+    assert homes[0].isdisjoint(homes[1])
+    assert homes[0] | homes[1] == {3, 5, 7}
+
+
+def test_a_rank_past_the_rows_has_none() -> None:
+    assert [shard.size for shard in dealt_shards(batch([4], [0]), num_ranks=2)] == [1, 0]

@@ -1,0 +1,157 @@
+"""Several ranks read their own rows of a batch that lies elsewhere, and keep what they compute."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_core.backends.training.base import _TRAINING_BACKENDS, TrainingSetup
+from nemo_rl_core.config.optimizer import OptimizerConfig
+from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_core.distributed.held_rows import HeldRows, InProcess, as_block
+from nemo_rl_core.models.policy import Policy
+from nemo_rl_core.trainers.rollouts import train_in_parts
+from tests.local_workers import LocalSession
+
+NUM_RANKS = 3
+
+
+class SumBackend:
+    """The logprob of token i is `-i`; a step's loss is the sum of what its rows say."""
+
+    def setup(self, setup: TrainingSetup) -> None:
+        self.sizes: list[int] = []
+
+    def prefix_sharing(self) -> None:
+        return None
+
+    def get_logprobs(self, batch: BatchedDataDict) -> torch.Tensor:
+        self.sizes.append(batch.size)
+        return -batch["input_ids"][:, 1:].float() * batch["token_mask"]
+
+    def forward_backward(self, batch: BatchedDataDict, loss_fn: Any) -> Any:
+        return self.train_step(batch, loss_fn), self.get_logprobs(batch)
+
+    def train_step(self, batch: BatchedDataDict, loss_fn: Any) -> dict[str, float]:
+        self.seen = batch
+        return {"loss": float(loss_fn(batch)), "num_valid_tokens": 1.0}
+
+
+@pytest.fixture
+def policy(tiny_model: Path) -> Iterator[Policy]:
+    _TRAINING_BACKENDS["dtensor"] = SumBackend  # the built-in one is found again afterwards
+    session: Any = LocalSession(NUM_RANKS)
+    yield Policy(session, TrainingSetup(tiny_model, OptimizerConfig(), 64))
+    del _TRAINING_BACKENDS._registered["dtensor"]
+
+
+def batches(size: int) -> tuple[BatchedDataDict, BatchedDataDict]:
+    """The same rows twice: here, and held in blocks of four rows and fewer, of different widths."""
+    drawn = np.random.default_rng(0)
+    lengths = torch.from_numpy(drawn.integers(3, 12, size))
+    place = torch.arange(int(lengths.max()))
+    ids = torch.from_numpy(drawn.integers(1, 99, (size, len(place))))
+    columns = {
+        "input_ids": torch.where(place < lengths[:, None], ids, 0),
+        "token_mask": (place >= 2)[1:] & (place[1:] < lengths[:, None]),
+    }
+    blocks, sizes = [], []
+    for start in range(0, size, 4):
+        part = slice(start, start + 4)
+        width = int(lengths[part].max())
+        block = {
+            "input_ids": columns["input_ids"][part, :width],
+            "token_mask": columns["token_mask"][part, : width - 1],
+        }
+        blocks.append(InProcess(as_block({name: each.clone() for name, each in block.items()})))
+        sizes.append(len(lengths[part]))
+    short = {
+        "input_lengths": lengths,
+        "sample_mask": torch.ones(size),
+        "advantages": torch.arange(size) - 2.0,
+    }
+    held = BatchedDataDict({**short, "tokens": HeldRows.of_blocks(blocks, sizes)})
+    return BatchedDataDict({**short, **columns}), held
+
+
+def weighted(batch: BatchedDataDict) -> torch.Tensor:
+    """A sum of whole numbers that every value of every row is in."""
+    mask = batch["token_mask"] * batch["sample_mask"][:, None]
+    return (mask * batch["advantages"] * batch["input_ids"][:, 1:]).sum()
+
+
+def backends(policy: Policy) -> list[SumBackend]:
+    workers: Any = policy.workers
+    found: list[SumBackend] = workers.backends
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_results_stay_with_the_ranks_and_are_in_the_order_of_the_batch(
+    policy: Policy, size: int
+) -> None:
+    here, held = batches(size)
+    expected = policy.get_logprobs(here)["logprobs"]
+    found = policy.get_logprobs(held)
+    assert isinstance(found["logprobs"], HeldRows)
+    held["prev_logprobs"] = found["logprobs"]
+    assert torch.equal(held.fetched()["prev_logprobs"], expected)
+    sizes = [backend.sizes[-1] for backend in backends(policy)]
+    assert sum(sizes) == size
+    assert max(sizes) - min(sizes) <= max(2, size // 8)  # of equal cost, not of equal number
+
+
+def test_a_step_reads_every_row_once_with_what_was_computed_before(policy: Policy) -> None:
+    here, held = batches(50)
+    for batch in (here, held):
+        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+
+    def off(batch: BatchedDataDict) -> torch.Tensor:
+        assert batch["prev_logprobs"].shape == batch["token_mask"].shape
+        same = -batch["input_ids"][:, 1:] * batch["token_mask"] == batch["prev_logprobs"]
+        return (~same).sum()
+
+    policy.train(held, off)  # type: ignore[arg-type]
+    assert [float(off(each.seen)) for each in backends(policy)] == [0.0] * NUM_RANKS
+    policy.train(held, weighted)  # type: ignore[arg-type]
+    losses = [float(weighted(each.seen)) for each in backends(policy)]
+    whole = BatchedDataDict({**here, "advantages": here["advantages"][:, None]})
+    assert sum(losses) == float(weighted(whole))
+
+
+def test_parts_of_a_batch_are_divided_anew(policy: Policy) -> None:
+    """A part's ranks get other rows than those of the whole, of other widths."""
+    here, held = batches(50)
+    held["prev_logprobs"] = policy.get_logprobs(held)["logprobs"]
+    seen: list[tuple[int, ...]] = []
+
+    def loss(batch: BatchedDataDict) -> torch.Tensor:
+        assert batch["prev_logprobs"].shape == batch["token_mask"].shape
+        seen.extend(tuple(row[row > 0].tolist()) for row in batch["input_ids"])
+        return weighted(batch)
+
+    train_in_parts(policy, held, loss, size=20)  # type: ignore[arg-type]
+    assert sorted(seen) == sorted(tuple(row[row > 0].tolist()) for row in here["input_ids"])
+
+
+def test_both_halves_of_a_step(policy: Policy) -> None:
+    here, held = batches(50)
+    _, found = policy.forward_backward(held, weighted)  # type: ignore[arg-type]
+    assert isinstance(found["logprobs"], HeldRows)
+    held["prev_logprobs"] = found["logprobs"]
+    expected = policy.get_logprobs(here)["logprobs"]
+    assert torch.equal(held.fetched()["prev_logprobs"], expected)
+
+
+def test_a_function_of_the_rows_runs_where_they_are(policy: Policy) -> None:
+    here, held = batches(50)
+
+    def total(batch: BatchedDataDict) -> int:
+        return int(batch["input_ids"].sum())
+
+    found = policy.evaluate(total, held)
+    assert len(found) == NUM_RANKS
+    assert sum(found) == total(here) == policy.evaluate(total, here)[0]
