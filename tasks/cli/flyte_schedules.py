@@ -1,16 +1,19 @@
 """Schedules as launch plans of a Flyte cluster."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from flytekit import LaunchPlan
 from flytekit.clients.friendly import SynchronousFlyteClient
 from flytekit.configuration import Config, ImageConfig, SerializationSettings
+from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import (
+    FlyteAuthenticationException,
     FlyteEntityAlreadyExistsException,
     FlyteEntityNotExistException,
     FlyteInvalidInputException,
@@ -25,6 +28,7 @@ from flytekit.tools.translator import get_serializable_launch_plan
 from nemo_rl_core.config.data import DataConfig, FileData, MixtureData
 from nemo_rl_core.config.model import PretrainedModel
 from nemo_rl_core.errors import ConfigError, ResourceError
+from nemo_rl_core.telemetry.budget import LIMIT
 from nemo_rl_core.telemetry.notices import mail_addresses
 from tasks.cli.recipe_plan import pipeline_of
 from tasks.cli.run import PIPELINES
@@ -34,6 +38,8 @@ from tasks.recipes.common import PipelineRecipe, Recipe
 
 _LATEST = Sort("created_at", Sort.Direction.DESCENDING)
 _PAGE = 100
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,38 @@ def planned_schedule(
     )
 
 
+def _from_the_cluster(
+    method: Callable[Concatenate["Schedules", _Given], _Found],
+) -> Callable[Concatenate["Schedules", _Given], _Found]:
+    """Explains that a cluster does not answer, or does not know who asks."""
+
+    @functools.wraps(method)
+    def explained(self: "Schedules", /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        try:
+            return method(self, *args, **kwargs)
+        except (FlyteSystemException, FlyteAuthenticationException) as error:
+            raise ResourceError(
+                "Flyte's admin service does not answer",
+                expected=f"{self.where}, as admin.endpoint of --config names it",
+                got=" ".join(str(error).split())[:300] or type(error).__name__,
+                fix="correct endpoint, insecure and authType there, or look at the service",
+            ) from error
+
+    return explained
+
+
+class _SpecWithLimit:
+    """A launch plan's spec that gives its runs a variable: flytekit's own lacks that field."""
+
+    def __init__(self, spec: LaunchPlanSpec, max_gpu_hours: float) -> None:
+        self._spec, self._max_gpu_hours = spec, max_gpu_hours
+
+    def to_flyte_idl(self) -> Any:
+        made = self._spec.to_flyte_idl()
+        made.envs.values.add(key=LIMIT, value=f"{self._max_gpu_hours:g}")
+        return made
+
+
 class Schedules:
     """The schedules of a project and domain.
 
@@ -110,7 +148,7 @@ class Schedules:
         self, client: SynchronousFlyteClient, *, project: str, domain: str, where: str
     ) -> None:
         self._client, self._project, self._domain = client, project, domain
-        self._where = f"{project}/{domain} of {where}"
+        self.where = f"{project}/{domain} of {where}"
 
     @classmethod
     def of(cls, config: Path | None, *, project: str, domain: str) -> Self:
@@ -125,6 +163,7 @@ class Schedules:
         client = SynchronousFlyteClient(platform)
         return cls(client, project=project, domain=domain, where=platform.endpoint)
 
+    @_from_the_cluster
     def register(self, plan: LaunchPlan, *, version: str | None) -> ScheduledRecipe:
         """Registers a launch plan for a workflow that is registered already.
 
@@ -150,18 +189,20 @@ class Schedules:
         except (FlyteInvalidInputException, FlyteEntityNotExistException) as error:
             raise ResourceError(
                 f"the cluster does not take the schedule {plan.name}",
-                expected=f"{workflow} of version {code} in {self._where}, as in this checkout",
+                expected=f"{workflow} of version {code} in {self.where}, as in this checkout",
                 got=" ".join(str(error).split())[:300],
                 fix="register this checkout first (make register CONFIG=flyte.yaml), or name "
                 "another --version",
             ) from error
         return _scheduled(self._client.get_launch_plan(identifier))
 
+    @_from_the_cluster
     def activate(self, schedule: ScheduledRecipe) -> ScheduledRecipe:
         """Starts runs of a schedule; former versions of it start none from then on."""
         self._set(schedule, LaunchPlanState.ACTIVE)
         return replace(schedule, active=True)
 
+    @_from_the_cluster
     def pause(self, name: str) -> ScheduledRecipe:
         """Starts no further run of a schedule.
 
@@ -174,6 +215,7 @@ class Schedules:
         self._set(active[name], LaunchPlanState.INACTIVE)
         return replace(active[name], active=False)
 
+    @_from_the_cluster
     def latest(self, name: str) -> ScheduledRecipe:
         """The version of a schedule that was registered last.
 
@@ -185,6 +227,7 @@ class Schedules:
             raise self._unknown("schedule", name, {each.name for each in self.found()})
         return found
 
+    @_from_the_cluster
     def found(self) -> list[ScheduledRecipe]:
         """The active version of each schedule, or its latest if none is active."""
         active = {}
@@ -218,14 +261,14 @@ class Schedules:
         )
         if not found:
             raise ResourceError(
-                f"the workflow {name} is not registered in {self._where}",
+                f"the workflow {name} is not registered in {self.where}",
                 expected="a version of it on the cluster, with the code that a schedule runs",
                 got="none",
                 fix="register it in the same project and domain: make register CONFIG=flyte.yaml",
             )
         return str(found[0].id.version)
 
-    def _spec(self, plan: LaunchPlan, version: str) -> LaunchPlanSpec:
+    def _spec(self, plan: LaunchPlan, version: str) -> LaunchPlanSpec | _SpecWithLimit:
         settings = SerializationSettings(
             image_config=ImageConfig.auto_default_image(),
             project=self._project,
@@ -237,7 +280,9 @@ class Schedules:
             OrderedDict(), settings, plan, recurse_downstream=False
         )
         spec: LaunchPlanSpec = found.spec
-        return spec
+        limit = plan.saved_inputs["config"].budget.max_gpu_hours
+        # No stage reads the section, so its limit comes to the containers as their variable.
+        return spec if limit is None else _SpecWithLimit(spec, limit)
 
     def _set(self, schedule: ScheduledRecipe, state: int) -> None:
         self._client.update_launch_plan(self._identifier(schedule.name, schedule.version), state)
@@ -250,7 +295,7 @@ class Schedules:
 
     def _unknown(self, what: str, name: str, known: Collection[str]) -> ConfigError:
         return ConfigError(
-            f"there is no {what} {name!r} in {self._where}",
+            f"there is no {what} {name!r} in {self.where}",
             expected=f"one of {', '.join(sorted(known))}" if known else "a schedule",
             got=name,
             fix="list them with: nemo-rl schedule list",

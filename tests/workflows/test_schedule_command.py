@@ -1,6 +1,7 @@
 """`nemo-rl schedule` against Flyte's protocol on loopback: real client, real launch plans."""
 
 import json
+import socket
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,30 @@ def test_a_schedule_is_paused_and_resumed(backend: Backend) -> None:
     assert "paused" in invoked(backend, "list").output
     assert "next 20" in invoked(backend, "resume", "sft_arithmetic").output
     assert backend.active == {"sft_arithmetic": second["version"]}
+
+
+def test_the_limit_of_the_recipe_reaches_the_containers_of_its_runs(backend: Backend) -> None:
+    registered(backend, "v1")
+    assert invoked(backend, *NIGHTLY, "--name", "free").exit_code == 0
+    assert invoked(backend, *NIGHTLY, "budget.max_gpu_hours=12.5", "--name", "mine").exit_code == 0
+    variables = {
+        name: [(each.key, each.value) for each in spec.envs.values]
+        for (name, _), spec in backend.launch_plans.items()
+    }
+    assert variables == {"free": [], "mine": [("NEMO_RL_MAX_GPU_HOURS", "12.5")]}
+
+
+def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        config = tmp_path / "flyte.yaml"
+        config.write_text(f"admin:\n  endpoint: dns:///{address}\n  insecure: true\n")
+        arguments = ["schedule", "list", "--config", str(config)]
+        result = CliRunner().invoke(cli.group, arguments)
+    assert result.exit_code == 2
+    assert "Flyte's admin service does not answer" in result.output
+    assert address in result.output
 
 
 def test_the_latest_registered_code_runs_unless_another_is_named(backend: Backend) -> None:

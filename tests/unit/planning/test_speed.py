@@ -114,6 +114,20 @@ def test_megatron_exchanges_once_a_step_what_fsdp_gathers_for_every_microbatch(
     assert 2 * 512 / found.trained == pytest.approx(seconds, rel=0.03)  # and an update
 
 
+def test_a_stage_of_a_pipeline_sums_the_activations_of_its_own_layers() -> None:
+    slow = replace(H100, link_gb_per_second=0.1)
+    found = []
+    for stages in (1, 2):
+        config = MegatronTraining(tensor_parallel_size=2, pipeline_parallel_size=stages)
+        options: dict[str, Any] = {"training": config, "gpu": slow, "microbatches": 64}
+        found.append(planned("qwen2.5-7b", 2 * stages, **options).trained)
+    whole, halved = found
+    assert whole is not None
+    assert halved is not None
+    # Half of the layers' sums a rank, which take nearly all of its time.
+    assert halved / whole == pytest.approx(2, rel=0.05)
+
+
 def test_ranks_of_a_pipeline_wait_for_its_first_microbatch() -> None:
     fast = replace(H100, link_gb_per_second=1e6)
     found = []
