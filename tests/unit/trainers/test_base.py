@@ -12,7 +12,7 @@ from nemo_rl_core.algorithms.sft.trainer import SFTTrainer
 from nemo_rl_core.config.model import ModelFromConfig
 from nemo_rl_core.errors import ConfigError
 from nemo_rl_core.trainers.base import BaseTrainer
-from nemo_rl_core.trainers.callbacks import Callback
+from nemo_rl_core.trainers.callbacks import Callback, Callbacks
 from nemo_rl_core.trainers.loop import RunSpec, StepRange
 
 
@@ -85,6 +85,18 @@ def test_a_saved_folder_is_whole_when_the_hook_is_called(
 
     make_trainer({}).run(spec, callbacks=[Read()])
     assert saved == [(2, True), (4, True), (5, True)]
+
+
+def test_a_hook_is_handled_by_a_class_or_an_object_that_has_its_own() -> None:
+    class Read(Callback):
+        def on_save(self, trainer: Any, step: int, checkpoint: Path) -> None: ...
+
+    given = Callback()
+    assert not Callbacks(None, [Callback(), given]).handles("on_save")  # type: ignore[arg-type]
+    assert Callbacks(None, [Callback(), Read()]).handles("on_save")  # type: ignore[arg-type]
+    given.on_save = lambda *_: None  # type: ignore[method-assign]
+    assert Callbacks(None, [given]).handles("on_save")  # type: ignore[arg-type]
+    assert not Callbacks(None, [given]).handles("on_fit_end")  # type: ignore[arg-type]
 
 
 def test_callbacks_are_called_in_the_order_given(
