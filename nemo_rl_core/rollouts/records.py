@@ -32,10 +32,12 @@ Start = Callable[[Callable[[], None]], Callable[[], object]]
 
 
 def in_a_task(function: Callable[[], None]) -> Callable[[], object]:
-    """Calls a function in a task of Ray; returns what waits for its end."""
+    """Calls a function in a task of Ray on this machine; returns what waits for its end."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    task = ray.remote(num_cpus=0)(_call).remote(function)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    task = ray.remote(num_cpus=0, scheduling_strategy=here)(_call).remote(function)
     return partial(ray.get, task)
 
 
@@ -108,7 +110,7 @@ class RolloutRecords:
         write = partial(
             save_rollouts,
             rollouts,
-            self._path(step),
+            self._path(step).absolute(),  # a task has another working directory
             advantages=advantages,
             environment_metrics=environment_metrics,
         )

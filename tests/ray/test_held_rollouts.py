@@ -31,7 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one optimizer step": {},
     "several optimizer steps": {"train_global_batch_size": 8},
     "without a reference": {"loss": {"kl": None}},
-    "truncated ones left out": {"overlong": {"kind": "filter"}},
     "groups drawn again": {"dynamic_sampling": {"max_draws": 3}},
 }
 
@@ -89,3 +88,14 @@ def test_held_rollouts_train_to_the_same_bits(
             RolloutRecords(result.folder / "rollouts").load(step) for result in (held, here)
         )
         assert ours_read == theirs_read
+
+
+def test_records_of_many_tokens_are_written_by_a_task(
+    session: ClusterSession, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fit(tiny_model, "written here")
+    monkeypatch.setitem(RolloutRecords.__init__.__kwdefaults__, "most_tokens_here", 0)
+    elsewhere = fit(tiny_model, "written elsewhere")
+    for step in (1, 2):
+        name = Path("rollouts") / f"step_{step:06d}.parquet"
+        assert (elsewhere.folder / name).read_bytes() == (here.folder / name).read_bytes()
