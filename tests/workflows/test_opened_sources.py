@@ -270,8 +270,8 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     tests = {"metadata": {"tests": ["assert add(1, 2) == 3"]}}
     files = {"train": chain.user / "train.jsonl", "validation": chain.user / "validation.jsonl"}
     for name, file in files.items():
-        row = {"prompt": f"Add the numbers of {name}.", **tests}
-        lines = [json.dumps({"id": f"{name} {n}", **row}) for n in range(4)]
+        prompts = [f"Add the numbers {n} of {name}." for n in range(4)]
+        lines = [json.dumps({"id": each, "prompt": each, **tests}) for each in prompts]
         file.write_text("\n".join(lines))
     changes = {
         "model": {**RECIPE["model"], "kind": "text_from_config"},
