@@ -24,13 +24,13 @@ H100 within 54 days. Taken as a rate for each GPU, hosts and network included.""
 NODE_WRITE_BYTES_PER_SECOND, STORE_BYTES_PER_SECOND = 2e9, 100e9
 """Assumed: what a node writes to the shared store, and what the store takes from all of them."""
 
-HAND_OVER_BYTES_PER_SECOND = 2**30 / 7.0
-"""Of flytekit's upload of one archive from the head: 7.0 CPU-seconds a GiB, measured against an S3
-server on loopback, one core."""
+SENT_BYTES_PER_NODE_AND_SECOND = 4 * 2**30 / 3.0
+"""To the bucket: four processes a machine, each with 3.0 CPU-seconds a GiB, measured against an S3
+server on loopback (docs/results.md); ports and the bucket are assumed to be faster."""
 
-STATE_BYTES, SAVED_BYTES = 16, 14
-"""For each parameter. In memory: float32 weights, gradients and two moments. Saved: the weights and
-moments, and the model in bfloat16 as engines read it."""
+STATE_BYTES, SAVED_BYTES = 16, 12
+"""For each parameter, in float32. In memory: weights, gradients and two moments. In a save under way:
+the weights and moments."""
 
 USED_SHARE = 0.6
 """Of the memory of a GPU for training state; the rest is for activations and the engine."""
@@ -122,9 +122,10 @@ def save_seconds(model: Model, num_gpus: int) -> float:
     return model.num_parameters * SAVED_BYTES / speed
 
 
-def hand_over_seconds(model: Model) -> float:
-    """For the archive of a save that a stage on a cluster hands to Flyte."""
-    return model.num_parameters * SAVED_BYTES / HAND_OVER_BYTES_PER_SECOND
+def send_seconds(model: Model, num_gpus: int) -> float:
+    """Until all machines have sent their shards of a save to the bucket."""
+    speed = math.ceil(num_gpus / 8) * SENT_BYTES_PER_NODE_AND_SECOND
+    return model.num_parameters * SAVED_BYTES / speed
 
 
 def daly_seconds(save: float, mtbf: float) -> float:
@@ -232,7 +233,7 @@ def scale_table() -> list[str]:
     """Saves, failures and transfers, for each number of GPUs and each model that fits."""
     lines = _heading(
         "GPUs", "shape", "model", "state per GPU", "weight sync of this code", "checkpoint",
-        "save takes", "handed to Flyte in", "MTBF", "save every", "time lost",
+        "save takes", "sent in", "MTBF", "save every", "time lost",
     )  # fmt: skip
     return [*lines, *(_scale_line(model, num_gpus) for model, num_gpus in fitting())]
 
@@ -250,7 +251,7 @@ def _scale_line(model: Model, num_gpus: int) -> str:
         _time(transfer.seconds),
         f"{model.num_parameters * SAVED_BYTES / 1e9:,.0f} GB",
         _time(save),
-        _time(hand_over_seconds(model)),
+        _time(send_seconds(model, num_gpus)),
         _time(mtbf),
         _time(interval),
         f"{100 * lost_share(save, interval, mtbf):.2f} %",
@@ -258,9 +259,9 @@ def _scale_line(model: Model, num_gpus: int) -> str:
 
 
 def save_every_seconds(model: Model, num_gpus: int) -> float:
-    """The best interval, but no shorter than a save takes to be handed over."""
+    """The best interval, but no shorter than a save takes to be sent."""
     best = daly_seconds(save_seconds(model, num_gpus), mtbf_hours(num_gpus) * 3600)
-    return max(best, hand_over_seconds(model))
+    return max(best, send_seconds(model, num_gpus))
 
 
 def _shape(num_gpus: int) -> str:

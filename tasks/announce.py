@@ -10,10 +10,10 @@ from nemo_rl_core.telemetry.notices import NOTIFY
 from tasks.artifacts import Evaluation, Lineage, Promotion
 from tasks.platform.local import on_cluster
 from tasks.platform.notifying import NOTHING_NEW, cluster_run, notify
-from tasks.platform.stage import plan_task
+from tasks.platform.stage import uncached_task
 
 
-@plan_task
+@uncached_task
 def announce(decision: Promotion, after: Evaluation, lineage: Lineage) -> None:
     """Sends what the run found, or that there was nothing new, where `NEMO_RL_NOTIFY` says."""
     if not on_cluster() or not os.environ.get(NOTIFY):

@@ -2,10 +2,10 @@
 
 from nemo_rl_core.errors import ConfigError, DataError
 from tasks.artifacts import CompareReport, Comparison
-from tasks.platform.stage import plan_task
+from tasks.platform.stage import uncached_task
 
 
-@plan_task
+@uncached_task
 def refuse_regression(comparisons: list[Comparison]) -> Comparison:
     """Hands a comparison on, unless the whole interval of the difference is below zero."""
     return refuse_worse(comparisons)

@@ -6,10 +6,10 @@ It is not cached. A run that fails gives its cluster back in the failure handler
 from tasks.artifacts import Evaluation
 from tasks.platform.kubernetes_api import KubernetesApi
 from tasks.platform.run_cluster import give_back
-from tasks.platform.stage import plan_task
+from tasks.platform.stage import uncached_task
 
 
-@plan_task
+@uncached_task
 def release_cluster(before: Evaluation, after: Evaluation) -> None:
     """Removes it once both evaluations are there: no stage after them has workers."""
     give_back(KubernetesApi())

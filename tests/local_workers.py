@@ -49,6 +49,9 @@ class LocalWorkers:
         self.sharding, self.world_size = sharding, sharding.world_size
         self.backends = [worker_class() for _ in range(self.world_size)]
 
+    def machines(self) -> list[str]:
+        return [""] * self.world_size
+
     def run_single_worker(self, method: str, *args: Any, rank: int = 0, **kwargs: Any) -> Any:
         return self._call(rank, method, *args, **kwargs)
 
@@ -75,5 +78,6 @@ class LocalWorkers:
     def _call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         backend = self.backends[rank]
         if method == "__ray_call__":
-            return kwargs.pop("fn")(backend, *args, **kwargs)
+            function, *args = [kwargs.pop("fn"), *args] if "fn" in kwargs else args
+            return function(backend, *args, **kwargs)
         return getattr(backend, method)(*args, **kwargs)

@@ -45,6 +45,9 @@ def plan_task(function: Callable[..., Any]) -> Any:
     return task(**PLAIN.options)(checked)
 
 
+uncached_task = task(**PLAIN.options)
+"""A task that runs every time, for what it does and not for what it returns."""
+
 choice = dynamic(**PLAIN.options)
 """A `@dynamic` that reads a config to choose which stages run, how often and on what shape."""
 

@@ -164,6 +164,7 @@ def test_a_trainer_trains_on_a_list_of_dicts(
         "training.attention": "sdpa",
         "training.activation_checkpointing": "false",
         "training.data_parallel_replicas": "1",
+        "training.deterministic": "true",
         "training.gradient_sync": "every_microbatch",
     }
     parents = {(parent.kind, parent.stage) for parent in manifest.parents}

@@ -489,8 +489,7 @@ def test_the_package_command(tmp_path: Path) -> None:
                 workflows.add(spec.template.id.name)
             elif "grpo_iteration" in member.name:
                 arguments = list(TaskSpec.FromString(content.read()).template.container.args)
-                folder = arguments[arguments.index("--dest-dir") + 1]
-                assert folder == "/home/nemo", "the images' user may write there"
+                assert arguments[arguments.index("--dest-dir") + 1] == "/home/nemo"  # the user's
                 assert arguments[0] == "pyflyte-fast-execute"
             elif member.name.startswith("fast"):
                 with tarfile.open(fileobj=content) as code:

@@ -50,6 +50,7 @@ TAKEN = {
     "telemetry.events.StageSaved",
     "telemetry.gpu_use.GpuUse",
     "telemetry.gpu_use.gpu_use",
+    "telemetry.nvml.opened_nvml",
     "telemetry.intervals.sampled_figures",
     "telemetry.timer.Timer",  # seconds in metrics.jsonl, which no content hash covers
     "telemetry.timer.peak_memory_gib",

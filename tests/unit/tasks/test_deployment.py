@@ -259,17 +259,19 @@ def test_the_formulas_by_hand() -> None:
     scale = load("scale.py")
     one, eight, seventy, largest = scale.MODELS
     assert scale.mtbf_hours(16_384) == pytest.approx(3.093, abs=1e-3)  # "every three hours"
-    assert scale.save_seconds(eight, 8) == pytest.approx(8.03e9 * 14 / 2e9, rel=1e-4)
-    assert scale.save_seconds(largest, 1024) == pytest.approx(405.85e9 * 14 / 100e9, rel=1e-4)
-    # 7 s a GiB: 104.7 GiB of 8B, and 1.8 h of 70B.
-    assert scale.hand_over_seconds(eight) == pytest.approx(104.7 * 7, rel=1e-3)
+    assert scale.save_seconds(eight, 8) == pytest.approx(8.03e9 * 12 / 2e9, rel=1e-4)
+    assert scale.save_seconds(largest, 1024) == pytest.approx(405.85e9 * 12 / 100e9, rel=1e-4)
+    # 3 s a GiB in four processes: 89.7 GiB of 8B from one machine, an eighth of it from each of 8.
+    assert scale.send_seconds(eight, 8) == pytest.approx(89.7 * 3 / 4, rel=1e-3)
+    assert scale.send_seconds(eight, 64) == pytest.approx(89.7 * 3 / 4 / 8, rel=1e-3)
     # Young: sqrt(2 * 60 * 86400) = 3220 s; Daly's terms add 1/3 sqrt(C / 2M) of it, and take C off.
     ratio = 60 / (2 * 86_400)
     daly = 3219.94 * (1 + ratio**0.5 / 3 + ratio / 9) - 60
     assert scale.daly_seconds(60, 86_400) == pytest.approx(daly, rel=1e-5)
-    # No save begins before the last one is handed over.
-    assert scale.save_every_seconds(seventy, 1024) == scale.hand_over_seconds(seventy)
-    assert scale.save_every_seconds(seventy, 64) > scale.hand_over_seconds(seventy)
+    # No save begins before the last one is sent, however slowly.
+    assert scale.save_every_seconds(seventy, 64) > scale.send_seconds(seventy, 64)
+    scale.SENT_BYTES_PER_NODE_AND_SECOND = 1e6
+    assert scale.save_every_seconds(seventy, 64) == scale.send_seconds(seventy, 64)
     assert one.min_gpus == 1
     assert eight.min_gpus == 3  # 128.5 GB in 50.9 GB each
 

@@ -39,7 +39,7 @@ from nemo_rl_core.backends.training.dtensor.parallelize import (
     whole_tensor,
 )
 from nemo_rl_core.backends.training.dtensor.quantized import Precision, dequantized_weights
-from nemo_rl_core.backends.training.dtensor.saving import SavesShards
+from nemo_rl_core.backends.training.dtensor.saving import DTensorSaving
 from nemo_rl_core.backends.training.dtensor.shards import fill_from_folder
 from nemo_rl_core.backends.training.dtensor.tensor_parallel import check_tensor_parallel
 from nemo_rl_core.backends.training.offload import PARTS, OffloadedState, optimizer_tensors
@@ -63,7 +63,7 @@ from nemo_rl_core.functional.protocols import LossFunction
 from nemo_rl_core.telemetry.timer import peak_memory_gib
 
 
-class DTensorBackend(SavesShards, SendsWeights):
+class DTensorBackend(DTensorSaving, SendsWeights):
     """One rank, of one or more, that trains a transformers model (a `TrainingBackend`).
 
     The ranks come from environment variables, their axes from `TrainingSetup.training`.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nemo_rl_core.backends.training.offload import OffloadedState
 
 
-class SavesShards:
+class DTensorSaving:
     """What a rank saves and loads; a part of `DTensorBackend`.
 
     `model/` has the weights in transformers' layout. They are gathered for it tensor by tensor, and
