@@ -29,7 +29,7 @@ SENT_BYTES_PER_NODE_AND_SECOND = 4 * 2**30 / 3.0
 server on loopback (docs/results.md); ports and the bucket are assumed to be faster."""
 
 STATE_BYTES, SAVED_BYTES = 16, 12
-"""For each parameter, in float32. In memory: weights, gradients and two moments. In a save under way:
+"""For each parameter, in float32. In memory: weights, gradients, two moments. In a save under way:
 the weights and moments."""
 
 USED_SHARE = 0.6
