@@ -366,7 +366,8 @@ class BaseTrainer(ABC, Generic[S, C]):
             called.call("on_fit_begin")
             # A save that nobody reads but this loop has no whole model in it.
             on_save = partial(called.call, "on_save") if called.handles("on_save") else None
-            with closing(loop.steps(self._trained(), on_save=on_save)) as left:
+            steps_left = loop.steps(self._trained(), on_save=on_save, before_save=self._before_save)
+            with closing(steps_left) as left:
                 for step in left:
                     self._run_step(step, steps, loop, called, validation)
             called.call("on_fit_end")
@@ -449,6 +450,9 @@ class BaseTrainer(ABC, Generic[S, C]):
     def _trained(self) -> Checkpointed:
         """What a checkpoint holds."""
         return self.policy
+
+    def _before_save(self) -> None:
+        """Writes what a step leaves besides its checkpoint, metrics and timings."""
 
     def _peak_memory_gib(self) -> float:
         return self.policy.peak_memory_gib()

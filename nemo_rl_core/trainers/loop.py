@@ -188,10 +188,17 @@ class StepLoop:
         self._checkpoints = CheckpointManager(work / "checkpoints", keep_latest, keep_best)
         self._pending: PendingSave | None = None
         self._all_have_models = False
+        self._before_save: Callable[[], None] = _nothing_else
         self._last_metrics: dict[str, float] = {}
         self._metrics = MetricsFile(work / "metrics.jsonl")
 
-    def steps(self, trained: Checkpointed, *, on_save: OnSave | None = None) -> Generator[int]:
+    def steps(
+        self,
+        trained: Checkpointed,
+        *,
+        on_save: OnSave | None = None,
+        before_save: Callable[[], None] | None = None,
+    ) -> Generator[int]:
         """Numbers of the steps left to do; saves after a step's body has run.
 
         To be closed (`contextlib.closing`) where a body may raise, so that a save that is being
@@ -201,6 +208,8 @@ class StepLoop:
             trained: What is saved, and resumed from the last save before the first step.
             on_save: Told the step and the folder of every save; each then has a `model/`. Without
                 it, only the last save has one, and those that `keep_best` keeps.
+            before_save: Writes what else a step leaves. A run that goes on from a save does not do
+                its steps again, and so would never write it.
 
         Raises:
             KeyboardInterrupt: After a step and its save, where `stop_request.ask` was called.
@@ -208,6 +217,7 @@ class StepLoop:
         """
         call = on_save or _ignore
         self._all_have_models = on_save is not None
+        self._before_save = before_save or _nothing_else
         with stop_request.listened_to():
             done = self._resume(trained)
             for step in range(done + 1, self._range.last + 1):
@@ -236,6 +246,7 @@ class StepLoop:
         raise KeyboardInterrupt
 
     def _save(self, step: int, trained: Checkpointed, on_save: OnSave) -> None:
+        self._before_save()
         metrics = self._last_metrics
         if isinstance(trained, SavesInBackground):
             writer = self._writer(step, trained)
@@ -352,4 +363,8 @@ class StepLoop:
 
 
 def _ignore(step: int, folder: Path) -> None:
+    pass
+
+
+def _nothing_else() -> None:
     pass

@@ -86,6 +86,9 @@ class RolloutTrainer(BaseTrainer[R, C], Generic[R, C]):
         if spec.validation is not None:
             self._held_out = load_prompts(spec.validation, self.sampler.tokenizer)
 
+    def _before_save(self) -> None:
+        self.records.finish()
+
     def _sampler_settings(self) -> RolloutSettings:
         """What the sampler and its engines are started with."""
         return self.settings

@@ -165,6 +165,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert resumed.value == 5
 
 
+def test_what_a_step_leaves_is_written_before_a_save_says_that_it_is_done(tmp_path: Path) -> None:
+    loop, policy = make_loop(tmp_path, save_every=2), SlowWriter(num_polls=0)
+    seen: list[list[str]] = []
+
+    def before_save() -> None:
+        seen.append(sorted(path.name for path in (tmp_path / "checkpoints").glob("*")))
+
+    for step in loop.steps(policy, before_save=before_save):
+        policy.value += 1
+        loop.report(step, {}, {"train": 1.0})
+    before_2, before_4, before_5 = seen
+    assert not any("2" in name for name in before_2)
+    assert not any("4" in name for name in before_4)
+    assert not any("5" in name for name in before_5)
+
+
 def test_a_checkpoint_that_is_being_written_is_finished_when_a_step_fails(tmp_path: Path) -> None:
     policy = SlowWriter(100)
     assert run(make_loop(tmp_path), policy, until=3) == [1, 2, 3]
