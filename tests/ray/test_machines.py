@@ -20,15 +20,18 @@ def nodes() -> Iterator[list[str]]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from nemo_rl_core.distributed.session import shutdown
+    from nemo_rl_core.distributed import session as sessions
 
-    shutdown()
+    shared = dict(sessions._sessions)
+    sessions.shutdown()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     added = [cluster.add_node(num_cpus=1).node_id for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False)
     yield sorted(added)
     ray.shutdown()
     cluster.shutdown()
+    # Other tests have the shared session, which starts Ray again; a second one would take its CPUs.
+    sessions._sessions.update(shared)
 
 
 def transfers(folder: Path, machines: Sequence[str]) -> list[Transfer]:
