@@ -120,7 +120,7 @@ def test_a_script_of_trl_is_ported_by_its_page(
 ) -> None:
     from trl import GRPOConfig
 
-    theirs, ours = _blocks_of_the_page()
+    _, theirs, ours = _blocks_of_the_page()
     config = GRPOConfig(**{**_options(theirs, "GRPOConfig"), "bf16": False, "use_cpu": True})
     small = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
     model = ModelFromConfig(**small, max_position_embeddings=1024)
