@@ -93,6 +93,9 @@ class FakeWorkers:
         self._new_tokens = new_tokens
         self._drawn = np.random.default_rng(0)
 
+    def machines(self) -> list[str]:
+        return [""] * self.world_size
+
     def run_single_worker(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return {} if method == "choices" else None
 
