@@ -1,4 +1,4 @@
-"""NVIDIA's management library, which sees the memory of a GPU whoever has allocated it."""
+"""NVIDIA's management library, which sees the memory of a GPU that any process has allocated."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

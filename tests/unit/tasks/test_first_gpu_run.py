@@ -153,7 +153,7 @@ def reporting() -> ModuleType:
         ("on gpu-box-7.example.com and gpu-box-7", "on HOST and HOST"),
         ("/home/ann/x/y.py:3: ann failed", "PATH:3: USER failed"),
         ("annotated by annex", "annotated by annex"),
-        ("/work/checkout/tests/gpu/a.py", "tests/gpu/a.py"),
+        ("/srv/checkout/tests/gpu/a.py", "tests/gpu/a.py"),
         ("/tmp/pytest-of-ann/p.txt", "/tmp/…/p.txt"),
         (f"token {SECRET} and correct horse", "token SECRET and SECRET"),
         ("http://ann:pass@proxy:3128/x", "http://SECRET@proxy:3128/x"),
@@ -168,7 +168,7 @@ def test_what_names_a_machine_or_a_person_is_replaced(
 ) -> None:
     environment = {"USER": "ann", "WANDB_API_KEY": "correct horse", "PATH": "/usr/bin"}
     found = reporting.cleaned(
-        line, environment, checkout=Path("/work/checkout"), host="gpu-box-7.example.com"
+        line, environment, checkout=Path("/srv/checkout"), host="gpu-box-7.example.com"
     )
     assert found == clean
 
