@@ -336,7 +336,7 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         """Those of the workflow itself, without those that a dynamic task or a workflow has."""
         record = self._record(request.workflow_execution_id.name, context)
         found = [node for path, node in [*record.nodes.items()] if "/" not in path]
-        page, token = _page(found, request, context)
+        page, token = _page(found, request, context, sorts=True)
         listed = [self._node_execution(record, node) for node in page]
         return node_executions.NodeExecutionList(node_executions=listed, token=token)
 
