@@ -127,6 +127,22 @@ def test_everything_registers_and_registers_again(backend: Backend, tmp_path: Pa
     assert counted == (len(backend.tasks), len(backend.workflows), len(backend.launch_plans))
 
 
+def test_pyflyte_waits_for_what_it_has_launched(backend: Backend, tmp_path: Path) -> None:
+    """The listing of nodes that `--wait` asks for, which pipelines need, on a task of a line."""
+    lines = ["from flytekit import task, workflow", "@task", "def add(a: int) -> int: return a + 1"]
+    lines += ["@workflow", "def sums(a: int = 1) -> int: return add(a=add(a=a))"]
+    (tmp_path / "sums.py").write_text("\n".join(lines))
+    flags = ["--remote", "--wait", "--poll-interval", "1", "--copy", "all"]
+    command = [PYFLYTE, "--config", backend.config, "run", *flags, "sums.py", "sums", "--a", "3"]
+    ran = subprocess.run(
+        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (execution,) = backend.executions.values()
+    assert execution.outputs.literals["o0"].scalar.primitive.integer == 5
+    assert len(execution.nodes) == 2
+
+
 @pytest.mark.thorough
 def test_a_killed_container_goes_on_from_its_checkpoint(
     backend: Backend, tmp_path: Path, run_recipe: Callable[..., Any]

@@ -13,6 +13,7 @@ from flyteidl.admin import execution_pb2 as executions
 from flyteidl.admin import launch_plan_pb2 as launch_plans
 from flyteidl.admin import node_execution_pb2 as node_executions
 from flyteidl.admin import project_pb2 as projects
+from flyteidl.admin import task_execution_pb2 as task_executions
 from flyteidl.admin import task_pb2 as tasks
 from flyteidl.admin import version_pb2 as versions
 from flyteidl.admin import workflow_pb2 as workflows
@@ -24,7 +25,7 @@ from tests.workflows.flyte_backend.catalog import Catalog
 from tests.workflows.flyte_backend.containers import Machine, Processes
 from tests.workflows.flyte_backend.graph import Scope, Walk
 from tests.workflows.flyte_backend.launch_plans import refusals
-from tests.workflows.flyte_backend.records import ExecutionRecord, NodeRecord
+from tests.workflows.flyte_backend.records import Attempt, ExecutionRecord, NodeRecord
 
 PROJECT, DOMAIN = "flytesnacks", "development"
 _HOST = "127.0.0.1"
@@ -346,6 +347,31 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
         node = record.nodes[request.id.node_id]
         return node_executions.NodeExecutionGetDataResponse(full_outputs=node.outputs)
 
+    def ListTaskExecutions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """The attempts of a node's task; none where it was cached or is no task."""
+        identifier = request.node_execution_id
+        node = self._record(identifier.execution_id.name, context).nodes[identifier.node_id]
+        found, token = _page(node.attempts, request, context, sorts=True)
+        listed = [_task_execution(identifier, node, each) for each in found]
+        return task_executions.TaskExecutionList(task_executions=listed, token=token)
+
+    def GetTaskExecution(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """An attempt."""
+        return _task_execution(request.id.node_execution_id, *self._attempt(request.id, context))
+
+    def GetTaskExecutionData(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        """Outputs of an attempt that has ended well."""
+        node, attempt = self._attempt(request.id, context)
+        outputs = node.outputs if attempt is node.attempts[-1] else None
+        return task_executions.TaskExecutionGetDataResponse(full_outputs=outputs)
+
+    def _attempt(
+        self, identifier: identifier_pb2.TaskExecutionIdentifier, context: grpc.ServicerContext
+    ) -> tuple[NodeRecord, Attempt]:
+        parent = identifier.node_execution_id
+        node = self._record(parent.execution_id.name, context).nodes[parent.node_id]
+        return node, node.attempts[identifier.retry_attempt]
+
     def _node_execution(self, record: ExecutionRecord, node: NodeRecord) -> Any:
         phase = execution_pb2.NodeExecution.Phase.Value(node.phase)
         closure = node_executions.NodeExecutionClosure(phase=phase)
@@ -379,6 +405,24 @@ class Backend(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyS
             signed_url=self._bucket.upload_url(path, request.content_md5),
             native_url=self._bucket.url(path),
         )
+
+
+def _task_execution(
+    parent: identifier_pb2.NodeExecutionIdentifier, node: NodeRecord, attempt: Attempt
+) -> task_executions.TaskExecution:
+    """Its own phase is the node's where it is the last one; those before it have failed."""
+    phase = node.phase if attempt is node.attempts[-1] else "FAILED"
+    task = identifier_pb2.Identifier(resource_type=identifier_pb2.TASK, name=node.entity)
+    return task_executions.TaskExecution(
+        id=identifier_pb2.TaskExecutionIdentifier(
+            task_id=task,
+            node_execution_id=parent,
+            retry_attempt=node.attempts.index(attempt),
+        ),
+        closure=task_executions.TaskExecutionClosure(
+            phase=execution_pb2.TaskExecution.Phase.Value(phase)
+        ),
+    )
 
 
 def _page(
