@@ -278,6 +278,7 @@ def _item(value: Any, place: tuple[int, ...]) -> Any:
 
 _SECONDS_FOR_THE_CAUSE = 10.0
 _NUM_FRAMES = 4
+_MOST_CHARACTERS = 1000
 _WORDS_OF_COLLECTIVES = ("gloo", "nccl", "process group", "connection closed by peer", "timed out")
 
 
@@ -371,7 +372,16 @@ def _described(error: Any, *, worker: str) -> NemoRLError:
         return raised
     frames = [line.strip() for line in trace.splitlines() if line.lstrip().startswith("File ")]
     return WorkerError(
-        f"{worker} raised {type(cause).__name__}: {cause}"[:500],
+        f"{worker} raised {_said(cause)}"[:_MOST_CHARACTERS],
         got="\n    ".join([f"on {where}", *frames[-_NUM_FRAMES:]]),
         fix="the worker's whole trace is in the log",
     )
+
+
+def _said(cause: Exception) -> str:
+    """The type and the message, also of an exception that Ray could not send, only its trace."""
+    _, unsent, trace = str(cause).partition("Original exception details:\n")
+    raised = [*re.finditer(r"^(?:\w+\.)*(\w+: )", trace, re.MULTILINE)]
+    if unsent and raised:
+        return trace[raised[-1].start(1) :].strip()
+    return f"{type(cause).__name__}: {cause}"

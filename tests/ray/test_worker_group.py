@@ -6,6 +6,8 @@ import time
 from contextlib import redirect_stderr
 from io import StringIO
 
+import pydantic
+import pydantic.dataclasses
 import pytest
 
 from nemo_rl_core.config.cluster import ClusterConfig
@@ -41,6 +43,10 @@ class Worker:
     def refuse(self) -> None:
         raise DataError("row 7 is empty", expected="text", got="''", fix="fill it")
 
+    def misconfigure(self) -> None:
+        """What vLLM does with a wrong setting: pydantic's error holds what cannot be pickled."""
+        Limits(4, 2)
+
     def die(self) -> None:
         os._exit(3)
 
@@ -49,6 +55,18 @@ class Worker:
         with redirect_stderr(StringIO()) as printed:
             Dropped(is_ended=is_ended)
         return printed.getvalue()
+
+
+@pydantic.dataclasses.dataclass
+class Limits:
+    low: int
+    high: int
+
+    @pydantic.model_validator(mode="after")
+    def _in_order(self) -> "Limits":
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        return self
 
 
 class Dropped:
@@ -97,6 +115,15 @@ def test_what_a_worker_raises_names_worker_and_cause(group: RayWorkerGroup) -> N
     assert ", in divide" in caught.value.got
     assert len(str(caught.value).splitlines()) < 10
     assert group.run_single_worker("divide", 4) == 0.25
+
+
+def test_what_ray_cannot_send_is_told_by_its_own_words(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError) as caught:
+        group.run_single_worker("misconfigure")
+    said = "worker 0 of 'echo' raised ValidationError: 1 validation error for Limits\n"
+    assert caught.value.problem.startswith(said)
+    assert "low is above high" in caught.value.problem
+    assert ", in misconfigure" in caught.value.got
 
 
 def test_an_error_of_ours_is_raised_as_it_was(group: RayWorkerGroup) -> None:
