@@ -7,6 +7,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from tasks.cli.cluster_options import on_a_cluster
+
 PIPELINES = {
     "convert": "convert_model",
     "distill": "distill",
@@ -40,9 +42,18 @@ def _recipes(_context: Any, _parameter: Any, incomplete: str) -> list[Completion
 @click.option("--dry-run", is_flag=True,
               help="Check all, show what would run, and train nothing.")  # fmt: skip
 @click.option("--print-config", is_flag=True, help="Print the whole recipe as YAML, and end.")
-@click.option("--remote", is_flag=True, help="Run on the Flyte cluster that pyflyte is set up for.")
+@click.option("--remote", is_flag=True, help="Run on a Flyte cluster, with the code as it is here.")
+@click.option("--wait", is_flag=True, help="With --remote: until the run has ended.")
+@on_a_cluster
 def run(
-    pipeline: str, settings: tuple[str, ...], dry_run: bool, print_config: bool, remote: bool
+    pipeline: str,
+    settings: tuple[str, ...],
+    *,
+    dry_run: bool,
+    print_config: bool,
+    remote: bool,
+    wait: bool,
+    **cluster: Any,
 ) -> None:
     """Run PIPELINE as `pyflyte run workflows/PIPELINE.py` does.
 
@@ -53,6 +64,7 @@ def run(
     """
     from tasks.platform import starting
 
+    _refuse_without_remote(remote=remote)
     starting.begin_line()
     try:
         from tasks.cli.run_settings import chosen_pipeline, show_dry_run, yaml_of
@@ -66,17 +78,41 @@ def run(
         show_dry_run(chosen)
     if print_config or dry_run:
         return
-    _as_pyflyte(pipeline, chosen.values, remote=remote)
+    client, flags = _for_pyflyte(wait=wait, **cluster) if remote else ([], [])
+    _as_pyflyte(pipeline, chosen.values, client=client, flags=flags)
 
 
-def _as_pyflyte(pipeline: str, values: dict[str, Any], *, remote: bool) -> None:
+def _refuse_without_remote(*, remote: bool) -> None:
+    context = click.get_current_context()
+    given = click.core.ParameterSource.COMMANDLINE
+    names = ("wait", "config", "project", "domain")
+    alone = [f"--{name}" for name in names if context.get_parameter_source(name) is given]
+    if alone and not remote:
+        raise click.UsageError(f"{', '.join(alone)}: only for a run on a cluster; add --remote")
+
+
+def _for_pyflyte(
+    *, wait: bool, config: Path | None, project: str, domain: str
+) -> tuple[list[str], list[str]]:
+    """Options of pyflyte, and of `pyflyte run`.
+
+    All of the code travels: stages import most of it within their bodies, so that what is imported
+    here is not what they need.
+    """
+    client = [] if config is None else ["--config", str(config)]
+    waits = ["--wait"] if wait else []
+    return client, ["--remote", *waits, "--copy", "all", "--project", project, "--domain", domain]
+
+
+def _as_pyflyte(
+    pipeline: str, values: dict[str, Any], *, client: list[str], flags: list[str]
+) -> None:
     """Goes on as `pyflyte run`, which the run's record then names as its command."""
     import sys
 
     from flytekit.clis.sdk_in_container.pyflyte import main
 
-    where = ["--remote"] if remote else []
     config = ["--config", json.dumps(values)]
     file = str(_WORKFLOWS / f"{pipeline}.py")
-    sys.argv = ["pyflyte", "run", *where, file, PIPELINES[pipeline], *config]
+    sys.argv = ["pyflyte", *client, "run", *flags, file, PIPELINES[pipeline], *config]
     main(args=sys.argv[1:])

@@ -1,17 +1,16 @@
 """`nemo-rl schedule`: recipes that start by themselves on a Flyte cluster."""
 
 import json
-from collections.abc import Callable
+import shlex
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tasks.cli.cluster_options import as_options, on_a_cluster
+
 if TYPE_CHECKING:
     from tasks.cli.flyte_schedules import ScheduledRecipe, Schedules
-
-_Command = Callable[..., Any]
 
 
 class _AddUnlessNamed(click.Group):
@@ -28,19 +27,6 @@ class _AddUnlessNamed(click.Group):
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)
         return "add", self.commands["add"], args
-
-
-def _on_a_cluster(command: _Command) -> _Command:
-    """The options that name a cluster, a project and a domain."""
-    options = [
-        click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                     help="The configuration of Flyte's client; by default as pyflyte finds it."),
-        click.option("--project", default="nemo-rl", show_default=True),
-        click.option("--domain", default="development", show_default=True),
-    ]  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @click.group("schedule", cls=_AddUnlessNamed, subcommand_metavar="RECIPE CRON [KEY=VALUE]... | "
@@ -69,7 +55,7 @@ def schedule() -> None:
 @click.option("--notify", metavar="ADDRESSES", envvar="NEMO_RL_NOTIFY",
               help="Mail addresses, with commas, that Flyte tells how a run ends; by default those "
               "of NEMO_RL_NOTIFY.")  # fmt: skip
-@_on_a_cluster
+@on_a_cluster
 def add(
     recipe: str,
     cron: str,
@@ -97,14 +83,13 @@ def add(
         found = schedules.activate(found)
     click.echo(f"schedule: {found.name}, {found.workflow} of version {found.workflow_version}")
     click.echo("next:     " + ", ".join(f"{time:%Y-%m-%d %H:%M}" for time in times) + " UTC")
-    where = f" --config {cluster['config']}" if cluster["config"] else ""
-    resume = f"nemo-rl schedule resume {found.name}{where}"
+    resume = shlex.join(["nemo-rl", "schedule", "resume", found.name, *as_options(**cluster)])
     click.echo("state:    active" if found.active else f"state:    paused; to start: {resume}")
 
 
 @schedule.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_on_a_cluster
+@on_a_cluster
 def list_(*, as_json: bool, **cluster: Any) -> None:
     """List the schedules of a project and domain, those of launch_plans.py among them."""
     found = _schedules(cluster).found()
@@ -119,7 +104,7 @@ def list_(*, as_json: bool, **cluster: Any) -> None:
 
 @schedule.command("pause")
 @click.argument("name")
-@_on_a_cluster
+@on_a_cluster
 def pause(name: str, **cluster: Any) -> None:
     """Start no more runs of schedule NAME; one that runs goes on."""
     paused = _schedules(cluster).pause(name)
@@ -128,7 +113,7 @@ def pause(name: str, **cluster: Any) -> None:
 
 @schedule.command("resume")
 @click.argument("name")
-@_on_a_cluster
+@on_a_cluster
 def resume(name: str, **cluster: Any) -> None:
     """Start runs of the latest version of schedule NAME."""
     schedules = _schedules(cluster)

@@ -28,5 +28,5 @@ def refuse_limit_that_stages_miss(budget: BudgetConfig) -> None:
             "the stages of this run do not know its limit of GPU-hours",
             expected=f"{LIMIT} of at most {limit:.4g} (budget.max_gpu_hours) in their containers",
             got="none" if told is None else f"{told:.4g}",
-            fix=f"start the run with pyflyte run --remote --env {LIMIT}={limit:.4g}",
+            fix=f"start the run with pyflyte run --remote --copy all --env {LIMIT}={limit:.4g}",
         )

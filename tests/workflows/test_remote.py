@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +142,24 @@ def test_pyflyte_waits_for_what_it_has_launched(backend: Backend, tmp_path: Path
     (execution,) = backend.executions.values()
     assert execution.outputs.literals["o0"].scalar.primitive.integer == 5
     assert len(execution.nodes) == 2
+
+
+def test_nemo_rl_run_sends_all_of_the_code_and_the_recipe(backend: Backend, tmp_path: Path) -> None:
+    where = ["--config", backend.config, "--project", "flytesnacks", "--domain", "development"]
+    command = [PYFLYTE.with_name("nemo-rl"), "run", "sft", "seed=3", "--remote", *where]
+    ran = subprocess.run(
+        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (execution,) = backend.executions.values()
+    assert execution.launch_plan == "workflows.sft.sft"
+    given = msgpack.loads(execution.inputs.literals["config"].scalar.binary.value)
+    assert given["seed"] == 3
+    (archive,) = (tmp_path / "flyte/blobs/uploads").rglob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        sent = set(opened.getnames())
+    # What no import of the workflow has reached.
+    assert {"deployment/pods.yaml", "nemo_rl_core/algorithms/sft/trainer.py"} <= sent
 
 
 @pytest.mark.thorough

@@ -128,7 +128,7 @@ def test_on_a_cluster_stages_must_know_the_limit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "a1")
     with pytest.raises(ConfigError, match="do not know its limit") as refused:
         refuse_limit_that_stages_miss(limited.budget)
-    assert f"pyflyte run --remote --env {LIMIT}=12.5" in str(refused.value)
+    assert f"pyflyte run --remote --copy all --env {LIMIT}=12.5" in str(refused.value)
     with pytest.raises(ConfigError, match="do not know its limit"):
         plan_grpo.task_function(config=limited)
     monkeypatch.setenv(LIMIT, "13")

@@ -44,6 +44,19 @@ def test_what_is_no_setting_is_refused(settings: list[str], said: str) -> None:
         changes_of(settings)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--wait"], "--wait: only for a run on a cluster; add --remote"),
+        (["--wait", "--project", "a"], "--wait, --project: only for a run on a cluster"),
+    ],
+)
+def test_options_of_a_cluster_are_refused_without_one(options: list[str], said: str) -> None:
+    result = invoked("sft", *options)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 def test_values_are_yaml() -> None:
     assert changes_of(["a=1e-5", "b=null", "c=[1, x]", "d={e: 2}", "g=", "h=a=b"]) == {
         "a": "1e-5",  # a number for pydantic
