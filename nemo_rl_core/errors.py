@@ -80,9 +80,13 @@ class WorkerError(NemoRLError):
     """A Ray worker raised or died."""
 
 
-class TransferError(WorkerError):
+class MachineError(WorkerError):
+    """A machine, or the network between machines, did not do its part; others may."""
+
+
+class TransferError(MachineError):
     """A transfer of weights or of a save broke off: the other end died, is stuck, or has failed."""
 
 
-class WorkerLostError(WorkerError):
+class WorkerLostError(MachineError):
     """A Ray worker died, or did not answer in time; what it was asked, a new one may be asked."""

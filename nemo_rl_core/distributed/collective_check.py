@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from nemo_rl_core.distributed.process_group import local_device, rank, world_size
-from nemo_rl_core.errors import WorkerError
+from nemo_rl_core.errors import MachineError
 
 CHECK_SECONDS = 60.0
 _NUM_VALUES = 1 << 16
@@ -40,7 +40,7 @@ def check_collectives(
         timeout_seconds: For each group.
 
     Raises:
-        WorkerError: If a rank does not come, a sum does not end in time, or its value is wrong;
+        MachineError: If a rank does not come, a sum does not end in time, or its value is wrong;
             names the ranks and their machines.
     """
     world = dist.group.WORLD
@@ -91,9 +91,10 @@ def _check(
         )
 
 
-def _refused(problem: str, *, got: str, fix: str, expected: str | None = None) -> WorkerError:
-    return WorkerError(problem, expected=expected or "all ranks, and the sum of them", got=got,
-                       fix=fix)  # fmt: skip
+def _refused(problem: str, *, got: str, fix: str, expected: str | None = None) -> MachineError:
+    return MachineError(
+        problem, expected=expected or "all ranks, and the sum of them", got=got, fix=fix
+    )
 
 
 def _ends(group: dist.ProcessGroup, values: torch.Tensor, timeout_seconds: float) -> bool:

@@ -1,36 +1,83 @@
 """Errors after which Flyte tries a stage again: those of machines, not of recipes and data."""
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from nemo_rl_core.errors import NemoRLError, TransferError, WorkerError, WorkerLostError
+from nemo_rl_core.errors import ConfigError, MachineError, NemoRLError, WorkerError
 from tasks.platform import local
 
-# As torch, NCCL and Ray word them; a worker hands on the text of what it raised.
+# As torch, NCCL, gloo and Ray word them; a worker hands on the text of what it raised.
 _OF_A_MACHINE = re.compile(
-    r"CUDA error|CUDA out of memory|OutOfMemoryError|NCCL|DistBackendError|CUBLAS_STATUS|cudaError"
+    r"CUDA error|CUDA out of memory|OutOfMemoryError|MemoryError|NCCL|CUBLAS_STATUS|cudaError"
+    r"|Dist(Backend|Store|Network)Error|[Cc]onnection (closed|reset) by peer|Stale file handle"
 )
+_OF_A_DISK_OR_NETWORK = {
+    getattr(errno, name)
+    for name in (
+        *("EIO", "EREMOTEIO", "ESTALE", "EBUSY", "EPIPE", "ECONNRESET", "ECONNREFUSED"),
+        *("ECONNABORTED", "ETIMEDOUT", "EHOSTUNREACH", "ENETUNREACH", "ENETDOWN"),
+    )
+    if hasattr(errno, name)
+}
+_OF_A_CONNECTION = {"ConnectionError", "ClientConnectionError", "HTTPClientError", "TransportError"}
+"""Base classes in requests, aiohttp, botocore and httpx, by name: most are not imported here."""
+
+_TOO_MANY_REQUESTS, _FIRST_OF_A_SERVER = 429, 500
 
 
 def is_recoverable(error: BaseException) -> bool:
     """Returns True if another attempt, on other machines, may not meet the error.
 
-    A lost worker or node, a transfer of weights that broke off, and what CUDA, NCCL and memory
-    raise are recoverable. A recipe, data, a model or a reward that cannot be used is not.
+    A lost worker or node, a transfer that broke off, what CUDA, NCCL, gloo and memory raise, a
+    disk or a connection that fails, and a server that answers 429 or 5xx are recoverable. A recipe,
+    data, a model or a reward that cannot be used is not.
     """
     from ray.exceptions import RayError, RayTaskError
 
-    if isinstance(error, WorkerLostError | TransferError):
+    if isinstance(error, MachineError):
         return True
     if isinstance(error, RayTaskError):
         return error.cause is not None and is_recoverable(error.cause)
     if isinstance(error, RayError):
         return True
+    if isinstance(error, ConfigError):
+        return False
+    if any(map(_is_of_a_machine, _chain(error))):
+        return True
     is_explained = isinstance(error, NemoRLError) and not isinstance(error, WorkerError)
     return not is_explained and bool(_OF_A_MACHINE.search(f"{type(error).__name__}: {error}"))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def _is_of_a_machine(error: BaseException) -> bool:
+    if isinstance(error, MachineError | MemoryError | ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, OSError) and error.errno in _OF_A_DISK_OR_NETWORK:
+        return True
+    status = _http_status(getattr(error, "response", None))
+    if status == _TOO_MANY_REQUESTS or status >= _FIRST_OF_A_SERVER:
+        return True
+    return any(base.__name__ in _OF_A_CONNECTION for base in type(error).__mro__)
+
+
+def _http_status(response: Any) -> int:
+    """Of an answer of requests, httpx or botocore; 0 for none."""
+    if isinstance(response, dict):
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    found = getattr(response, "status_code", response)
+    return found if isinstance(found, int) else 0
 
 
 @contextmanager

@@ -275,7 +275,10 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Chain:
         file.write_text("\n".join(lines))
     changes = {
         "model": {**RECIPE["model"], "kind": "text_from_config"},
-        "data": {"kind": "file", **{name: str(file) for name, file in files.items()}},
+        "data": {
+            **{"kind": "file", "max_prompt_tokens": 128},
+            **{name: str(file) for name, file in files.items()},
+        },
         "environment": {"kind": "code"},
     }
     plan = planned(chain, changes)

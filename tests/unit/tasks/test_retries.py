@@ -1,19 +1,26 @@
 """What Flyte tries again: error documents as a container writes them."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from botocore.exceptions import ClientError, EndpointConnectionError
 from flyteidl.core import errors_pb2
 from flytekit import FlyteContextManager, task
 from flytekit.bin import entrypoint
 from flytekit.models.literals import LiteralMap
+from huggingface_hub.errors import HfHubHTTPError
+from s3fs.errors import translate_boto_error
 
 from nemo_rl_core.errors import (
     ConfigError,
     DataError,
+    MachineError,
     ModelError,
+    StoreError,
     TransferError,
     WorkerError,
     WorkerLostError,
@@ -45,6 +52,22 @@ def dead(kind: str) -> BaseException:
     return getattr(ray.exceptions, kind)()  # type: ignore[no-any-return]
 
 
+def caused(error: Exception, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+def translated_503() -> BaseException:
+    """As s3fs hands on what botocore has raised."""
+    answer = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
+    return translate_boto_error(ClientError(answer, "GetObject"))  # type: ignore[no-any-return]
+
+
+def hub_error(status: int) -> BaseException:
+    answer = httpx.Response(status, request=httpx.Request("GET", "https://hub"))
+    return HfHubHTTPError("the hub", response=answer)
+
+
 RECOVERABLE: dict[str, Callable[[], BaseException]] = {
     "a lost worker": lambda: WorkerLostError("worker 3 of 'training' died", got="node died"),
     "a broken transfer": lambda: TransferError("a transfer of weights broke off"),
@@ -55,6 +78,17 @@ RECOVERABLE: dict[str, Callable[[], BaseException]] = {
     "CUDA in a worker": lambda: WorkerError(
         "worker 0 of 'training' raised AcceleratorError", got="CUDA error: an illegal address"
     ),
+    "a rank that did not come": lambda: MachineError("rank 3 did not come to the check"),
+    "a wrong sum in a worker": lambda: in_a_worker(MachineError("a sum is wrong on rank 3")),
+    "the store of ranks": lambda: WorkerError("worker 0 raised DistStoreError: wait timeout"),
+    "gloo": lambda: RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+    "memory of the host": lambda: MemoryError("Unable to allocate 2. GiB"),
+    "memory in a worker": lambda: in_a_worker(MemoryError("Unable to allocate 2. GiB")),
+    "a stale volume": lambda: OSError(errno.ESTALE, "Stale file handle"),
+    "a busy bucket": lambda: caused(StoreError("cannot be read"), translated_503()),
+    "no way to the bucket": lambda: EndpointConnectionError(endpoint_url="http://s3"),
+    "a hub that is down": lambda: caused(ModelError("cannot be downloaded"), hub_error(503)),
+    "a hub that is away": lambda: caused(RuntimeError("no"), httpx.ConnectError("refused")),
     "NCCL": lambda: RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled"),
 }
 FINAL: dict[str, Callable[[], BaseException]] = {
@@ -63,6 +97,11 @@ FINAL: dict[str, Callable[[], BaseException]] = {
     "a model": lambda: ModelError("the model's config.json cannot be read"),
     "a row in a worker": lambda: in_a_worker(DataError("a sequence does not fit")),
     "a bug in a worker": lambda: WorkerError("worker 0 raised KeyError", got="'advantages'"),
+    "a model that the hub has not": lambda: caused(ModelError("unknown"), hub_error(404)),
+    "a file that is not there": lambda: FileNotFoundError(errno.ENOENT, "no such file"),
+    "a bucket that is closed": lambda: PermissionError(errno.EACCES, "Access Denied"),
+    "a full disk": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "a recipe's address": lambda: caused(ConfigError("data.train"), ConnectionError()),
     "a bug": lambda: KeyError("advantages"),
 }
 
