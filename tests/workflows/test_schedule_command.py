@@ -68,7 +68,10 @@ def test_a_recipe_of_ones_own_runs_by_the_clock(backend: Backend) -> None:
     result = invoked(backend, *NIGHTLY, "seed=7", "--name", "mine", "--notify", "a@example.com")
     assert result.exit_code == 0, result.output
     assert result.output.count(" 02:00") == 3
-    assert "state:    paused; to start: nemo-rl schedule resume mine" in result.output
+    # The command that is shown finds the schedule again.
+    shown = result.output.partition("to start: nemo-rl schedule ")[2].split()
+    assert shown[:2] == ["resume", "mine"]
+    assert {"--project", "flytesnacks", "--domain", str(backend.config)} <= set(shown)
     ((name, version), spec) = next(iter(backend.launch_plans.items()))
     assert name == "mine"
     assert version.startswith("v1-")
