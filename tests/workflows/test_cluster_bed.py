@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -187,17 +187,55 @@ def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_a_pipeline_on_pods_that_share_nothing_equals_a_local_run(
+def test_a_pipeline_that_lost_a_worker_a_node_and_a_head_equals_a_local_run(
     bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:
-    output, _ = (launched := launch(bed, tmp_path, SMALL)).communicate(timeout=1500)
+    sft = {**SMALL["sft"], "global_batch_size": 128, "save_every_num_steps": 20}
+    recipe = {**SMALL, "sft": sft}
+    launched = launch(bed, tmp_path, recipe)
+    lose_after_a_save(bed, launched, "train_sft", _kill_a_worker)
+    lose_after_a_save(bed, launched, "grpo_iteration", _kill_a_node, _kill_the_head)
+    output, _ = launched.communicate(timeout=1500)
     (execution,) = bed.backend.executions.values()
     assert launched.returncode == 0, output[-2000:] + execution.error
-    local = run_recipe(SMALL, tmp_path / "local")
+    attempts = {each: execution.named(each)[0].attempts for each in ("train_sft", "grpo_iteration")}
+    assert [len(each) for each in attempts.values()] == [2, 3]
+    local = run_recipe(recipe, tmp_path / "local")
     assert local.exit_code == 0, local.output[-2000:]
     assert any(step["grad_norm"] > 0 for step in local.metrics("grpo_iteration 1"))
     assert contents(manifests(bed, execution)) == contents(manifests_of(local.store))
     _assert_optimizers_stayed_in_the_bucket(bed)
+
+
+def lose_after_a_save(
+    bed: ClusterBed,
+    launched: "subprocess.Popen[str]",
+    stage: str,
+    *losses: Callable[[ClusterBed], None],
+) -> None:
+    """Takes something from each attempt of a stage, once that has handed on a save of its own."""
+    given = 0
+    for number, lose in enumerate(losses):
+        attempt = attempt_of(bed, launched, stage, number)
+        given = wait_for(
+            lambda a=attempt, n=given: (s := handed_over(bed, a)) > n and s, launched.poll
+        )
+        lose(bed)
+    attempt_of(bed, launched, stage, len(losses))
+
+
+def attempt_of(
+    bed: ClusterBed, launched: "subprocess.Popen[str]", stage: str, number: int
+) -> Attempt:
+    """An attempt of the first node of a stage, when it has started."""
+
+    def found() -> Attempt | None:
+        for execution in bed.backend.executions.values():
+            for node in execution.named(stage):
+                return node.attempts[number] if len(node.attempts) > number else None
+        return None
+
+    return cast(Attempt, wait_for(found, launched.poll))
 
 
 def _assert_optimizers_stayed_in_the_bucket(bed: ClusterBed) -> None:

@@ -7,14 +7,14 @@ server.
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.workflows.cluster_bed import ClusterBed, why_no_pods
-from tests.workflows.flyte_backend import Attempt
 from tests.workflows.test_cluster_bed import (
     SMALL,
+    attempt_of,
     contents,
     handed_over,
     launch,
@@ -25,8 +25,8 @@ from tests.workflows.test_cluster_bed import (
 
 SHARED: dict[str, Any] = {
     **SMALL,
-    # Steps of milliseconds: many, so that the stage is killed long before its end.
-    "sft": {**SMALL["sft"], "num_steps": 200, "save_every_num_steps": 20},
+    # Large batches, so that the stage is killed long before its end.
+    "sft": {**SMALL["sft"], "global_batch_size": 128, "save_every_num_steps": 20},
     "cluster": {**SMALL["cluster"], "lifetime": "run"},
 }
 
@@ -80,21 +80,12 @@ def test_a_pipeline_on_one_cluster_equals_a_local_run_after_its_driver_and_its_h
 ) -> None:
     launched = launch(bed, tmp_path, SHARED)
 
-    def attempt(stage: str, number: int) -> Attempt:
-        def found() -> Attempt | None:
-            for execution in bed.backend.executions.values():
-                for node in execution.named(stage):
-                    return node.attempts[number] if len(node.attempts) > number else None
-            return None
-
-        return cast(Attempt, wait_for(found, launched.poll))
-
-    first = attempt("train_sft", 0)
+    first = attempt_of(bed, launched, "train_sft", 0)
     wait_for(lambda: handed_over(bed, first), launched.poll)
     raylets = _raylets(bed)
     bed.drivers[-1].kill()
-    attempt("train_sft", 1)
-    training = attempt("grpo_iteration", 0)
+    attempt_of(bed, launched, "train_sft", 1)
+    training = attempt_of(bed, launched, "grpo_iteration", 0)
     assert _raylets(bed) == raylets, "the second attempt of SFT, the evaluation and GRPO share them"
     wait_for(lambda: handed_over(bed, training), launched.poll)
     lost = bed.kubernetes.ray_jobs[-1].job
