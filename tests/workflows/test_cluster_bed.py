@@ -48,8 +48,16 @@ SMALL: dict[str, Any] = {
     "cluster": {"num_workers": 2, "num_threads": 1},
 }
 
-# Large batches, so that each attempt is killed long before its end on quick machines, too.
-SFT = {"num_steps": 400, "save_every_num_steps": 40, "global_batch_size": 256}
+# Steps that take longer than a save does to reach the bucket, so that each attempt is killed long
+# before its end, on quick machines, too.
+SFT = {"num_steps": 400, "save_every_num_steps": 40, "global_batch_size": 64}
+_LARGER = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 256}
+KILLED_SFT = {
+    **SMALL["sft"],
+    "num_steps": 600,
+    "save_every_num_steps": 100,
+    "global_batch_size": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -190,8 +198,7 @@ def test_a_local_run_does_not_join_what_ray_start_has_left(tmp_path: Path) -> No
 def test_a_pipeline_that_lost_a_worker_a_node_and_a_head_equals_a_local_run(
     bed: ClusterBed, tmp_path: Path, run_recipe: Callable[..., Any]
 ) -> None:
-    sft = {**SMALL["sft"], "global_batch_size": 128, "save_every_num_steps": 20}
-    recipe = {**SMALL, "sft": sft}
+    recipe = {**SMALL, "sft": KILLED_SFT}
     launched = launch(bed, tmp_path, recipe)
     lose_after_a_save(bed, launched, "train_sft", _kill_a_worker)
     lose_after_a_save(bed, launched, "grpo_iteration", _kill_a_node, _kill_the_head)
@@ -268,7 +275,8 @@ def _inputs(sft: dict[str, Any]) -> dict[str, Any]:
     from tasks.prepare_model import prepare_model
     from tasks.recipes.grpo import GRPORecipe, plan_grpo
 
-    stages = plan_grpo(config=GRPORecipe.model_validate({**SMALL, "sft": sft}))
+    given = {**SMALL, "model": {**SMALL["model"], **_LARGER}, "sft": sft}
+    stages = plan_grpo(config=GRPORecipe.model_validate(given))
     model = prepare_model(config=stages.model)
     data = prepare_data(config=stages.data, tokenizer=model.tokenizer)
     return {"config": stages.sft, "base": model.base, "train": data.train}

@@ -13,6 +13,7 @@ import pytest
 
 from tests.workflows.cluster_bed import ClusterBed, why_no_pods
 from tests.workflows.test_cluster_bed import (
+    KILLED_SFT,
     SMALL,
     attempt_of,
     contents,
@@ -25,8 +26,7 @@ from tests.workflows.test_cluster_bed import (
 
 SHARED: dict[str, Any] = {
     **SMALL,
-    # Large batches, so that the stage is killed long before its end.
-    "sft": {**SMALL["sft"], "global_batch_size": 128, "save_every_num_steps": 20},
+    "sft": KILLED_SFT,
     "cluster": {**SMALL["cluster"], "lifetime": "run"},
 }
 
