@@ -12,25 +12,36 @@ LOGITS_BYTES = 192 * 2**20
 At 151,936 tokens it has room for 82 rows. More rows at once save no CPU time worth their memory,
 fewer than 64 cost some.
 """
+LOGITS_BYTES_ON_GPU = 2**30
+"""The same on a GPU: 441 rows at 151,936 tokens.
+
+A product with the head computes 2 floating-point operations a row for 2 bytes of a bfloat16 weight.
+An H100 does 295 in the time of a byte, so that fewer rows than that wait for memory.
+"""
 _TENSORS_A_CHUNK = 4
 _KEPT_TENSORS = 2
 _MOST_ROWS = 1024
 
 
-def rows_at_once(vocab_size: int) -> int:
-    """Rows whose logits are computed at once, within `LOGITS_BYTES`.
+def rows_at_once(vocab_size: int, device: torch.device) -> int:
+    """Rows whose logits are computed at once, within the budget of the device.
 
     Args:
         vocab_size: Rows of the head, or of the largest part of it that a rank holds.
+        device: Of the head.
 
     Returns:
         At most 1,024, beyond which the products get no faster, and at least 1.
 
     Example:
-        >>> rows_at_once(32), rows_at_once(49_152), rows_at_once(151_936)
-        (1024, 256, 82)
+        >>> [rows_at_once(size, torch.device("cpu")) for size in (32, 49_152, 151_936)]
+        [1024, 256, 82]
     """
-    return max(1, min(_MOST_ROWS, LOGITS_BYTES // (_TENSORS_A_CHUNK * 4 * vocab_size)))
+    return max(1, min(_MOST_ROWS, _budget(device) // (_TENSORS_A_CHUNK * 4 * vocab_size)))
+
+
+def _budget(device: torch.device) -> int:
+    return LOGITS_BYTES_ON_GPU if device.type == "cuda" else LOGITS_BYTES
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
@@ -88,14 +99,14 @@ def token_logprobs_within_budget(
     temperature: float,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `token_logprobs_from_hidden`, within `LOGITS_BYTES`.
+    """As `token_logprobs_from_hidden`, within the budget of the device.
 
     Where the logits of all rows fit into it with their gradient, they are kept for the backward
     pass, which then needs one product with the head less.
     """
     num_rows, vocab_size = len(hidden), lm_head_weight.shape[0]
-    keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= LOGITS_BYTES
-    rows = max(1, num_rows) if keeps else rows_at_once(vocab_size)
+    keeps = _KEPT_TENSORS * 4 * num_rows * vocab_size <= _budget(hidden.device)
+    rows = max(1, num_rows) if keeps else rows_at_once(vocab_size, hidden.device)
     return _logprobs(hidden, lm_head_weight, bias, token_ids, _Options(temperature, rows, keeps))
 
 
@@ -213,8 +224,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         cast = _as_dtype(weight, bias, dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight) if needs_weight else None
-        of_bias = torch.zeros_like(bias) if needs_bias else None
+        # The sums of many chunks: FSDP gathers weights in bfloat16, which would lose what is small.
+        of_weight = zeros_for_sums(weight) if needs_weight else None
+        of_bias = zeros_for_sums(bias) if needs_bias else None
         for start in range(0, len(hidden), num_rows):
             rows = slice(start, start + num_rows)
             upstream, chunk = gradients[0][rows], hidden[rows].to(dtype)
@@ -233,11 +245,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
             of_hidden[rows] = gradient @ cast[0]
             if of_weight is not None and of_weight.dtype == dtype:
                 of_weight.addmm_(gradient.T, chunk)
-            elif of_weight is not None:  # sums of many chunks keep the weight's precision
+            elif of_weight is not None:
                 of_weight.add_(gradient.T @ chunk)
             if of_bias is not None:
                 of_bias.add_(gradient.sum(0))
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        if of_bias is not None:
+            of_bias = of_bias.to(bias.dtype)
         return of_hidden, of_weight, of_bias, None, None, None
+
+
+def zeros_for_sums(of: Tensor) -> Tensor:
+    """Zeros of a tensor's shape, in float32 at least."""
+    return torch.zeros_like(of, dtype=torch.promote_types(of.dtype, torch.float32))
 
 
 def _as_dtype(

@@ -22,10 +22,10 @@ from nemo_rl_core.planning.sizes import ModelSizes
 
 GIB = 2**30
 _FLOAT32, _MOMENTS = 4, 8
-_LOGITS_BYTES = 192 * 2**20
+_LOGITS_BYTES = 2**30
 _MOST_ROWS, _ROW_COPIES = 1024, 4
-"""Of logits at once, and the float32 tensors of that size: `functional/logprobs.py`, which is not
-imported, since torch takes seconds."""
+"""Of logits at once on a GPU, and the float32 tensors of that size: `functional/logprobs.py`, which
+is not imported, since torch takes seconds."""
 _QUANTIZED = {"8bit": 1.0, "4bit": 0.52}
 """Bytes of a weight; 4 bits with their constants, which are quantized as well (QLoRA)."""
 _CONTEXT_GIB = 1.0
@@ -279,6 +279,13 @@ class _TrainedModel:
         width = self._width if self._layout.is_wrapped else _FLOAT32
         return self._sizes.vocabulary * self._sizes.hidden / self._layout.tensor * width / GIB
 
+    def _within_head(self, inner: float) -> float:
+        """The head's backward pass: sums of its chunks in float32, handed on as the weight is."""
+        kept = self._head_gradient
+        if not (self._is_half and self._layout.is_wrapped):
+            return inner + kept
+        return 2 * kept + max(inner, kept)
+
     @property
     def _gathered_gradients(self) -> float:
         if not self._layout.is_wrapped or self._has_lora:
@@ -320,8 +327,8 @@ class _TrainedModel:
         """Where gradients are exchanged in the last micro-batch: it begins with all of the sums."""
         whole, again = self._whole_gradients, self._layer_activations * self._config_recomputes
         forward = self._activations + self._gathered(2)
-        head = self._activations + self._head_gradient + self._gathered(1)
-        head += self._logits if self._config_recomputes else max(self._logits, self._temporaries)
+        inner = self._logits if self._config_recomputes else max(self._logits, self._temporaries)
+        head = self._activations + self._within_head(inner) + self._gathered(1)
         # The last layer's backward pass, or after it the copy that its reduction sends.
         sent = 0.0 if self._has_lora else self._layer * _FLOAT32 / GIB
         first = self._activations + self._gathered(2) + self._head_gradient
@@ -346,7 +353,7 @@ class _TrainedModel:
         forward = self._activations + self._gathered(all_layers if cast else 2)
         # The logits, and after them the gradients within the last layer, which nothing frees yet.
         inner = self._logits if self._config_recomputes else max(self._logits, self._temporaries)
-        head = self._activations + inner + self._head_gradient + self._gathered(kept)
+        head = self._activations + self._within_head(inner) + self._gathered(kept)
         last = self._layer_activations + self._temporaries + self._gathered(2)
         last += self._head_gradient * self._layout.is_wrapped
         if self._gathered_gradients:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl_core.functional.logprobs import zeros_for_sums
+
 
 def vocab_parallel_logprobs_from_hidden(
     hidden: Tensor,
@@ -132,8 +134,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, weight, bias, token_ids, log_sums = ctx.saved_tensors
         group, vocab_start, temperature, chunk_size = ctx.options
-        hidden_gradient, weight_gradient = torch.zeros_like(hidden), torch.zeros_like(weight)
-        bias_gradient = None if bias is None else torch.zeros_like(bias)
+        hidden_gradient, weight_gradient = torch.zeros_like(hidden), zeros_for_sums(weight)
+        bias_gradient = None if bias is None else zeros_for_sums(bias)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
             upstream = gradients[0][rows]
@@ -144,10 +146,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             gradient.scatter_add_(-1, local_ids, upstream.masked_fill(~held, 0.0))
             gradient = gradient.div_(temperature).to(weight.dtype)
             hidden_gradient[rows] = gradient @ weight
-            weight_gradient.addmm_(gradient.T, hidden[rows])
+            if weight_gradient.dtype == gradient.dtype:
+                weight_gradient.addmm_(gradient.T, hidden[rows])
+            else:
+                weight_gradient.add_(gradient.T @ hidden[rows])
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
         dist.all_reduce(hidden_gradient, group=group)
+        weight_gradient = weight_gradient.to(weight.dtype)
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None
 
 

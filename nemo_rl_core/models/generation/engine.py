@@ -43,7 +43,7 @@ from nemo_rl_core.models.generation import where_made
 from nemo_rl_core.models.generation.where_made import HeldCompletions
 from nemo_rl_core.models.interfaces import GenerationDatumSpec, GenerationInterface
 from nemo_rl_core.models.policy import Policy
-from nemo_rl_core.models.validation.proof import check_proof, proof_prompts
+from nemo_rl_core.models.validation.proof import check_proof, proof_bounds, proof_prompts
 from nemo_rl_core.store.machine import process_numerics
 from nemo_rl_core.telemetry import usage
 from nemo_rl_core.telemetry.model_flops import model_shape
@@ -72,7 +72,7 @@ class Generation(GenerationInterface):
         setup: Model, sampling and size. The weights of `setup.model_folder` are loaded.
         name: Of the worker group. Engines of one name share workers, so that the later one takes
             them over.
-        gate: The bounds of its proofs.
+        gate: The bounds of a step, from which those of its proofs follow (`proof_bounds`).
 
     Attributes:
         num_restarts: How many times the workers were started again.
@@ -91,7 +91,11 @@ class Generation(GenerationInterface):
     ) -> None:
         session = ClusterSession(cluster) if isinstance(cluster, RayVirtualCluster) else cluster
         self._session, self._setup, self._name = session, setup, name
-        self._gate = gate or GateConfig()
+        self._bounds = proof_bounds(
+            gate or GateConfig(),
+            dtype=setup.dtype,
+            is_quantized=getattr(setup.config, "quantization", "none") != "none",
+        )
         if not setup.config.num_own_bundles:
             refuse_more_than(session.cluster.world_size, setup.config)
         self._sharding = _sharding(setup.config)
@@ -416,7 +420,7 @@ class Generation(GenerationInterface):
         batch["generation_logprobs"], batch["prev_logprobs"] = output["logprobs"][:, 1:], logprobs
         # Each engine alone: one of many that is wrong must not pass for a few sequences that are.
         return max(
-            check_proof(batch.chunk(engine, self.num_engines), self._gate, reference=name)
+            check_proof(batch.chunk(engine, self.num_engines), self._bounds, reference=name)
             for engine in range(self.num_engines)
         )
 
@@ -493,5 +497,10 @@ def engine_environment(config: SamplingConfig) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_FLOAT32_MATMUL_PRECISION": config.float32_matmul_precision,
+        # FlashInfer compiles kernels when they are first used, by a compiler that images have not.
+        # Its sampler takes no seeds, so rollouts never use it, but vLLM's warm-up would; its
+        # all-reduce has no fixed order of sums.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         **(SEES_ALL_GPUS if config.ranks_per_engine > 1 else {}),
     }

@@ -218,7 +218,7 @@ class StreamingGeneration(Generation):
         proofs: list[WeightsProof] = self._ask_all("last_proof")
         for proof in proofs:
             if proof.first is not None:
-                check_unchanged(self._proof_prompts, proof.first, proof.last, self._gate)
+                check_unchanged(self._proof_prompts, proof.first, proof.last, self._bounds)
         outputs = BatchedDataDict.from_batches([proof.output for proof in proofs])
         self.agreement = self._checked(outputs, policy)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
@@ -19,6 +20,34 @@ from nemo_rl_core.models.validation.gate import check_consistency
 _PROMPT_LENGTHS = (1, 2, 3, 5, 7, 9, 11, 13)
 _NUM_NEW_TOKENS = 3
 """One out of the prefill, and two out of decoding steps, whose kernels are others."""
+
+
+_LEAST_BOUND_OF_HALF, _LEAST_BOUND_OF_FP8 = 1.25, 1.5
+
+
+def proof_bounds(gate: GateConfig, *, dtype: DType, is_quantized: bool) -> GateConfig:
+    """The bounds of an engine's proofs: those of the gate of a step, or wider ones for rounding.
+
+    The prompts are random tokens, after which a model gives large logits to tokens that it is not
+    sure of. In bfloat16 logits of 16 to 32 are multiples of 0.125: two correct engines of
+    SmolLM2-135M differ by 1.06 to 1.09 (six draws), and one in which a single layer of 30 is wrong
+    by 1.55 to 481. The bound of FP8 is chosen, not measured.
+
+    Args:
+        gate: Of a step.
+        dtype: Of the engine and its reference.
+        is_quantized: Whether the engine rounds weights to FP8.
+    """
+    least = 1.0
+    if dtype != "float32":
+        least = _LEAST_BOUND_OF_HALF
+    if is_quantized:
+        least = _LEAST_BOUND_OF_FP8
+    token = max(gate.max_token_mult_prob_error, least)
+    sequence = max(gate.max_sequence_mult_prob_error, 2 * least)
+    return gate.model_copy(
+        update={"max_token_mult_prob_error": token, "max_sequence_mult_prob_error": sequence}
+    )
 
 
 def proof_prompts(model_folder: Path, *, max_model_len: int) -> BatchedDataDict:

@@ -47,6 +47,22 @@ def test_memory_of_gpus_grows_in_place_in_trainers_alone(monkeypatch):
     assert not memory_environment(on_gpus)
 
 
+def test_no_engine_compiles_kernels_of_flashinfer(monkeypatch):
+    """By vLLM's own choice on a CUDA machine; without the variable it goes on to FlashInfer."""
+    from vllm import envs
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    for name, value in engine_environment(VllmGenerationConfig()).items():
+        monkeypatch.setenv(name, value)
+    on_cuda = SimpleNamespace(is_cuda=lambda: True)
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", on_cuda)
+    assert topk_topp_sampler.flashinfer_sampler_supported() is False
+    assert not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+    with pytest.raises((ImportError, AttributeError)):
+        topk_topp_sampler.flashinfer_sampler_supported()
+
+
 _FAULTS = """
 import resource
 def faults():

@@ -13,12 +13,15 @@ from torch.utils._pytree import tree_leaves
 from nemo_rl_core.functional import logprobs as module
 from nemo_rl_core.functional.logprobs import (
     LOGITS_BYTES,
+    LOGITS_BYTES_ON_GPU,
     logprobs_from_logits,
     rows_at_once,
     token_logprobs_from_hidden,
     token_logprobs_within_budget,
     topk_logprobs_from_hidden,
 )
+
+CPU = torch.device("cpu")
 
 
 def head(num_rows, width, vocab, dtype=torch.float64, seed=0):
@@ -232,19 +235,21 @@ def test_whole_logits_never_exist_for_several_tokens_either():
 def test_rows_at_once_by_hand():
     # 192 MiB hold four float32 tensors of 82 x 151,936 (199,340,032 bytes), and none of 83 rows.
     assert 82 * 151_936 * 4 * 4 == 199_340_032 <= LOGITS_BYTES == 201_326_592
-    assert rows_at_once(151_936) == 82
-    assert rows_at_once(12_288) == 1024 == LOGITS_BYTES // (12_288 * 4 * 4)
+    assert rows_at_once(151_936, CPU) == 82
+    assert rows_at_once(12_288, CPU) == 1024 == LOGITS_BYTES // (12_288 * 4 * 4)
     # Small heads keep 1,024 rows, with which every figure of the small models was taken.
-    assert rows_at_once(19) == rows_at_once(12_287) == 1024
-    assert rows_at_once(12_289) == 1023
-    assert rows_at_once(2**30) == 1  # one row is more than the budget
+    assert rows_at_once(19, CPU) == rows_at_once(12_287, CPU) == 1024
+    assert rows_at_once(12_289, CPU) == 1023
+    assert rows_at_once(2**30, CPU) == 1  # one row is more than the budget
+    assert rows_at_once(151_936, torch.device("cuda")) == 441
+    assert 441 * 151_936 * 4 * 4 <= LOGITS_BYTES_ON_GPU < 442 * 151_936 * 4 * 4
 
 
 @pytest.fixture
 def two_rows_at_once(monkeypatch):
     """A budget with room for two rows of a head of 5 tokens."""
     monkeypatch.setattr(module, "LOGITS_BYTES", 2 * 5 * 4 * 4)
-    assert rows_at_once(5) == 2
+    assert rows_at_once(5, CPU) == 2
 
 
 @pytest.mark.usefixtures("two_rows_at_once")
@@ -315,14 +320,17 @@ def test_kept_logits_are_one_tensor():
 
 
 @pytest.mark.usefixtures("two_rows_at_once")
-def test_large_heads_in_bfloat16_sum_their_gradient_in_float32():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_heads_in_bfloat16_sum_their_gradient_in_float32(dtype):
+    """Of a weight that is bfloat16 itself, as FSDP gathers it, the sum alone is rounded."""
     hidden, weight, targets, _ = head(200, 3, 5, dtype=torch.float32)
     ids = targets[:, None]
+    given = weight.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = token_logprobs_within_budget(hidden, weight, ids, temperature=1.0)
-    (of_weight,) = torch.autograd.grad(rounded.sum(), weight)
+        rounded = token_logprobs_within_budget(hidden, given, ids, temperature=1.0)
+    (of_weight,) = torch.autograd.grad(rounded.sum(), given)
     plain = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, ids)
     (exact,) = torch.autograd.grad(plain.sum(), weight)
-    assert of_weight.dtype == torch.float32
+    assert of_weight.dtype == dtype
     # 0.0015 of it; 100 chunks summed in bfloat16 are off by 0.0099.
     assert (of_weight - exact).norm() < 0.005 * exact.norm()

@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from nemo_rl_core.backends.transformers_logprobs import transformers_logprobs
+from nemo_rl_core.config.model import DType
 from nemo_rl_core.config.trainer import GateConfig
 from nemo_rl_core.data.pretrained import load_tokenizer
 from nemo_rl_core.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_core.errors import ConsistencyError
 from nemo_rl_core.models.validation.logprobs import as_training_batch
-from nemo_rl_core.models.validation.proof import check_proof, check_unchanged, proof_prompts
+from nemo_rl_core.models.validation.proof import (
+    check_proof,
+    check_unchanged,
+    proof_bounds,
+    proof_prompts,
+)
 
 GATE = GateConfig()
 
@@ -79,6 +85,25 @@ def test_a_reference_that_differs_is_named_with_the_worst_sequence(batch: Batche
         GateConfig(max_masked_fraction=0.2),
         reference="transformers",
     ) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_quantized", "token", "sequence"),
+    [
+        ("float32", False, 1.05, 2.0),
+        ("bfloat16", False, 1.25, 2.5),
+        ("bfloat16", True, 1.5, 3.0),
+        ("float32", True, 1.5, 3.0),
+    ],
+)
+def test_rounding_widens_the_bounds(
+    dtype: DType, is_quantized: bool, token: float, sequence: float
+) -> None:
+    found = proof_bounds(GATE, dtype=dtype, is_quantized=is_quantized)
+    assert found.max_token_mult_prob_error == token
+    assert found.max_sequence_mult_prob_error == sequence
+    wide = GateConfig(max_token_mult_prob_error=4.0, max_sequence_mult_prob_error=9.0)
+    assert proof_bounds(wide, dtype=dtype, is_quantized=is_quantized) == wide
 
 
 def test_only_what_the_engine_drew_is_compared(batch: BatchedDataDict) -> None:

@@ -135,14 +135,15 @@ class LogprobModel(PackedModel):
         """
         batch, microbatch = self._probe(self.num_logits)
         packed = self.logprobs(batch, self.packed(batch, microbatch))
+        differences = []
         for row, length in enumerate(batch["input_lengths"].tolist()):
             sequence = batch["input_ids"][row : row + 1, :length]
             logits = self._plain_logits(sequence)
             plain = logprobs_from_logits(
                 logits[:, :-1].float(), sequence[:, 1:], temperature=self._temperature
             )
-            difference = (packed[row, : length - 1] - plain[0]).abs().max().item()
-            self._refuse_above(difference, "logprobs")
+            differences.append(packed[row, : length - 1] - plain[0])
+        self._refuse_above(torch.cat(differences), "logprobs")
         self._share_if_faithful(self.logprobs, batch, microbatch)
 
 
@@ -216,11 +217,12 @@ class ScoreModel(PackedModel):
         fill_parameter(self._head.weight, random / own.shape[1] ** 0.5)
         try:
             packed = self.values(batch, self.packed(batch, microbatch))
+            differences = []
             for row, length in enumerate(batch["input_lengths"].tolist()):
                 sequence = batch["input_ids"][row : row + 1, :length]
                 score = self._plain_logits(sequence).float()
-                difference = (packed[row, length - 1] - score[0, 0]).abs().item()
-                self._refuse_above(difference, "scores")
+                differences.append(packed[row, length - 1] - score[0, 0])
+            self._refuse_above(torch.stack(differences), "scores")
             self._share_if_faithful(self.values, batch, microbatch)
         finally:
             self._head.weight.copy_(own)
@@ -246,7 +248,7 @@ def topk_logprobs(
     options: dict[str, Any] = {"k": k, "num_ids": num_ids, "temperature": temperature}
     if isinstance(head.weight, DTensor):
         return vocab_parallel_topk_logprobs_from_hidden(hidden, **_shard(head), **options)
-    rows = rows_at_once(head.weight.shape[0])
+    rows = rows_at_once(head.weight.shape[0], head.weight.device)
     return topk_logprobs_from_hidden(
         hidden, head.weight, bias=head.bias, chunk_size=rows, **options
     )
@@ -263,5 +265,5 @@ def _shard(head: Any) -> dict[str, Any]:
         "group": mesh.get_group(),
         "vocab_start": min(mesh.get_local_rank() * rows_per_rank, size),
         # Chunks are collectives: every rank has as many.
-        "chunk_size": rows_at_once(rows_per_rank),
+        "chunk_size": rows_at_once(rows_per_rank, head.weight.device),
     }

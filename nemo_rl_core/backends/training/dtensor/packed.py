@@ -252,7 +252,7 @@ class PackedModel(ABC):
         batch["input_ids"][1, :3] = batch["input_ids"][0, :3]
         tree = Microbatch(rows=((0, 1), (2,)), row_length=11, shared=(0, 3, 0))
         shared, whole = (read(batch, self.packed(batch, plan)) for plan in (tree, alone))
-        difference = (shared - whole).abs().max().item()
+        difference = self._size_of(shared - whole)
         if not difference < self._bound:
             self.sharing = None
             _LOG.warning(
@@ -266,12 +266,23 @@ class PackedModel(ABC):
     def _bound(self) -> float:
         return 1e-3 if self._dtype == "float32" else 0.3
 
-    def _refuse_above(self, difference: float, what: str) -> None:
-        if not difference < self._bound:
+    def _size_of(self, differences: torch.Tensor) -> float:
+        """The largest one; in half precision the mean.
+
+        There a logit of 20 to 30 is off by up to 0.06 from its rounding alone, so that a few tokens
+        of a pretrained model differ by more than 0.5 nats between two correct kernels.
+        """
+        found = differences.abs()
+        return float(found.max() if self._dtype == "float32" else found.mean())
+
+    def _refuse_above(self, differences: torch.Tensor, what: str) -> None:
+        found = self._size_of(differences)
+        if not found < self._bound:
+            mean = "" if self._dtype == "float32" else "mean "
             raise ModelError(
                 f"{type(self.model).__name__} computes different {what} for packed sequences",
-                expected=f"a difference below {self._bound}",
-                got=f"{difference:.3g}",
+                expected=f"a {mean}difference below {self._bound}",
+                got=f"{found:.3g}",
                 fix="this model changes its outputs after the head, or does not keep packed "
                 "sequences apart; choose another model",
             )

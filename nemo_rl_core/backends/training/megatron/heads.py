@@ -101,7 +101,7 @@ class LogprobHead:
             "vocab_start": start,
             "temperature": self._temperature,
             # Chunks are collectives: every rank has as many, though padding leaves some fewer rows.
-            "chunk_size": rows_at_once(-(-self._vocab_size // group.size())),
+            "chunk_size": rows_at_once(-(-self._vocab_size // group.size()), weight.device),
         }
 
 
