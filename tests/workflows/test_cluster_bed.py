@@ -57,6 +57,7 @@ KILLED_SFT = {
     "num_steps": 600,
     "save_every_num_steps": 100,
     "global_batch_size": 64,
+    "learning_rate": 0.0002,  # rewards still differ after as many steps
 }
 
 
